@@ -1,0 +1,74 @@
+"""Values as JSON that tells types apart and never changes between processes.
+
+JSON itself keeps `1`, `true` and `1.0` apart. What it lacks is wrapped in a one-entry object:
+dtypes, tuples, non-finite floats, and, as a last resort, any other object by type and repr.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+#: Triton's short dtype names, spelled as torch and numpy spell them.
+_TRITON_DTYPES = {
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "fp8e4nv": "float8_e4m3fn",
+    "fp8e4b8": "float8_e4m3fnuz",
+    "fp8e5": "float8_e5m2",
+    "fp8e5b16": "float8_e5m2fnuz",
+    "int1": "bool",
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return one name for a dtype of torch, Triton, numpy or JAX: `torch.bfloat16` and
+    `tl.bfloat16` are both `bfloat16`.
+    """
+    name = str(getattr(dtype, "name", dtype))
+    name = name.rpartition(".")[2]
+    return _TRITON_DTYPES.get(name, name)
+
+
+def is_dtype(value: Any) -> bool:
+    """Whether `value` is a dtype object of torch, Triton or numpy (by class, importing none)."""
+    cls = type(value)
+    return cls.__name__ == "dtype" or any(base.__name__ == "dtype" for base in cls.__mro__)
+
+
+def encode(value: Any) -> Any:
+    """Return `value` as plain JSON data, with its type.
+
+    A tensor becomes its dtype alone: a tuning choice may depend on what kind of memory an argument
+    is, never on which.
+    """
+    if value is None or isinstance(value, (bool, int, str)) and type(value).__module__ == "builtins":
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, (tuple, list)):
+        return {"tuple": [encode(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    if is_dtype(value):
+        return {"dtype": dtype_name(value)}
+    if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
+        return {"tensor": dtype_name(value.dtype)}
+    if type(value).__name__ == "constexpr":
+        return encode(value.value)
+    cls = type(value)
+    return {"object": f"{cls.__module__}.{cls.__qualname__}", "repr": repr(value)}
+
+
+def dumps(data: Any) -> str:
+    """Return the one JSON text of plain data: sorted keys, no spaces, ASCII, finite numbers."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(data: Any) -> str:
+    """Return a 128-bit digest of plain data, as 32 hexadecimal digits."""
+    return hashlib.blake2b(dumps(data).encode(), digest_size=16).hexdigest()

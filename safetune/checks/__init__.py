@@ -1,0 +1,1 @@
+"""Checks on kernels and source trees that need no tuning."""

@@ -1,0 +1,119 @@
+"""triton.Config: checked, told apart, and written down.
+
+A stored row never becomes a `Config`. It carries the digest of one, and so can only select among
+those that the decorator declares.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from triton.runtime.autotuner import Config
+
+from safetune import canonical
+from safetune.errors import InvalidConfig
+
+
+def config_record(config: Config) -> dict[str, Any]:
+    """Return a config as plain JSON data, its pre_hook as a digest of the hook's code."""
+    record: dict[str, Any] = {
+        name: canonical.encode(value) for name, value in config.all_kwargs().items()
+    }
+    if config.pre_hook is not None:
+        record["pre_hook"] = _callable_digest(config.pre_hook)
+    return record
+
+
+def config_digest(config: Config) -> str:
+    """Return the identity of a config, the same in every process and Triton version."""
+    return canonical.digest(config_record(config))
+
+
+def config_text(config: Config) -> str:
+    """Return a config as people read it: its kwargs, then the options that are not defaults."""
+    parts = [f"{name}={value}" for name, value in config.kwargs.items()]
+    parts.append(f"num_warps={config.num_warps}")
+    parts.append(f"num_stages={config.num_stages}")
+    if config.num_ctas != 1:
+        parts.append(f"num_ctas={config.num_ctas}")
+    parts += [
+        f"{name}={getattr(config, name)}"
+        for name in ("maxnreg", "ir_override")
+        if getattr(config, name, None) is not None
+    ]
+    return " ".join(parts)
+
+
+def check_configs(
+    kernel_name: str, configs: Iterable[Config] | None, parameters: Sequence[str]
+) -> list[Config]:
+    """Return the configs to try: Triton's default where there are none, without duplicates.
+
+    Raises:
+        InvalidConfig: an entry is not a `triton.Config`, or sets something that is neither a
+            parameter of the kernel nor an option of an installed back end.
+    """
+    checked: list[Config] = []
+    for position, config in enumerate(configs or ()):
+        if not isinstance(config, Config):
+            raise InvalidConfig(
+                f"configs[{position}] of {kernel_name} is {config!r}, a {type(config).__name__}; "
+                "it must be a triton.Config, e.g. triton.Config({'BLOCK': 128}, num_warps=4)"
+            )
+        _check_names(kernel_name, position, config, parameters)
+        if config in checked:
+            warnings.warn(
+                f"configs[{position}] of {kernel_name} is listed twice "
+                f"({config_text(config)}); the second is dropped",
+                stacklevel=4,
+            )
+            continue
+        checked.append(config)
+    return checked or [Config({}, num_warps=4, num_stages=3, num_ctas=1)]
+
+
+def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> None:
+    """Raise `InvalidConfig` where the caller passes what the config sets."""
+    conflicts = sorted(set(passed) & set(config.kwargs))
+    if conflicts:
+        raise InvalidConfig(
+            f"Conflicting meta-parameters: {', '.join(conflicts)}. The configs of {kernel_name} "
+            "set them, and so does this call: leave them out of the call or of the configs."
+        )
+
+
+def _check_names(
+    kernel_name: str, position: int, config: Config, parameters: Sequence[str]
+) -> None:
+    unknown = [n for n in config.kwargs if n not in parameters and n not in _backend_options()]
+    if unknown:
+        raise InvalidConfig(
+            f"configs[{position}] of {kernel_name} sets {', '.join(map(repr, unknown))}, which is "
+            f"neither a parameter of the kernel ({', '.join(parameters)}) nor a back-end option"
+        )
+
+
+@functools.cache
+def _backend_options() -> frozenset[str]:
+    """The launch options of every installed back end; no driver is touched."""
+    import dataclasses
+    import sys
+
+    from triton.backends import backends
+
+    names: set[str] = set()
+    for backend in backends.values():
+        module = sys.modules[backend.compiler.__module__]
+        for value in vars(module).values():
+            if isinstance(value, type) and dataclasses.is_dataclass(value):
+                names.update(field.name for field in dataclasses.fields(value))
+    return frozenset(names)
+
+
+def _callable_digest(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", repr(type(function)))
+    return canonical.digest([name, code.co_code.hex() if code is not None else ""])

@@ -1,0 +1,71 @@
+"""What safetune raises. A failed config is a value (`Outcome`); a failed tuning is one of these."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from safetune.outcome import Outcome
+
+
+class SafetuneError(Exception):
+    """The base of every error that safetune raises on purpose."""
+
+
+class InvalidConfig(SafetuneError, ValueError):
+    """A config, or the list of them, that no kernel launch could accept."""
+
+
+class InvalidSetting(SafetuneError, ValueError):
+    """A decorator argument or a SAFETUNE_* variable with a value that means nothing."""
+
+
+class PhantomKey(SafetuneError, ValueError):
+    """A key name that the kernel never reads, under `phantom="error"`."""
+
+
+class NoDevice(SafetuneError, RuntimeError):
+    """Neither a GPU nor Triton's interpreter is there to run a kernel on."""
+
+
+class KernelNotTransferable(SafetuneError):
+    """The kernel, a hook or an argument cannot be rebuilt in another process."""
+
+
+class WorkerUnavailable(SafetuneError):
+    """No child process could be started; says nothing about any config."""
+
+
+class StoreError(SafetuneError):
+    """The database cannot be opened, read or written."""
+
+
+class TargetError(SafetuneError):
+    """A command-line TARGET that does not import, or holds nothing to tune."""
+
+
+class WorkloadError(SafetuneError):
+    """A workload function that raised, or yielded something else than a `Workload`."""
+
+
+class NoWorkingConfig(SafetuneError, RuntimeError):
+    """Every config failed.
+
+    Attributes:
+        outcomes: one (config as text, `Outcome`) pair per config tried.
+    """
+
+    def __init__(self, kernel: str, key: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
+        self.outcomes = tuple(outcomes)
+        width = max((len(config) for config, _ in self.outcomes), default=0)
+        rows = "\n".join(
+            f"  {config:<{width}}  {outcome.label}  {outcome.message.splitlines()[0]}"
+            if outcome.message
+            else f"  {config:<{width}}  {outcome.label}"
+            for config, outcome in self.outcomes
+        )
+        super().__init__(
+            f"none of the {len(self.outcomes)} configs of {kernel} works for {key}:\n{rows}"
+        )

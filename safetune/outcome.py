@@ -1,0 +1,89 @@
+"""What became of one config: a verdict, its timing if it has one, and what it left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verdict(str, Enum):
+    """The verdicts that a config can end with. Only `OK` makes it eligible."""
+
+    OK = "ok"
+    COMPILE_ERROR = "compile_error"
+    COMPILE_TIMEOUT = "compile_timeout"
+    COMPILE_CRASH = "compile_crash"
+    OUT_OF_RESOURCES = "out_of_resources"
+    LAUNCH_ERROR = "launch_error"
+    ILLEGAL_ACCESS = "illegal_access"
+    TIMEOUT = "timeout"
+    DIED = "died"
+    OUT_OF_BOUNDS = "out_of_bounds"
+    WRONG_RESULT = "wrong_result"
+    INVALID_TIME = "invalid_time"
+    PROTOCOL_ERROR = "protocol_error"
+    ORDER_DEPENDENT = "order_dependent"
+    NO_MEMORY = "no_memory"
+
+
+#: Verdicts after which the child can be used again: nothing has touched the device's context.
+CLEAN = frozenset(
+    {
+        Verdict.OK,
+        Verdict.COMPILE_ERROR,
+        Verdict.COMPILE_TIMEOUT,
+        Verdict.COMPILE_CRASH,
+        Verdict.OUT_OF_RESOURCES,
+        Verdict.INVALID_TIME,
+    }
+)
+
+#: Verdicts that say something of the moment and nothing of the config: never stored as its fault.
+TRANSIENT = frozenset({Verdict.NO_MEMORY})
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of one config, in milliseconds, over `count` launches.
+
+    Attributes:
+        stage: `screen` (every config), `final` (interleaved rounds of the best), `do_bench` (the
+            user's own function).
+    """
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    count: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of trying one config.
+
+    Attributes:
+        detail: the signal (`SIGSEGV`), exit code or exception class behind the verdict.
+        message: one human-readable line or more; empty when there is nothing to say.
+        stderr: the last lines that the child wrote to its standard error or output.
+        gpu_uuid: the card that measured it; empty in the interpreter.
+    """
+
+    verdict: Verdict
+    timing: Timing | None = None
+    detail: str = ""
+    message: str = ""
+    stderr: str = ""
+    gpu_uuid: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the config may be chosen."""
+        return self.verdict is Verdict.OK
+
+    @property
+    def label(self) -> str:
+        """The verdict as tables show it, e.g. `died(SIGSEGV)`."""
+        if self.verdict is Verdict.DIED and self.detail:
+            return f"died({self.detail})"
+        return self.verdict.value

@@ -1,0 +1,77 @@
+"""Every SAFETUNE_* environment variable, read here and nowhere else.
+
+Read on each miss and at each decoration, never on a hit; so a test or a launcher may change the
+environment at any time before a key is first seen.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+import platformdirs
+
+from safetune.errors import InvalidSetting
+
+
+class Mode(str, Enum):
+    """What a miss does. `tune`: measure the configs. `off`: first config, nothing stored."""
+
+    TUNE = "tune"
+    OFF = "off"
+
+
+class PhantomPolicy(str, Enum):
+    """What happens to a key name that the kernel never reads."""
+
+    DROP = "drop"
+    KEEP = "keep"
+    ERROR = "error"
+
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
+    """Return the member of `kind` that `value` names; raises `InvalidSetting` naming the rest."""
+    try:
+        return kind(value)
+    except ValueError:
+        valid = ", ".join(str(member.value) for member in kind)
+        raise InvalidSetting(f"{name}={value!r} is not known; use one of: {valid}") from None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The process-wide settings.
+
+    Attributes:
+        mode: SAFETUNE_MODE, default `tune`.
+        phantom: SAFETUNE_PHANTOM, default `drop`; a decorator's `phantom=` wins over it.
+        cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
+    """
+
+    mode: Mode
+    phantom: PhantomPolicy
+    cache_dir: Path
+
+    @classmethod
+    def current(cls) -> Settings:
+        """Read the environment; raises `InvalidSetting` on a value that means nothing."""
+        env = os.environ
+        explicit = env.get("SAFETUNE_CACHE_DIR")
+        directory = Path(explicit).expanduser() if explicit else _default_cache_dir()
+        return cls(
+            mode=parse_choice(Mode, "SAFETUNE_MODE", env.get("SAFETUNE_MODE") or "tune"),
+            phantom=parse_choice(
+                PhantomPolicy, "SAFETUNE_PHANTOM", env.get("SAFETUNE_PHANTOM") or "drop"
+            ),
+            cache_dir=directory,
+        )
+
+
+def _default_cache_dir() -> Path:
+    return Path(platformdirs.user_cache_dir("safetune", appauthor=False))

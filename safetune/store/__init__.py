@@ -1,0 +1,1 @@
+"""Where outcomes and choices are kept. Imports neither torch nor triton."""

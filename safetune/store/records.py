@@ -1,0 +1,79 @@
+"""The rows of the store as frozen dataclasses: what crosses between tuning, lookup and the CLI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from safetune.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class KeyRecord:
+    """One tuning key, written before its first trial so that every other row can point at it.
+
+    Attributes:
+        digest: `TuningKey.digest`.
+        kernel_name, kernel_digest, kernel_source, kernel_file, kernel_line: `KernelIdentity`.
+        device_digest, device: `Device.digest` and `Device.record()`.
+        toolchain: `Toolchain.record()`.
+        call: `TuningKey.record()`: values, dtypes and options.
+    """
+
+    digest: str
+    kernel_name: str
+    kernel_digest: str
+    kernel_source: str
+    kernel_file: str
+    kernel_line: int
+    device_digest: str
+    device: dict[str, Any]
+    toolchain: dict[str, Any]
+    call: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One config tried for one key, whatever became of it.
+
+    Attributes:
+        key: the key's digest.
+        config_digest, config: which config, and its values for people (`config_record`).
+        generation: 1, or more after `--force` (see `ChoiceRecord`).
+        created: seconds since the epoch.
+    """
+
+    key: str
+    config_digest: str
+    config: dict[str, Any]
+    generation: int
+    outcome: Outcome
+    created: float
+
+
+@dataclass(frozen=True)
+class ChoiceRecord:
+    """The config that a key launches with. The first valid one of a generation wins.
+
+    Attributes:
+        declared: digest over the config list that it was chosen from.
+        median_ms: its time when it was chosen.
+        measured: how many configs were measured to choose it.
+    """
+
+    key: str
+    generation: int
+    config_digest: str
+    config: dict[str, Any]
+    declared: str
+    median_ms: float
+    measured: int
+    created: float
+
+
+@dataclass(frozen=True)
+class StoredChoice:
+    """A choice together with the key it answers, as `safetune list` shows it."""
+
+    key: KeyRecord
+    choice: ChoiceRecord

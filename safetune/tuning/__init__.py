@@ -1,0 +1,1 @@
+"""The miss path: from a call to a choice, with every candidate in a subprocess."""
