@@ -55,10 +55,14 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
 
     Attributes:
         outcomes: one (config as text, `Outcome`) pair per config tried.
+        measured: how many of them were tried now; the others are known from earlier.
     """
 
-    def __init__(self, kernel: str, key: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
+    def __init__(
+        self, kernel: str, key: str, outcomes: Sequence[tuple[str, Outcome]], measured: int = 0
+    ) -> None:
         self.outcomes = tuple(outcomes)
+        self.measured = measured
         width = max((len(config) for config, _ in self.outcomes), default=0)
         rows = "\n".join(
             f"  {config:<{width}}  {outcome.label}  {outcome.message.splitlines()[0]}"

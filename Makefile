@@ -1,0 +1,75 @@
+# Everything a person or CI runs. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+TRITON ?= triton==3.9.0
+
+# The oldest Triton that safetune supports, in its own environment.
+OLDEST_VENV   ?= .venv36
+OLDEST_TRITON ?= triton==3.6.0
+
+# Two test processes, one file to each at a time: no two tests share a store, a compile cache or a
+# child process. Not `auto`: every test process imports torch, and a machine may have 128 cores.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+DEMO ?= $(VENV)/bin/python docs/examples/demo.py
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: env
+env: $(VENV)/.made  ## Make the environment in .venv, once
+
+.PHONY: demo
+demo: env  ## Tune a few kernels, one of which crashes and one of which hangs, and reuse the choices
+	$(DEMO)
+
+.PHONY: test
+test: env  ## Pass the tests, with kernels in Triton's interpreter
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu: env  ## Pass the tests that need a GPU, one at a time
+	$(VENV)/bin/python -m pytest -m gpu
+
+.PHONY: test-internals
+test-internals: $(OLDEST_VENV)/.made  ## Pass the tests that depend on Triton's internals, on the oldest Triton
+	$(OLDEST_VENV)/bin/python -m pytest -m internals $(PYTEST_ARGS)
+
+# mypy cannot see through an editable install's package-dir, so it gets the packages as installed.
+.PHONY: lint
+lint: env  ## Check style, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	rm -rf build/types && mkdir -p build/types
+	cp -R safetune build/types/ && cp -R kernels cache build/types/safetune/
+	cd build/types && $(abspath $(VENV))/bin/mypy --config-file ../../pyproject.toml
+
+.PHONY: clean
+clean:  ## Remove the environments and what tools left behind
+	rm -rf .venv .venv36 build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Torch comes first, so that the Triton it asks for does not win. The last line puts Triton back
+# where torch's own pin replaced it while the rest was resolved; elsewhere it does nothing.
+define make-environment
+	@$(PYTHON) -c 'import sys; sys.exit("safetune needs Python 3.10 or newer: make PYTHON=...") if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet '$(1)'
+	$(@D)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(@D)/bin/python -m pip install --quiet --no-deps '$(1)'
+	touch $@
+endef
+
+$(VENV)/.made: pyproject.toml
+	$(call make-environment,$(TRITON))
+
+$(OLDEST_VENV)/.made: pyproject.toml
+	$(call make-environment,$(OLDEST_TRITON))

@@ -1,0 +1,200 @@
+"""What one launch of each layer-norm kernel takes: outputs allocated, grid and arguments built.
+
+The launchers in `functional` and those in `workloads` both build their launches here, so
+what is tuned offline is what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from safetune.kernels.configs import backward_tile_heights, tile_rows
+from safetune.kernels.grid_policy import GridPlan, plan_grid
+
+#: A tile holds at least one whole row, so this bounds what one program keeps in registers.
+MAX_COLUMNS = 65536
+
+#: The interpreter runs programs one after the other, so a few are enough to have several.
+INTERPRETER_SM_COUNT = 2
+
+
+class Launch(NamedTuple):
+    """The grid and the arguments of one kernel launch."""
+
+    grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class ForwardOutputs(NamedTuple):
+    """What the forward kernel writes; `mean` is None for RMS norm, `residual` where not stored."""
+
+    y: torch.Tensor
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    residual: torch.Tensor | None
+
+
+class BackwardOutputs(NamedTuple):
+    """What the backward kernel writes.
+
+    `weight_partials` and `bias_partials` hold one row of sums per program; `residual` is None where
+    the gradient of the residual input is `x`, `y` where it is not recomputed.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    y: torch.Tensor | None
+    weight_partials: torch.Tensor | None
+    bias_partials: torch.Tensor | None
+
+
+def check_operands(
+    x: torch.Tensor, num_groups: int, matrices: dict[str, Any], vectors: dict[str, Any]
+) -> None:
+    """Raise `ValueError` naming the operand whose shape does not go with `x`."""
+    if x.ndim != 2 or x.shape[0] % num_groups:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; it must be [tokens * num_groups, columns] "
+            f"with num_groups={num_groups}"
+        )
+    if x.shape[1] > MAX_COLUMNS:
+        raise ValueError(f"rows of {x.shape[1]} elements are not supported: {MAX_COLUMNS} at most")
+    parameters = (num_groups * x.shape[1],)
+    for operands, shape in ((matrices, tuple(x.shape)), (vectors, parameters)):
+        for name, operand in operands.items():
+            if operand is not None and tuple(operand.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(operand.shape)}, not {shape}")
+
+
+def forward_launch(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+    is_rms_norm: bool,
+    num_groups: int,
+) -> tuple[ForwardOutputs, Launch]:
+    """Return the outputs and the launch of `layer_norm_forward_kernel`; operands contiguous."""
+    rows, columns = x.shape
+    stored = residual.dtype if residual is not None else residual_dtype
+    stores_residual = residual is not None or stored not in (None, x.dtype)
+    statistics = functools.partial(x.new_empty, rows, dtype=_statistics_dtype(x))
+    outputs = ForwardOutputs(
+        y=x.new_empty(rows, columns, dtype=out_dtype or x.dtype),
+        mean=None if is_rms_norm else statistics(),
+        rstd=statistics(),
+        residual=x.new_empty(rows, columns, dtype=stored) if stores_residual else None,
+    )
+    args = (x, residual, weight, bias, outputs.y, outputs.residual, outputs.mean, outputs.rstd)
+    kwargs = {
+        "COLUMNS": columns,
+        "GROUPS": num_groups,
+        "IS_RMS_NORM": is_rms_norm,
+        "HAS_RESIDUAL": residual is not None,
+        "STORE_RESIDUAL": stores_residual,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+    }
+
+    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
+        return (triton.cdiv(rows, tile_rows(meta["TILE_ELEMENTS"], columns)),)
+
+    return outputs, Launch(grid, (*args, rows, eps), kwargs)
+
+
+def backward_plan(x: torch.Tensor, num_groups: int) -> GridPlan:
+    """Return which program of the backward kernel owns which rows of `x`."""
+    rows, columns = x.shape
+    heights = backward_tile_heights(columns)
+    return plan_grid(rows // num_groups, num_groups, sm_count(x.device), heights)
+
+
+def backward_launch(
+    plan: GridPlan,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dres: torch.Tensor | None,
+    has_residual: bool,
+    is_rms_norm: bool,
+    x_dtype: torch.dtype | None,
+    recompute_output: bool,
+) -> tuple[BackwardOutputs, Launch]:
+    """Return the outputs and the launch of `layer_norm_backward_kernel`; operands contiguous."""
+    rows, columns = x.shape
+    dx_dtype = x_dtype or x.dtype
+    stores_dres = has_residual and dx_dtype != x.dtype
+    partials = functools.partial(x.new_empty, plan.programs, columns, dtype=_statistics_dtype(x))
+    outputs = BackwardOutputs(
+        x=x.new_empty(rows, columns, dtype=dx_dtype),
+        residual=torch.empty_like(x) if stores_dres else None,
+        y=torch.empty_like(dy) if recompute_output else None,
+        weight_partials=partials() if weight is not None else None,
+        bias_partials=partials() if bias is not None else None,
+    )
+    args = (dy, x, weight, bias, mean, rstd, dres, *outputs)
+    kwargs = {
+        "COLUMNS": columns,
+        "GROUPS": plan.groups,
+        "IS_RMS_NORM": is_rms_norm,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL_GRADIENT": dres is not None,
+        "STORE_RESIDUAL_GRADIENT": stores_dres,
+        "RECOMPUTE_OUTPUT": recompute_output,
+    }
+    run_time = (plan.rows, plan.alignment, plan.programs_per_group)
+    return outputs, Launch((plan.programs,), (*args, *run_time), kwargs)
+
+
+def finalize_launch(
+    plan: GridPlan,
+    weight_partials: torch.Tensor | None,
+    bias_partials: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], Launch]:
+    """Return (dw, db) and the launch of `layer_norm_finalize_kernel` that writes them."""
+    partials = weight_partials if weight_partials is not None else bias_partials
+    columns = partials.shape[1]
+    dw = torch.empty_like(weight) if weight is not None else None
+    db = torch.empty_like(bias) if bias is not None else None
+    args = (weight_partials, bias_partials, dw, db, plan.programs_per_group)
+    kwargs = {
+        "COLUMNS": columns,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+    }
+
+    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
+        return (triton.cdiv(columns, meta["TILE_COLUMNS"]), plan.groups)
+
+    return (dw, db), Launch(grid, args, kwargs)
+
+
+def sm_count(device: torch.device) -> int:
+    """Return how many multiprocessors the grid policy plans for."""
+    if device.type == "cpu":
+        return INTERPRETER_SM_COUNT
+    return _gpu_sm_count(device)
+
+
+@functools.cache
+def _gpu_sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,73 @@
+"""safetune: an autotuner for Triton kernels whose candidates run in subprocesses.
+
+Importing it imports neither torch nor triton; each name below does when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from safetune.autotuner import Autotuner, autotune, safetune
+    from safetune.errors import (
+        InvalidConfig,
+        InvalidSetting,
+        KernelNotTransferable,
+        NoDevice,
+        NoWorkingConfig,
+        PhantomKey,
+        SafetuneError,
+        StoreError,
+        TargetError,
+        WorkerUnavailable,
+        WorkloadError,
+    )
+    from safetune.outcome import Outcome, Timing, Verdict
+    from safetune.workload import Workload
+
+__all__ = [
+    "Autotuner",
+    "InvalidConfig",
+    "InvalidSetting",
+    "KernelNotTransferable",
+    "NoDevice",
+    "NoWorkingConfig",
+    "Outcome",
+    "PhantomKey",
+    "SafetuneError",
+    "StoreError",
+    "TargetError",
+    "Timing",
+    "Verdict",
+    "WorkerUnavailable",
+    "Workload",
+    "WorkloadError",
+    "__version__",
+    "autotune",
+    "safetune",
+]
+
+_MODULES = {
+    "autotuner": ("Autotuner", "autotune", "safetune"),
+    "outcome": ("Outcome", "Timing", "Verdict"),
+    "workload": ("Workload",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("safetune")
+    if name not in __all__:
+        raise AttributeError(f"module 'safetune' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"safetune.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,122 @@
+"""Tuning without a caller: the workloads that kernels declare, run one after another."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.runtime.autotuner import Heuristics
+from triton.runtime.interpreter import InterpretedFunction
+
+from safetune.autotuner import Autotuner
+from safetune.errors import TargetError, WorkloadError
+from safetune.kernel_source import base_function
+from safetune.miss import Miss
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.tuner import Observer, TuningResult, tune
+from safetune.workload import Workload
+
+
+@dataclass(frozen=True)
+class OfflineKernel:
+    """A kernel as found in a module: the tuner, and the heuristics above it."""
+
+    name: str
+    tuner: Autotuner
+    outer: Any
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether it was decorated under TRITON_INTERPRET=1."""
+        return isinstance(base_function(self.tuner.fn)[0], InterpretedFunction)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel at one workload and dtype."""
+
+    kernel: OfflineKernel
+    workload: Workload
+    dtype: str
+
+
+def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
+    """Return the safetuned kernels among a module's names, each once, in their order."""
+    found: dict[int, OfflineKernel] = {}
+    for value in namespace.values():
+        inner = value
+        while isinstance(inner, Heuristics):
+            inner = inner.fn
+        if isinstance(inner, Autotuner):
+            found.setdefault(id(inner), OfflineKernel(inner.base_fn.__name__, inner, value))
+    return list(found.values())
+
+
+def tasks(
+    kernel: OfflineKernel, device: str | None, dtypes: Iterable[str], shapes: Iterable[str]
+) -> Iterator[Task]:
+    """Yield what a kernel's workloads ask for, restricted to some dtypes and shape names.
+
+    Raises:
+        WorkloadError: a workload function raised, or yielded something else than a `Workload`.
+        TargetError: a dtype that torch does not have.
+    """
+    wanted, chosen = set(shapes), tuple(dtypes)
+    place = torch.device(device or ("cpu" if kernel.interpreted else "cuda"))
+    default = "float32" if kernel.interpreted else "bfloat16"
+    for declared in kernel.tuner.workloads:
+        for name in chosen or declared.dtypes or (default,):
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise TargetError(f"dtype {name!r} is not one of torch's; try float16 or bfloat16")
+            for workload in _yielded(kernel, declared.function, place, dtype):
+                if not wanted or workload.name in wanted:
+                    yield Task(kernel, workload, name)
+
+
+def request_for(task: Task, force: bool = False) -> TuningRequest:
+    """Return the tuning that a task asks for; raises `NoDevice` and `InvalidConfig`."""
+    kwargs = {**task.workload.kwargs, "grid": task.workload.grid}
+    outer = task.kernel.outer
+    while isinstance(outer, Heuristics):
+        for name, heuristic in outer.values.items():
+            named = dict(zip(outer.arg_names, task.workload.args, strict=False))
+            kwargs[name] = heuristic({**named, **kwargs})
+        outer = outer.fn
+    return Miss(task.kernel.tuner, task.workload.args, kwargs).request(force)
+
+
+def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
+    """Tune one task into the local store; what is stored already is not measured again.
+
+    Raises:
+        NoWorkingConfig: every config failed.
+    """
+    store = open_lookup(Settings.current()).store
+    return tune(request_for(task, force), store, observe)
+
+
+def _yielded(
+    kernel: OfflineKernel, function: Any, device: torch.device, dtype: torch.dtype
+) -> Iterator[Workload]:
+    name = f"the workload {function.__name__} of {kernel.name}"
+    try:
+        for workload in function(device, dtype):
+            if not isinstance(workload, Workload):
+                raise WorkloadError(
+                    f"{name} yielded {workload!r}; it must yield safetune.Workload(name, grid, "
+                    "args, kwargs)"
+                )
+            yield workload
+    except WorkloadError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise WorkloadError(
+            f"{name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        ) from error

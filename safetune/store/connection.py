@@ -1,0 +1,207 @@
+"""One SQLite connection per store and process: opening it, sharing it, surviving a fork.
+
+The threads of a process share one connection under a lock. Every statement is one indexed row and
+takes microseconds, and a connection per thread would leave one behind for each thread that ended.
+No connection is carried across a fork: it is closed before, and each side opens its own at its
+next use. In memory there is nothing to open again: a forked child starts with an empty database.
+Whatever fails here fails as `StoreError`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sqlite3
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetune.errors import StoreError
+from safetune.store import migrations
+from safetune.store.rows import RecordError
+
+if TYPE_CHECKING:
+    from sqlite_utils import Database
+
+_BUSY_TIMEOUT_S = 30.0
+
+#: How long a fork waits for a statement of another thread before it leaves the connection open.
+_FORK_WAIT_S = 1.0
+
+#: Held while a database file is created: see `_create`.
+_creating = threading.Lock()
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_forking = threading.local()
+
+#: A parent's connections, in a child whose fork could not wait: closing one would release the
+#: parent's locks or delete its log, so they are kept and never touched.
+_abandoned: list[sqlite3.Connection] = []
+
+
+class Connection:
+    """The connection to one database file, or to one in memory when `path` is None."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._sqlite: sqlite3.Connection | None = None
+        self._closed = False
+        _connections.add(self)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection, alone, for plain SELECTs; raises `StoreError`."""
+        with self._alone() as connection, self._failures("read"):
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Database]:
+        """One transaction on the connection, committed at the end; raises `StoreError`."""
+        with self._alone() as connection, self._failures("write to"):
+            from sqlite_utils import Database
+
+            with migrations.immediate(connection):
+                yield Database(connection, execute_plugins=False, recursive_triggers=False)
+
+    def open(self) -> None:
+        """Open the database now instead of at the first use; raises `StoreError`."""
+        with self._alone():
+            pass
+
+    def close(self) -> None:
+        """Close for good; a later use raises `StoreError`."""
+        self._notice_fork()
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[sqlite3.Connection]:
+        self._notice_fork()
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"the store {self._place} is closed")
+            if self._sqlite is None:
+                with self._failures("open"):
+                    self._sqlite = _connect(self.path)
+            yield self._sqlite
+
+    @contextlib.contextmanager
+    def _failures(self, action: str) -> Iterator[None]:
+        """Turn what may fail in SQLite and sqlite-utils into one line that names the path."""
+        try:
+            yield
+        except RecordError:
+            raise
+        except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise StoreError(f"cannot {action} the store {self._place}: {reason}") from error
+
+    @property
+    def _place(self) -> str:
+        return "in memory" if self.path is None else str(self.path)
+
+    def _disconnect(self) -> None:
+        connection, self._sqlite = self._sqlite, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+    def _notice_fork(self) -> None:
+        """Catch the forks that run none of Python's hooks."""
+        if self._pid != os.getpid():
+            self.renew()
+
+    def pause(self) -> bool:
+        """Close the file, and stay locked; False if another thread is in it for too long."""
+        self._notice_fork()
+        if not self._lock.acquire(timeout=_FORK_WAIT_S):
+            return False
+        if self.path is not None:
+            self._disconnect()
+        return True
+
+    def resume(self) -> None:
+        """Let the other threads go on."""
+        self._lock.release()
+
+    def renew(self) -> None:
+        """Forget the parent's connection, and its lock, which a lost thread may have held."""
+        if self._sqlite is not None:
+            _abandoned.append(self._sqlite)
+        self._sqlite = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    if path is not None:
+        _create(path)
+    connection = sqlite3.connect(
+        ":memory:" if path is None else path,
+        timeout=_BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        # A flipped byte may end in text that is no UTF-8: the checksum's business, not an error.
+        connection.text_factory = _decode
+        migrations.prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _create(path: Path) -> None:
+    """Make the directory and an empty database that only their owner can read.
+
+    SQLite gives its log files the permissions of the database. An existing file is never opened
+    here: closing it would drop every lock that this process holds on it (POSIX), which is also why
+    no other thread may connect in between.
+    """
+    with _creating:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+
+
+def _before_fork() -> None:
+    _forking.held = [each for each in tuple(_connections) if each.pause()]
+
+
+def _after_fork_in_parent() -> None:
+    for each in _forking.held:
+        each.resume()
+
+
+def _after_fork_in_child() -> None:
+    global _creating
+    _creating = threading.Lock()
+    for each in tuple(_connections):
+        each.renew()
+
+
+def _close_all() -> None:
+    """Leave no log files behind at exit; a thread that still writes keeps its connection."""
+    for each in tuple(_connections):
+        if each.pause():
+            each.resume()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )
+atexit.register(_close_all)

@@ -1,0 +1,173 @@
+"""Where a choice is looked for, in which order, and the rule that the store is never in the way.
+
+The order is `Lookup.find`. The rule is `open_store` and `GuardedStore`: a store that cannot be
+opened costs one warning, one that fails later costs one line in the log, and the run goes on in
+memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from safetune.errors import StoreError
+from safetune.store.connection import Connection
+from safetune.store.rows import RecordError
+from safetune.store.sqlite import Store
+
+if TYPE_CHECKING:
+    from safetune.settings import Settings
+    from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+
+logger = logging.getLogger("safetune")
+
+Answer = TypeVar("Answer")
+
+_lookups: dict[Path, Lookup] = {}
+_opening = threading.Lock()
+
+
+class GuardedStore(Store):
+    """A store whose tuning methods never raise.
+
+    When one fails to write, this and all later records go to memory; what is already stored is
+    still read. When one fails to read, only memory is left. Each is logged once. A record that no
+    store would keep is logged and dropped. The methods for people (`choices`, `trials_of`,
+    `kernels`, `clear`) raise as they do in `Store`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._spare: Store | None = None
+        self._unreadable = False
+
+    def put_key(self, record: KeyRecord) -> None:
+        """Write a key, here or in memory."""
+        self._write(Store.put_key, record)
+
+    def put_trial(self, record: TrialRecord) -> None:
+        """Write an outcome, here or in memory."""
+        self._write(Store.put_trial, record)
+
+    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
+        """Write a choice, here or in memory, and return the one to use."""
+        return self._write(Store.put_choice, record) or record
+
+    def trials(self, key: str, generation: int) -> list[TrialRecord]:
+        """Return the outcomes of one generation, those in memory over those stored."""
+        answers = self._read(Store.trials, key, generation)
+        merged = {trial.config_digest: trial for answer in answers for trial in answer}
+        return list(merged.values())
+
+    def choice(self, key: str) -> ChoiceRecord | None:
+        """Return the choice of the highest generation, stored or in memory."""
+        found = [choice for choice in self._read(Store.choice, key) if choice is not None]
+        return max(found, key=lambda choice: choice.generation, default=None)
+
+    def generation(self, key: str) -> int:
+        """Return the highest generation, stored or in memory; 0 if none."""
+        return max(self._read(Store.generation, key), default=0)
+
+    def _write(self, method: Callable[[Store, Any], Answer], record: Any) -> Answer | None:
+        try:
+            if self._spare is None:
+                try:
+                    return method(self, record)
+                except RecordError:
+                    raise
+                except StoreError as error:
+                    logger.warning("%s; going on in memory", error)
+                    self._spare = Store.in_memory()
+            return method(self._spare, record)
+        except StoreError as error:
+            logger.warning("a record is not kept: %s", error)
+            return None
+
+    def _read(self, method: Callable[..., Answer], *arguments: Any) -> list[Answer]:
+        answers = []
+        if not self._unreadable:
+            try:
+                answers.append(method(self, *arguments))
+            except StoreError as error:
+                logger.warning("%s; going on without what it holds", error)
+                self._unreadable = True
+        if self._spare is not None:
+            try:
+                answers.append(method(self._spare, *arguments))
+            except StoreError as error:
+                logger.warning("%s", error)
+        return answers
+
+
+class Lookup:
+    """The choices of this process, and where the missing ones come from.
+
+    What a process has launched stays in its memory: another process's newer generation is never
+    picked up in the middle of a run.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._memory: dict[str, ChoiceRecord] = {}
+
+    def find(self, key: str) -> ChoiceRecord | None:
+        """Return the choice for a key's digest: memory, then the local store.
+
+        The caller validates it against the declared configs, and says so with `adopt`.
+        """
+        for layer in (self._memory.get, self.store.choice):
+            choice = layer(key)
+            if choice is not None:
+                return choice
+        return None
+
+    def adopt(self, choice: ChoiceRecord) -> None:
+        """Keep a valid choice in memory, over the one that was there."""
+        self._memory[choice.key] = choice
+
+    def forget(self, key: str) -> None:
+        """Drop a choice from memory; the store keeps it."""
+        self._memory.pop(key, None)
+
+
+def open_lookup(settings: Settings) -> Lookup:
+    """Return this process's `Lookup` for the settings' directory. Never raises `StoreError`."""
+    directory = Path(os.path.abspath(settings.cache_dir))
+    with _opening:
+        if directory in _lookups:
+            return _lookups[directory]
+        try:
+            store, problem = GuardedStore.open(directory), None
+        except StoreError as error:
+            store, problem = GuardedStore.in_memory(), error
+        lookup = _lookups[directory] = Lookup(store)
+    if problem is not None:
+        warnings.warn(
+            f"safetune: {problem}; choices are kept in memory, for this process only",
+            stacklevel=2,
+        )
+    return lookup
+
+
+def open_store(settings: Settings) -> Store:
+    """Return this process's store for the settings' directory.
+
+    One object per process and directory, usable after a fork. Where the database cannot be opened
+    there is one warning, once per process and path, and the store is in memory. Its tuning methods
+    never raise (`GuardedStore`).
+    """
+    return open_lookup(settings).store
+
+
+def _after_fork_in_child() -> None:
+    global _opening
+    _opening = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,250 @@
+"""The local store: outcomes and choices in one SQLite database that processes share.
+
+Reads are plain `sqlite3` with statements built once; `sqlite_utils` is imported at the first write.
+Every write is one BEGIN IMMEDIATE transaction. A row whose checksum does not match is absent, and
+logged once. Every method raises `StoreError` and nothing else; `lookup` is what keeps that out of a
+run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from safetune.errors import StoreError
+from safetune.outcome import TRANSIENT
+from safetune.store import rows
+from safetune.store.connection import Connection
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
+from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, CorruptRowError, Table
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from sqlite_utils import Database
+    from typing_extensions import Self
+
+DATABASE_NAME = "safetune.db"
+
+logger = logging.getLogger("safetune")
+
+Record = TypeVar("Record")
+
+_CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? ORDER BY generation DESC"
+_CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND generation = ?"
+_TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
+_TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation DESC"
+
+_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ?1 IS NULL OR key.name = ?1"
+_KEYS = f"{KEY.select} WHERE ?1 IS NULL OR name = ?1 ORDER BY name, rowid"
+_CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} ORDER BY choice.generation DESC"
+_TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
+_KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
+
+_CLEAR = (
+    "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
+    "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
+)
+_CLEAR_KEYS = "DELETE FROM key WHERE name = ?"
+_CLEAR_UNUSED = (
+    "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
+    "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
+)
+
+
+class Store:
+    """A database of trials and choices. Safe from several threads and after a fork."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._reported: set[tuple[Any, ...]] = set()
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Open `safetune.db` in `directory`, creating both if they are missing.
+
+        Raises:
+            StoreError: it cannot be created, read or brought up to date; names path and reason.
+        """
+        store = cls(Connection(Path(directory) / DATABASE_NAME))
+        store._connection.open()
+        return store
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """Return an empty store that lives as long as the object."""
+        return cls(Connection(None))
+
+    @property
+    def path(self) -> Path | None:
+        """The database file; None in memory."""
+        return self._connection.path
+
+    def close(self) -> None:
+        """Close the database; every later call raises `StoreError`."""
+        self._connection.close()
+
+    def put_key(self, record: KeyRecord) -> None:
+        """Write a key with its kernel and device, or refresh them; raises `StoreError`."""
+        prepared = rows.key_rows(record)
+        with self._connection.writing() as database:
+            for table, row in prepared:
+                _upsert(database, table, row)
+
+    def put_trial(self, record: TrialRecord) -> None:
+        """Write what became of one config, over an earlier row of the same generation.
+
+        A transient outcome never replaces a row: it says nothing of the config.
+
+        Raises:
+            StoreError: it cannot be written; `RecordError` if the record itself is refused.
+        """
+        row = rows.trial_row(record)
+        with self._connection.writing() as database:
+            if record.outcome.verdict in TRANSIENT:
+                _table(database, TRIAL).insert(row, pk=TRIAL.primary_key, ignore=True)
+            else:
+                _upsert(database, TRIAL, row)
+
+    def trials(self, key: str, generation: int) -> list[TrialRecord]:
+        """Return the outcomes of one generation in the order of writing; raises `StoreError`."""
+        with self._connection.reading() as connection:
+            found = _fetch(connection, _TRIALS_OF_GENERATION, rows.text(key), generation)
+        return list(self._valid(TRIAL, found, rows.trial_record))
+
+    def choice(self, key: str) -> ChoiceRecord | None:
+        """Return the choice of the highest generation; raises `StoreError`."""
+        with self._connection.reading() as connection:
+            found = _fetch(connection, _CHOICES_OF_KEY, rows.text(key))
+        return next(self._valid(CHOICE, found, rows.choice_record), None)
+
+    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
+        """Write a choice unless its generation has one; return the one that is stored now.
+
+        Raises:
+            StoreError: it cannot be written; `RecordError` if the record itself is refused.
+        """
+        row = rows.choice_row(record)
+        with self._connection.writing() as database:
+            found = _fetch(database.conn, _CHOICE_OF_GENERATION, row["key"], row["generation"])
+            stored = next(self._valid(CHOICE, found, rows.choice_record), None)
+            if stored is None:
+                # Replaces a row that is there but corrupt.
+                _upsert(database, CHOICE, row)
+                stored = rows.choice_record(tuple(row.values()))
+        return stored
+
+    def generation(self, key: str) -> int:
+        """Return the highest generation with a trial or choice, 0 if none; raises `StoreError`."""
+        with self._connection.reading() as connection:
+            choices = _fetch(connection, _CHOICES_OF_KEY, rows.text(key))
+            trials = _fetch(connection, _TRIALS_OF_KEY, rows.text(key))
+        choice = next(self._valid(CHOICE, choices, rows.choice_record), None)
+        trial = next(self._valid(TRIAL, trials, rows.trial_record), None)
+        return max(choice.generation if choice else 0, trial.generation if trial else 0)
+
+    def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
+        """Return the current choice of every key, or of one kernel's keys, by kernel name.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        with self._connection.reading() as connection:
+            keys = self._keys(connection, kernel_name)
+            found = _fetch(connection, _CHOICES, _name(kernel_name))
+        current: dict[str, ChoiceRecord] = {}
+        for choice in self._valid(CHOICE, found, rows.choice_record):
+            current.setdefault(choice.key, choice)
+        return [StoredChoice(key, current[key.digest]) for key in keys if key.digest in current]
+
+    def trials_of(self, kernel_name: str) -> list[tuple[KeyRecord, list[TrialRecord]]]:
+        """Return each key of a kernel with its trials of all generations; raises `StoreError`."""
+        with self._connection.reading() as connection:
+            keys = self._keys(connection, kernel_name)
+            found = _fetch(connection, _TRIALS, rows.text(kernel_name))
+        trials: dict[str, list[TrialRecord]] = {}
+        for trial in self._valid(TRIAL, found, rows.trial_record):
+            trials.setdefault(trial.key, []).append(trial)
+        return [(key, trials.get(key.digest, [])) for key in keys]
+
+    def kernels(self) -> list[str]:
+        """Return the names of all kernels with a key, sorted; raises `StoreError`."""
+        with self._connection.reading() as connection:
+            return [str(name) for (name,) in _fetch(connection, _KERNEL_NAMES)]
+
+    def clear(self, kernel_name: str) -> int:
+        """Delete a kernel's keys, trials and choices; return how many keys it had.
+
+        Raises:
+            StoreError: the database cannot be written.
+        """
+        name = (rows.text(kernel_name),)
+        with self._connection.writing() as database:
+            for statement in _CLEAR:
+                database.conn.execute(statement, name)
+            deleted = database.conn.execute(_CLEAR_KEYS, name).rowcount
+            for statement in _CLEAR_UNUSED:
+                database.conn.execute(statement)
+        return deleted
+
+    def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
+        kernels = self._by_digest(connection, KERNEL)
+        devices = self._by_digest(connection, DEVICE)
+        found = _fetch(connection, _KEYS, _name(kernel_name))
+        return [
+            rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
+            for key in self._valid(KEY, found, KEY.unseal)
+            if key["kernel"] in kernels and key["device"] in devices
+        ]
+
+    def _by_digest(self, connection: sqlite3.Connection, table: Table) -> dict[str, Any]:
+        found = _fetch(connection, table.select)
+        return {values["digest"]: values for values in self._valid(table, found, table.unseal)}
+
+    def _valid(
+        self,
+        table: Table,
+        found: Iterable[Sequence[Any]],
+        build: Callable[[Sequence[Any]], Record],
+    ) -> Iterator[Record]:
+        """What the sound rows hold; the others are reported once and are absent."""
+        for row in found:
+            try:
+                yield build(row)
+            except CorruptRowError as error:
+                self._report(table, row, error)
+
+    def _report(self, table: Table, row: Sequence[Any], error: CorruptRowError) -> None:
+        columns = [name for name, _ in table.columns]
+        identity = tuple(row[columns.index(name)] for name in table.primary_key)
+        if (table.name, *identity) not in self._reported:
+            self._reported.add((table.name, *identity))
+            logger.warning(
+                "ignoring a corrupt row of %s: %s %s: %s", self.path, table.name, identity, error
+            )
+
+
+def _fetch(
+    connection: sqlite3.Connection, statement: str, *parameters: rows.Scalar
+) -> list[Sequence[Any]]:
+    """All rows at once: a half-read SELECT would pin an old snapshot and block a COMMIT."""
+    return connection.execute(statement, parameters).fetchall()
+
+
+def _upsert(database: Database, table: Table, row: dict[str, rows.Scalar]) -> None:
+    _table(database, table).upsert(row, pk=table.primary_key)
+
+
+def _table(database: Database, table: Table) -> Any:
+    """The table to write to; sqlite-utils would make up a missing one from the row."""
+    found = database.table(table.name)
+    missing = {name for name, _ in table.columns} - set(found.columns_dict)
+    if missing:
+        raise StoreError(f"table {table.name} has no {', '.join(sorted(missing))}")
+    return found
+
+
+def _name(kernel_name: str | None) -> str | None:
+    return None if kernel_name is None else rows.text(kernel_name)

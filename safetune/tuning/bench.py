@@ -1,0 +1,92 @@
+"""What one tuning runs its configs on: a compile pool, a measuring child, and what they are fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+
+from safetune.outcome import Outcome, Verdict
+from safetune.tuning import kernel_ref
+from safetune.tuning.arguments import Snapshot
+from safetune.tuning.compile_pool import CompilePool
+from safetune.tuning.grids import grid_of
+from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.measure import Budget
+from safetune.tuning.session import kernel_base
+from safetune.tuning.worker import MeasuringChild
+
+
+class LaunchBench:
+    """The compile pool and the measuring child of one tuning, and what they are fed."""
+
+    def __init__(
+        self, request: TuningRequest, on_grid_read: Callable[[set[str]], None]
+    ) -> None:
+        call = request.call
+        self.interpreted = call.interpreted
+        self._fresh = request.limits.fresh_process
+        name = request.key.kernel.name
+        self._failures: dict[int, Outcome] = {}
+        grids = [self._grid(request, index, on_grid_read) for index in range(len(request.configs))]
+        tensors = kernel_ref.TensorTable()
+        blob = kernel_ref.pack(
+            (replace(call, grid=None), list(request.configs)), f"the call of {name}", tensors
+        )
+        self._kernel = (
+            b"" if self.interpreted else kernel_ref.pack(kernel_base(call.kernel), name)
+        )
+        self._snapshot = Snapshot(tensors.tensors)
+        header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
+        self._child = MeasuringChild(header, blob, self._snapshot.fd, request.limits.run_timeout_s)
+
+    def __enter__(self) -> LaunchBench:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._child.release()
+        else:
+            self._child.replace()
+        self._snapshot.close()
+
+    def compiled(
+        self, configs: Sequence[int], timeout_s: float
+    ) -> Iterator[tuple[int, Outcome | None]]:
+        """Yield each config once it can be launched, or with the outcome that says why not."""
+        for index in configs:
+            if index in self._failures:
+                yield index, self._failures[index]
+        alive = [index for index in configs if index not in self._failures]
+        if self.interpreted:
+            for index in alive:
+                yield index, None
+            return
+        specs = {}
+        for index in alive:
+            outcome, spec = self._child.resolve(index)
+            if outcome.ok:
+                specs[index] = spec
+            else:
+                yield index, outcome
+        for result in CompilePool(self._kernel, timeout_s).compile(specs):
+            yield result.config, None if result.outcome.ok else result.outcome
+
+    def measure(self, index: int, budget: Budget) -> Outcome:
+        """Run one config in the measuring child."""
+        outcome = self._child.measure(index, asdict(budget))
+        if self._fresh:
+            self._child.replace()
+        return outcome
+
+    def _grid(
+        self, request: TuningRequest, index: int, on_read: Callable[[set[str]], None]
+    ) -> tuple[int, ...]:
+        try:
+            return grid_of(request.call, request.configs[index], on_read)
+        except Exception as error:
+            self._failures[index] = Outcome(
+                Verdict.LAUNCH_ERROR,
+                detail=type(error).__name__,
+                message=f"the grid cannot be computed: {type(error).__name__}: {error}",
+            )
+            return ()

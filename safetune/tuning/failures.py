@@ -1,0 +1,57 @@
+"""Exceptions of a candidate, turned into outcomes. Runs in the child."""
+
+from __future__ import annotations
+
+import traceback
+
+from safetune.outcome import Outcome, Verdict
+
+_MAX_MESSAGE = 2000
+
+
+def of_compile(error: BaseException) -> Outcome:
+    """Return what an exception of the compiler says of the config."""
+    from triton.runtime.errors import OutOfResources
+
+    verdict = (
+        Verdict.OUT_OF_RESOURCES if isinstance(error, OutOfResources) else Verdict.COMPILE_ERROR
+    )
+    return _outcome(verdict, error)
+
+
+def of_launch(error: BaseException) -> Outcome:
+    """Return what an exception of a launch says of the config, and of the device's context."""
+    import torch
+    from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    if isinstance(error, OutOfResources):
+        return _outcome(Verdict.OUT_OF_RESOURCES, error)
+    if isinstance(error, (CompilationError, CompileTimeAssertionFailure, PTXASError)):
+        return _outcome(Verdict.COMPILE_ERROR, error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return _outcome(Verdict.NO_MEMORY, error)
+    if not _context_works():
+        return _outcome(Verdict.ILLEGAL_ACCESS, error)
+    return _outcome(Verdict.LAUNCH_ERROR, error)
+
+
+def _context_works() -> bool:
+    """Whether the device still answers. After a sticky error, nothing in this process does."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _outcome(verdict: Verdict, error: BaseException) -> Outcome:
+    text = str(error).strip()
+    if not text:
+        text = traceback.format_exception_only(type(error), error)[-1].strip()
+    return Outcome(verdict, detail=type(error).__name__, message=text[:_MAX_MESSAGE])

@@ -1,0 +1,149 @@
+"""The parent side of the fork server: started at the first miss, never before."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO, Any
+
+from safetune.errors import WorkerUnavailable
+from safetune.tuning import process, wire
+
+#: A cold page cache makes the first import of torch and triton take several seconds.
+_START_S = 120.0
+_ANSWER_S = 30.0
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from safetune.tuning.worker_main import main; main()"
+)
+
+
+class ForkServer:
+    """A process that has imported `modules` and forks children; one per parent process.
+
+    Safe to use from several threads. A process forked from this one starts a server of its own.
+    """
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._modules = modules
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._output: IO[bytes] | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def fork(self, pipe: socket.socket, output: IO[bytes]) -> int:
+        """Fork a child that speaks on `pipe` and prints to `output`; return its pid.
+
+        Raises:
+            WorkerUnavailable: the server does not start, or the system refuses a process.
+        """
+        fds = (pipe.fileno(), output.fileno())
+        reply = self._request({"op": "fork"}, fds)
+        if "error" in reply:
+            raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
+        return int(reply["pid"])
+
+    def reap(self, pid: int) -> int | None:
+        """Return the wait status of a child that was killed or has ended; None if it is stuck."""
+        try:
+            status = self._request({"op": "reap", "pid": pid})["status"]
+        except WorkerUnavailable:
+            return None
+        return None if status is None else int(status)
+
+    def stop(self) -> None:
+        """End the server and with it every child."""
+        with self._lock:
+            self._discard()
+
+    def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
+        with self._lock:
+            for attempt in (1, 2):
+                control = self._running()
+                try:
+                    wire.send(control, header, fds=fds, timeout_s=_ANSWER_S)
+                    return wire.receive(control, _ANSWER_S)[0]
+                except (OSError, EOFError, wire.ProtocolError) as error:
+                    # It leaves after an idle minute, which may be this very moment.
+                    self._discard()
+                    if attempt == 2 or header["op"] == "reap":
+                        raise WorkerUnavailable(f"the fork server is gone: {error}") from error
+        raise AssertionError("unreachable")
+
+    def _running(self) -> socket.socket:
+        if self._owner == os.getpid() and self._control is not None:
+            return self._control
+        ours, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()
+        command = [
+            sys.executable or "python3",
+            "-c",
+            _BOOTSTRAP,
+            json.dumps([path or os.getcwd() for path in sys.path]),
+            str(theirs.fileno()),
+            str(os.getpid()),
+            json.dumps(self._modules),
+        ]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=process.child_environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WorkerUnavailable(f"no tuning process could be started: {error}") from error
+        finally:
+            theirs.close()
+        self._owner, self._control = os.getpid(), ours
+        atexit.register(self.stop)
+        try:
+            wire.receive(ours, _START_S)
+        except (OSError, EOFError, wire.ProtocolError) as error:
+            tail = tail_of(self._output)
+            self._discard()
+            raise WorkerUnavailable(
+                f"the tuning process did not come up ({error}); it said: {tail or 'nothing'}"
+            ) from error
+        return ours
+
+    def _discard(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None and self._owner == os.getpid():
+            process.kill_group(self._process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ANSWER_S)
+        self._process = None
+
+    def _forget(self) -> None:
+        """In a forked copy of the parent: the server and the lock's state are not ours."""
+        self._lock = threading.Lock()
+        if self._control is not None:
+            self._control.close()
+        self._control = self._process = None
+
+
+def tail_of(output: IO[bytes] | None, start: int = 0, limit: int = 2000) -> str:
+    """Return the last lines written to a child's output file after byte `start`."""
+    if output is None:
+        return ""
+    with contextlib.suppress(OSError, ValueError):
+        size = os.fstat(output.fileno()).st_size
+        begin = max(start, size - limit)
+        return os.pread(output.fileno(), limit, begin).decode(errors="replace").strip()
+    return ""

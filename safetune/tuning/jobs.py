@@ -1,0 +1,85 @@
+"""What the parent asks of its children, and what a tuning is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.runtime.autotuner import Config
+
+from safetune.key import TuningKey
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What runs around a launch, in the child. Names are those of `triton.autotune`."""
+
+    pre_hook: Callable[..., object] | None = None
+    post_hook: Callable[..., object] | None = None
+    reset_to_zero: tuple[str, ...] = ()
+    restore_value: tuple[str, ...] = ()
+    do_bench: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a child may take, and how many configs it may live for.
+
+    Attributes:
+        compile_timeout_s: for one config's compilation.
+        run_timeout_s: for one config's launches, all of them together.
+        fresh_process: a new measuring child for every config.
+    """
+
+    compile_timeout_s: float = 300.0
+    run_timeout_s: float = 30.0
+    fresh_process: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch, as its caller wrote it.
+
+    Attributes:
+        kernel: the object below the autotuner: a jit function, or heuristics around one.
+        args, kwargs: without `grid` and `warmup`.
+        pins: for each dropped name, the constant that the compiled kernel sees.
+        index: the device's index in this process; -1 in the interpreter.
+    """
+
+    kernel: Any
+    arg_names: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grid: Any
+    pins: Mapping[str, Any]
+    hooks: Hooks
+    index: int
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether the kernel runs in Triton's interpreter: nothing to compile, no device."""
+        return self.index < 0
+
+    def named(self) -> dict[str, Any]:
+        """Return the arguments by name, with the caller's values."""
+        return {**dict(zip(self.arg_names, self.args, strict=False)), **self.kwargs}
+
+
+@dataclass(frozen=True)
+class TuningRequest:
+    """One miss.
+
+    Attributes:
+        configs: those left after pruning, in the order they were declared.
+        declared: digest over the whole declared list; a choice made from another is not final.
+        force: measure everything again, and open the next generation.
+    """
+
+    key: TuningKey
+    call: Call
+    configs: tuple[Config, ...]
+    declared: str
+    limits: Limits = field(default_factory=Limits)
+    force: bool = False

@@ -1,0 +1,154 @@
+"""A kernel and its call as bytes that another process can rebuild.
+
+A jit function travels by value: its Python function through cloudpickle, its source lines beside
+it, so that the child's copy has the same text at the same lines and therefore the same cache key.
+Nothing of the user's is imported for it: a script without a main guard, a notebook cell and a
+closure are as good as a module, and a module with side effects does not run twice. What a kernel,
+a hook or a heuristic refers to by module is imported by name, as pickle does.
+
+Tensors do not travel here. Each becomes its number in a `TensorTable`; their storages go through
+shared memory (see `arguments`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import linecache
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITCallable, JITFunction
+
+from safetune.errors import KernelNotTransferable
+
+
+def pack(value: Any, what: str, tensors: TensorTable | None = None) -> bytes:
+    """Return `value` as bytes for `unpack` in another process.
+
+    Args:
+        what: how an error names it, e.g. `the arguments of add_kernel`.
+        tensors: filled with every tensor met; without it a tensor is an error.
+
+    Raises:
+        KernelNotTransferable: something in `value` cannot be rebuilt elsewhere.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Packer(buffer, tensors).dump(value)
+    except KernelNotTransferable:
+        raise
+    except Exception as error:  # pickling runs the reducers of arbitrary objects
+        raise KernelNotTransferable(
+            f"{what} cannot be sent to a tuning process: {type(error).__name__}: {error}. Keep it "
+            "out of the kernel's globals, closures and hooks, or tune this kernel with "
+            'isolation="inline"'
+        ) from error
+    return buffer.getvalue()
+
+
+def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
+    """Rebuild what `pack` packed, with `tensors` in the places of the table's."""
+    return _Unpacker(io.BytesIO(data), tensors).load()
+
+
+class TensorTable:
+    """The tensors of one call, in the order in which packing met them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the tensor's number, the same for the same object."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, buffer: io.BytesIO, tensors: TensorTable | None) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if self._tensors is None:
+            raise KernelNotTransferable(
+                f"a tensor of shape {tuple(obj.shape)} is captured where only code is expected: "
+                "pass it to the kernel as an argument"
+            )
+        return self._tensors.number(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, InterpretedFunction):
+            source = _source_lines(obj.fn)
+            return _new, (type(obj),), (obj.fn, dict(obj.kwargs), source, None), None, None, _init
+        if isinstance(obj, JITCallable):
+            source = ("".join(obj.raw_src), obj.starting_line_number)
+            state = (obj.fn, _jit_options(obj), source, obj._src)
+            return _new, (type(obj),), state, None, None, _init
+        return super().reducer_override(obj)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+
+    def persistent_load(self, number: Any) -> torch.Tensor:
+        return self._tensors[number]
+
+
+def _jit_options(jit: JITCallable) -> dict[str, Any]:
+    if not isinstance(jit, JITFunction):
+        return {}
+    return {
+        "version": jit.version,
+        "do_not_specialize": jit.do_not_specialize,
+        "do_not_specialize_on_alignment": jit.do_not_specialize_on_alignment,
+        "debug": jit.debug,
+        "noinline": jit.noinline,
+        "repr": jit._repr,
+        "launch_metadata": jit.launch_metadata,
+    }
+
+
+def _source_lines(function: Callable[..., Any]) -> tuple[str, int] | None:
+    try:
+        lines, start = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return None
+    return "".join(lines), start
+
+
+def _new(cls: type) -> Any:
+    return cls.__new__(cls)
+
+
+def _init(obj: Any, state: tuple[Any, ...]) -> None:
+    """Build the jit function in place; in a second step because its globals may refer to it."""
+    function, options, source, text = state
+    if source is not None:
+        _remember_source(function.__code__.co_filename, *source)
+    obj.__init__(function, **options)
+    if text is not None and obj._src != text:
+        obj._src = text
+
+
+def _remember_source(filename: str, text: str, start: int) -> None:
+    """Put the lines where `inspect` looks first, so that no file is read, nor has to exist."""
+    entry = linecache.cache.get(filename)
+    known = entry[2] if entry is not None and len(entry) == 4 and entry[1] is None else []
+    lines = list(known)
+    new = text.splitlines(keepends=True)
+    end = start - 1 + len(new)
+    lines.extend("\n" for _ in range(end - len(lines)))
+    lines[start - 1 : end] = new
+    linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)

@@ -1,0 +1,141 @@
+"""How long one launch takes: device events around the kernel alone, from a cold L2.
+
+Hooks and restores run between the timed spans, never inside one. In the interpreter there is no
+device, so the wall clock is read instead.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safetune.outcome import Timing
+
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much to measure.
+
+    Attributes:
+        estimate_launches: timed first; a config whose median is over `give_up_ratio` times
+            `best_ms` gets no more.
+        time_ms: kernel time to spend on one config after that.
+        max_launches: upper limit of launches in that time.
+    """
+
+    estimate_launches: int = 5
+    time_ms: float = 20.0
+    max_launches: int = 200
+    give_up_ratio: float = 1.5
+    best_ms: float | None = None
+
+
+class InvalidTime(Exception):
+    """A measurement that is not a positive, finite number."""
+
+
+def measure(launch: Launch, before: Launch, after: Launch, timer: Timer, budget: Budget) -> Timing:
+    """Time `launch` and return its median and spread in milliseconds.
+
+    Args:
+        before, after: run around every launch, untimed.
+
+    Raises:
+        InvalidTime: the clock gave zero, a negative number or NaN.
+    """
+    samples = timer.samples(launch, before, after, budget.estimate_launches)
+    estimate = statistics.median(samples)
+    _check(estimate)
+    hopeless = budget.best_ms is not None and estimate > budget.give_up_ratio * budget.best_ms
+    more = min(int(budget.time_ms / estimate), budget.max_launches) - len(samples)
+    if more > 0 and not hopeless:
+        # The first launches found cold instruction caches and low clocks.
+        samples = timer.samples(launch, before, after, more) + samples[len(samples) // 2 :]
+    return summarize(samples, "screen")
+
+
+def summarize(samples: Sequence[float], stage: str) -> Timing:
+    """Return the median, 20th and 80th percentile of some times in milliseconds."""
+    ordered = sorted(samples)
+    _check(ordered[0])
+    _check(ordered[-1])
+    return Timing(
+        median_ms=statistics.median(ordered),
+        p20_ms=ordered[int(0.2 * (len(ordered) - 1))],
+        p80_ms=ordered[math.ceil(0.8 * (len(ordered) - 1))],
+        count=len(ordered),
+        stage=stage,
+    )
+
+
+def from_do_bench(result: Any) -> Timing:
+    """Return the timing in what a user's `do_bench(call, quantiles=(0.5, 0.2, 0.8))` gave."""
+    values = list(result) if isinstance(result, (list, tuple)) else [result]
+    numbers = [float(value) for value in values]
+    median = numbers[0]
+    _check(median)
+    p20, p80 = (numbers[1], numbers[2]) if len(numbers) >= 3 else (median, median)
+    return Timing(median_ms=median, p20_ms=p20, p80_ms=p80, count=1, stage="do_bench")
+
+
+def _check(milliseconds: float) -> None:
+    if not (math.isfinite(milliseconds) and milliseconds > 0):
+        raise InvalidTime(f"measured {milliseconds} ms")
+
+
+class Timer:
+    """The wall clock, for the interpreter: one launch is slow enough for it."""
+
+    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
+        """Return the milliseconds of `count` launches."""
+        times = []
+        for _ in range(count):
+            before()
+            start = time.perf_counter()
+            launch()
+            times.append((time.perf_counter() - start) * 1e3)
+            after()
+        return times
+
+    def synchronize(self) -> None:
+        """Wait until every launch is done."""
+
+
+class DeviceTimer(Timer):
+    """Device events, with the L2 cache flushed before each launch.
+
+    The flush is queued in front of the first event, so the launch is queued behind it by the time
+    the device gets there, and Python's own time stays out of the span.
+    """
+
+    def __init__(self) -> None:
+        from triton.runtime import driver
+
+        self._driver = driver.active
+        self._interface = self._driver.get_device_interface()
+        self._flush_buffer = self._driver.get_empty_cache_for_benchmark()
+
+    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
+        """Return the milliseconds of `count` launches on the current stream."""
+        event = self._interface.Event
+        starts = [event(enable_timing=True) for _ in range(count)]
+        ends = [event(enable_timing=True) for _ in range(count)]
+        for start, end in zip(starts, ends, strict=True):
+            before()
+            self._driver.clear_cache(self._flush_buffer)
+            start.record()
+            launch()
+            end.record()
+            after()
+        self._interface.synchronize()
+        return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+
+    def synchronize(self) -> None:
+        """Wait until every launch is done; raises what a launch has done to the context."""
+        self._interface.synchronize()

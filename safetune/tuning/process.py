@@ -1,0 +1,63 @@
+"""Processes: what a child is told about its parent, what its end means, and how it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+
+#: Variables by which a launcher tells a process its rank. A tuning child is nobody's rank: one
+#: that believed otherwise could join the job's rendezvous.
+_RANK_VARIABLE = re.compile(
+    r"^(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
+    r"|ROLE_WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|NODE_RANK|NNODES"
+    r"|TORCHELASTIC_.*|OMPI_.*|PMI_.*|PMIX_.*|MPI_.*|MV2_.*|I_MPI_.*|SLURM_.*|JSM_.*|FLUX_.*)$"
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment without what names its rank in a job."""
+    return {name: value for name, value in os.environ.items() if not _RANK_VARIABLE.match(name)}
+
+
+def usable_cpus() -> int:
+    """Return how many CPUs this process may use: its affinity, cut by its cgroup's quota."""
+    cpus = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/cpu.max") as quota_file:
+            quota, period = quota_file.read().split()
+        if quota != "max":
+            cpus = min(cpus, max(1, int(quota) // int(period)))
+    return max(1, cpus)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` ends, and end now if it already has."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL a child that leads its own process group, and all that it started."""
+    for kill in (os.killpg, os.kill):  # by pid too: it may not have left our group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def describe_exit(status: int | None) -> str:
+    """Return a wait status in words: `SIGSEGV`, `exit code 3`."""
+    if status is None:
+        return "unknown"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return f"signal {number}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"

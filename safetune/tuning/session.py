@@ -1,0 +1,146 @@
+"""One call rebuilt in a measuring child, and its configs run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from triton.runtime.autotuner import Config
+from triton.runtime.jit import JITFunction
+
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.tuning import compilation, failures, kernel_ref
+from safetune.tuning.arguments import Arguments
+from safetune.tuning.answers import outcome_reply
+from safetune.tuning.jobs import Call
+from safetune.tuning.measure import (
+    Budget,
+    DeviceTimer,
+    InvalidTime,
+    Timer,
+    from_do_bench,
+    measure,
+)
+
+
+class Session:
+    """The child's copy of a call: same kernel, same argument bits, memory of its own."""
+
+    def __init__(self, job: dict[str, Any], blob: bytes, arguments_fd: int) -> None:
+        self._uuid = ""
+        if job["index"] >= 0:
+            self._uuid = _use_device(job["index"])
+        self._arguments = Arguments(job["arguments"], arguments_fd)
+        call, configs = kernel_ref.unpack(blob, self._arguments.tensors)
+        self._call: Call = call
+        self._configs: list[Config] = configs
+        self._grids: list[Any] = job["grids"]
+        self._named = call.named()
+        self._restored = self._copies(call.hooks.restore_value)
+        self._timer: Timer = Timer() if call.interpreted else DeviceTimer()
+
+    def resolve(self, index: int) -> tuple[dict[str, Any], bytes]:
+        """Return what a compiler needs for one config, after its heuristics and hooks have run."""
+        launch = _Launch(self._call, self._configs[index], self._grids[index])
+        jit = kernel_base(self._call.kernel)
+        try:
+            launch.before()
+            spec = compilation.capture_spec(jit, launch, self._call.index)
+            self._arguments.restore()
+        except Exception as error:
+            return outcome_reply(failures.of_launch(error)), b""
+        return outcome_reply(Outcome(Verdict.OK)), spec
+
+    def measure(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Run one config from the caller's bits and time it; the verdict is the answer."""
+        index = job["config"]
+        launch = _Launch(self._call, self._configs[index], self._grids[index], self._restored)
+        try:
+            self._arguments.restore()
+            launch.with_hooks()
+            self._timer.synchronize()
+            timing = self._time(launch, Budget(**job["budget"]))
+            self._timer.synchronize()
+        except InvalidTime as error:
+            return outcome_reply(Outcome(Verdict.INVALID_TIME, message=str(error)))
+        except Exception as error:
+            return outcome_reply(failures.of_launch(error))
+        return outcome_reply(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid))
+
+    def _time(self, launch: _Launch, budget: Budget) -> Timing:
+        do_bench = self._call.hooks.do_bench
+        if do_bench is not None:
+            return from_do_bench(do_bench(launch.with_hooks, quantiles=(0.5, 0.2, 0.8)))
+        return measure(launch, launch.before, launch.after, self._timer, budget)
+
+    def _copies(self, names: tuple[str, ...]) -> dict[str, Any]:
+        tensors = {name: self._named.get(name) for name in names}
+        return {name: value.clone() for name, value in tensors.items() if value is not None}
+
+
+class _Launch:
+    """One config's launch: the hooks around it see the caller's values, the kernel the pins."""
+
+    def __init__(
+        self, call: Call, config: Config, grid: Any, restored: dict[str, Any] | None = None
+    ) -> None:
+        options = config.all_kwargs()
+        named = {**call.named(), **options}
+        pinned_args = tuple(
+            call.pins.get(name, value)
+            for name, value in zip(call.arg_names, call.args, strict=False)
+        )
+        pinned_kwargs = {name: call.pins.get(name, value) for name, value in call.kwargs.items()}
+        self._run: Callable[..., object] = call.kernel.run
+        self._args = pinned_args
+        self._kwargs = {**pinned_kwargs, **options, "grid": tuple(grid), "warmup": False}
+        self._named = named
+        self._hooks = call.hooks
+        self._config = config
+        self._restored = restored or {}
+
+    def __call__(self) -> None:
+        self._run(*self._args, **self._kwargs)
+
+    def before(self) -> None:
+        """What triton.autotune runs before each launch: the config's hook, then the tuner's."""
+        if self._config.pre_hook is not None:
+            self._config.pre_hook(self._named)
+        if self._hooks.pre_hook is not None:
+            self._hooks.pre_hook(self._named)
+            return
+        for name in self._hooks.reset_to_zero:
+            if self._named.get(name) is not None:
+                self._named[name].zero_()
+        for name, value in self._restored.items():
+            self._named[name].copy_(value)
+
+    def after(self, exception: Exception | None = None) -> None:
+        """What triton.autotune runs after each launch."""
+        if self._hooks.post_hook is not None:
+            self._hooks.post_hook(self._named, exception=exception)
+
+    def with_hooks(self) -> None:
+        """Launch as a user's do_bench sees it: hooks included, as under triton.autotune."""
+        self.before()
+        try:
+            self()
+        except Exception as error:
+            self.after(error)
+            raise
+        self.after()
+
+
+def kernel_base(kernel: Any) -> JITFunction:
+    """Return the jit function below heuristics."""
+    while hasattr(kernel, "values") and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
+
+
+def _use_device(index: int) -> str:
+    """Make `index` the current device and return its UUID."""
+    import torch
+
+    torch.cuda.set_device(index)
+    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))

@@ -1,0 +1,260 @@
+"""The parent's view of its children: ask one, outlive it, replace it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+from safetune.errors import WorkerUnavailable
+from safetune.outcome import Outcome, Verdict
+from safetune.tuning import process, wire
+from safetune.tuning.answers import reply_outcome
+from safetune.tuning.child import IDLE_EXIT_S
+from safetune.tuning.fork_server import ForkServer, tail_of
+
+#: A measuring child idle for longer is replaced, not reused: it may be on its way out.
+REUSE_S = IDLE_EXIT_S / 2
+_START_S = 60.0
+
+server = ForkServer(("triton", "torch", "safetune.tuning.child", "safetune.tuning.session"))
+
+
+class ChildFailed(Exception):
+    """A child that did not answer: it died, hung or spoke nonsense. It is gone when this rises.
+
+    Attributes:
+        outcome: what that says of the job it was doing.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.label)
+        self.outcome = outcome
+
+
+class Child:
+    """One forked process and the private pipe to it.
+
+    Raises:
+        WorkerUnavailable: it cannot be started.
+    """
+
+    def __init__(self, gpu_blind: bool) -> None:
+        self.pipe, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()
+        self._mark = 0
+        try:
+            self.pid = server.fork(theirs, self._output)
+        finally:
+            theirs.close()
+        self._alive = True
+        try:
+            self.ask(_surroundings(gpu_blind), timeout_s=_START_S)
+        except ChildFailed as failure:
+            raise WorkerUnavailable(
+                f"a tuning process ended before its first job: {failure.outcome.label} "
+                f"{failure.outcome.stderr}"
+            ) from failure
+
+    def tell(
+        self, job: dict[str, Any], blob: bytes = b"", fds: tuple[int, ...] = (), timeout_s: float = 60.0
+    ) -> None:
+        """Send a job; a child that is gone shows when its answer is read."""
+        self._mark = os.fstat(self._output.fileno()).st_size
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            wire.send(self.pipe, job, blob, fds=fds, timeout_s=timeout_s)
+
+    def answer(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
+        """Return the answer to the job told last; raises `ChildFailed` without one."""
+        try:
+            reply, blob, _ = wire.receive(self.pipe, timeout_s)
+        except TimeoutError:
+            raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None
+        except (EOFError, ConnectionResetError):
+            raise self._failed(Verdict.DIED, "") from None
+        except wire.ProtocolError as error:
+            raise self._failed(Verdict.PROTOCOL_ERROR, str(error)) from None
+        return reply, blob
+
+    def ask(
+        self, job: dict[str, Any], blob: bytes = b"", fds: tuple[int, ...] = (), *, timeout_s: float
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a job and return its answer; raises `ChildFailed`."""
+        try:
+            self.tell(job, blob, fds, timeout_s)
+        except TimeoutError:
+            raise self._failed(Verdict.TIMEOUT, f"took no job within {timeout_s:g} s") from None
+        return self.answer(timeout_s)
+
+    def kill(self) -> int | None:
+        """End the child and all that it started; return its wait status."""
+        if not self._alive:
+            return None
+        self._alive = False
+        process.kill_group(self.pid)
+        status = server.reap(self.pid)
+        self.pipe.close()
+        self._output.close()
+        return status
+
+    def _failed(self, verdict: Verdict, message: str) -> ChildFailed:
+        stderr = tail_of(self._output, self._mark)
+        if verdict is Verdict.DIED:
+            detail = self._bury()
+            message = message or f"the process ended with {detail}"
+        else:
+            self.kill()
+            detail = ""
+        return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
+
+    def _bury(self) -> str:
+        """Take the exit of a child whose pipe closed by itself; killing it would mask the cause."""
+        self._alive = False
+        status = server.reap(self.pid)
+        if status is None:
+            process.kill_group(self.pid)
+            status = server.reap(self.pid)
+        else:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, 9)  # what it had started
+        self.pipe.close()
+        self._output.close()
+        return process.describe_exit(status)
+
+
+class MeasuringChild:
+    """The measuring child of one call on one device, replaced whenever a config spoils it."""
+
+    def __init__(
+        self, header: dict[str, Any], blob: bytes, arguments_fd: int, run_timeout_s: float
+    ) -> None:
+        self._header = {"op": "prepare", **header}
+        self._blob = blob
+        self._fd = arguments_fd
+        self._timeout_s = run_timeout_s
+        self._child: Child | None = None
+        self._index = int(header["index"])
+
+    def resolve(self, config: int) -> tuple[Outcome, bytes]:
+        """Return what the compiler needs for a config, or why that cannot be told."""
+        reply, blob = self._ask({"op": "resolve", "config": config})
+        return reply, blob
+
+    def measure(self, config: int, budget: dict[str, Any]) -> Outcome:
+        """Run and time one config. Whatever it does, the answer is an outcome."""
+        return self._ask({"op": "measure", "config": config, "budget": budget})[0]
+
+    def replace(self) -> None:
+        """Use a fresh child from here on."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    def release(self) -> None:
+        """Leave the child to the next tuning on this device, or to end by itself."""
+        if self._child is not None:
+            with contextlib.suppress(ChildFailed):
+                self._child.ask({"op": "release"}, timeout_s=self._timeout_s)
+                _keep(self._index, self._child)
+            self._child = None
+
+    def _ask(self, job: dict[str, Any]) -> tuple[Outcome, bytes]:
+        child = self._ready()
+        try:
+            reply, blob = child.ask(job, timeout_s=self._timeout_s)
+            outcome = reply_outcome(reply)
+        except ChildFailed as failure:
+            self._child = None
+            return failure.outcome, b""
+        except wire.ProtocolError as error:
+            self.replace()
+            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), b""
+        if reply["dirty"]:
+            self.replace()
+        return outcome, blob
+
+    def _ready(self) -> Child:
+        if self._child is not None:
+            return self._child
+        child = _take(self._index) or Child(gpu_blind=self._index < 0)
+        try:
+            reply, _ = child.ask(
+                self._header, self._blob, (self._fd,), timeout_s=max(_START_S, self._timeout_s)
+            )
+        except ChildFailed as failure:
+            raise WorkerUnavailable(
+                f"a tuning process could not rebuild the call: {failure.outcome.label} "
+                f"{failure.outcome.message} {failure.outcome.stderr}".strip()
+            ) from failure
+        if "error" in reply:
+            child.kill()
+            raise WorkerUnavailable(
+                f"a tuning process could not rebuild the call: {reply['error']}"
+            )
+        self._child = child
+        return child
+
+
+_idle: dict[int, tuple[int, float, Child]] = {}
+_idle_lock = threading.Lock()
+
+
+def _keep(index: int, child: Child) -> None:
+    with _idle_lock:
+        previous = _idle.pop(index, None)
+        _idle[index] = (os.getpid(), time.monotonic(), child)
+    if previous is not None:
+        previous[2].kill()
+
+
+def _take(index: int) -> Child | None:
+    with _idle_lock:
+        entry = _idle.pop(index, None)
+    if entry is None or entry[0] != os.getpid():
+        return None
+    if time.monotonic() - entry[1] > REUSE_S:
+        entry[2].kill()
+        return None
+    try:
+        entry[2].ask(_surroundings(gpu_blind=index < 0), timeout_s=_START_S)
+    except ChildFailed:
+        return None
+    return entry[2]
+
+
+def _surroundings(gpu_blind: bool) -> dict[str, Any]:
+    """The job that puts a child where this process is now: environment, paths, Triton's knobs."""
+    environment = process.child_environment()
+    if gpu_blind:
+        environment.update(
+            CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES=""
+        )
+    return {
+        "op": "start",
+        "environment": environment,
+        "path": [path or os.getcwd() for path in sys.path],
+        "directory": os.getcwd(),
+        "knobs": _knobs(),
+    }
+
+
+def _knobs() -> dict[str, dict[str, Any]]:
+    """Triton's knobs that were set in code; those set by environment travel with it."""
+    from triton import knobs
+
+    groups = {}
+    for name, group in vars(knobs).items():
+        if isinstance(group, knobs.base_knobs):
+            plain = {
+                knob: value
+                for knob, value in vars(group).items()
+                if isinstance(value, (bool, int, str)) and not knob.startswith("_")
+            }
+            if plain:
+                groups[name] = plain
+    return groups

@@ -1,0 +1,128 @@
+"""The child side: a fork server, and the children that it forks.
+
+The server imports torch and triton once and never touches CUDA, so that a child can be forked from
+it in milliseconds and make a context of its own. It runs none of the user's code, not even the
+user's `__main__`; it answers two requests, `fork` and `reap`, and ends with the process that
+started it, however that one ends. A forked child leads its own session and dies with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from safetune.tuning import process, wire
+
+#: With no child left and no request for so long, the server goes; the next miss starts another.
+_IDLE_EXIT_S = 60.0
+_REAP_S = 10.0
+
+
+def main() -> None:
+    """Serve until the parent is gone. argv: control socket, parent's pid, modules to import."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    parent = int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in json.loads(sys.argv[3]):
+        importlib.import_module(module)
+    wire.send(control, {"ready": True})
+    _Server(control, parent).serve()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._children: set[int] = set()
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        with contextlib.suppress(OSError, AttributeError):
+            # A worker process that the parent forked may hold a copy of its end of the control
+            # socket; the pidfd tells of the parent's own end all the same.
+            self._poll.register(os.pidfd_open(parent), select.POLLIN)
+
+    def serve(self) -> NoReturn:
+        while True:
+            events = self._poll.poll(_IDLE_EXIT_S * 1000)
+            if not events and not self._children:
+                self._end()
+            if any(fd != self._control.fileno() for fd, _ in events):
+                self._end()
+            if events:
+                self._answer()
+
+    def _answer(self) -> None:
+        try:
+            request, _, fds = wire.receive(self._control)
+        except (EOFError, OSError):
+            self._end()
+        reply = self._fork(fds) if request["op"] == "fork" else self._reap(request["pid"])
+        for fd in fds:
+            os.close(fd)
+        wire.send(self._control, reply)
+
+    def _fork(self, fds: list[int]) -> dict[str, Any]:
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return {"error": str(error)}
+        if pid == 0:
+            _become_child(self._control, server, *fds)
+        self._children.add(pid)
+        return {"pid": pid}
+
+    def _reap(self, pid: int) -> dict[str, Any]:
+        """Wait for a child that is ending; bounded, for one stuck in a driver call may not end."""
+        handle = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            if not poll.poll(_REAP_S * 1000):
+                return {"status": None}
+            self._children.discard(pid)
+            return {"status": os.waitpid(pid, 0)[1]}
+        finally:
+            os.close(handle)
+
+    def _end(self) -> NoReturn:
+        for pid in self._children:
+            process.kill_group(pid)
+        os._exit(0)
+
+
+def _become_child(control: socket.socket, server: int, pipe_fd: int, output_fd: int) -> NoReturn:
+    """Turn the forked process into a child of its own session and run its jobs; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        process.die_with_parent(server)
+        control.close()
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
+        os.close(output_fd)
+        from safetune.tuning import child
+
+        child.serve(socket.socket(fileno=pipe_fd))
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

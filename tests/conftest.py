@@ -1,0 +1,283 @@
+"""What every test gets: a store and a compile cache of its own, and a check for left processes.
+
+Runs before any test module is imported, so it decides whether kernels run on a GPU or in Triton's
+interpreter: Triton reads TRITON_INTERPRET when a kernel is decorated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: How long a fresh process may take unless a test says otherwise. Importing torch and Triton takes
+#: 5 s with a cold page cache, and more while the other test process does the same.
+FRESH_PROCESS_TIMEOUT_S = 120.0
+
+#: How long children may take to be gone after the last test; an idle measuring child takes 2 s.
+LEAVING_TIMEOUT_S = 10.0
+
+#: In the environment of everything that this test process starts, so that an orphan is known too.
+LEAK_TAG = f"{os.getpid()}-{uuid.uuid4().hex}"
+
+#: Asks the driver, as CUDA_VISIBLE_DEVICES, containers and WSL (which has no /dev/nvidia0) all have
+#: their say in it.
+_COUNT_DEVICES = """
+import ctypes, sys
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    sys.exit("no CUDA driver (libcuda.so.1) on this machine")
+count = ctypes.c_int(0)
+if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+    sys.exit("the CUDA driver shows no device")
+"""
+
+
+def _why_no_gpu() -> str:
+    """Return why tests cannot use a GPU here, or nothing when they can.
+
+    The driver is asked by another process: after cuInit, no fork of this one could use CUDA. Torch
+    is not asked at all: importing it takes seconds, and imports Triton.
+    """
+    probe = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if probe.returncode != 0:
+        lines = probe.stderr.strip().splitlines()
+        return lines[-1] if lines else f"asking the CUDA driver ended with {probe.returncode}"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 is set; `make test-gpu` runs these"
+    return ""
+
+
+NO_GPU_REASON = _why_no_gpu()
+if NO_GPU_REASON:
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ["PYTEST_LEAK_TAG"] = LEAK_TAG
+
+with contextlib.suppress(ImportError):  # the environment of `make test-internals` may lack it
+    import hypothesis
+
+    # Two test processes on two cores: how long one example took says nothing about the code.
+    hypothesis.settings.register_profile("safetune", deadline=None)
+    hypothesis.settings.load_profile("safetune")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and say why there is none."""
+    if NO_GPU_REASON:
+        skip = pytest.mark.skip(reason=f"needs a GPU: {NO_GPU_REASON}")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The torch device on which kernels of this session run."""
+    return "cpu" if NO_GPU_REASON else "cuda"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def triton_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One compile cache per test process: what is in the user's own cannot hide a compile."""
+    directory = tmp_path_factory.mktemp("triton-cache")
+    os.environ["TRITON_CACHE_DIR"] = str(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test's SAFETUNE_CACHE_DIR, not made yet; every other SAFETUNE_* variable is unset."""
+    for name in [name for name in os.environ if name.startswith("SAFETUNE_")]:
+        monkeypatch.delenv(name)
+    directory = tmp_path_factory.mktemp("cache") / "safetune"
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(directory))
+    return directory
+
+
+FreshProcess = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def fresh_process(cache_dir: Path) -> FreshProcess:
+    """A function that runs Python code, or a script, in a fresh interpreter and returns the result.
+
+    The environment is this process's, so the store and the compile cache are the test's; `env` adds
+    to it, and a value of None takes a name out. The working directory is `cwd`, or one that holds
+    nothing. Code finds the safetune that this process would import.
+
+    A process that outlives `timeout_s` fails the test, with what it printed; it and everything it
+    started in its session are killed.
+    """
+
+    def run(
+        code_or_script: str | Path,
+        *args: object,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        timeout_s: float = FRESH_PROCESS_TIMEOUT_S,
+    ) -> subprocess.CompletedProcess[str]:
+        what = [str(code_or_script)] if isinstance(code_or_script, Path) else ["-c", code_or_script]
+        if cwd is None:
+            cwd = cache_dir.parent / "cwd"
+            cwd.mkdir(exist_ok=True)
+        return _run([sys.executable, *what, *map(str, args)], _environment(env), cwd, timeout_s)
+
+    return run
+
+
+def _run(
+    command: list[str], env: dict[str, str], cwd: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    # Files and not pipes: a grandchild that keeps a pipe open would keep the reader waiting.
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        in_time = False
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+                in_time = True
+        finally:
+            if not in_time:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        texts = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    if not in_time:
+        pytest.fail(
+            f"a fresh process did not end within {timeout_s:g} s: {command}\n"
+            f"--- its stdout\n{texts[0]}\n--- its stderr\n{texts[1]}"
+        )
+    return subprocess.CompletedProcess(command, process.returncode, *texts)
+
+
+def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
+    env = dict(os.environ)
+    spec = find_spec("safetune")
+    if spec is not None and spec.submodule_search_locations:
+        package_parent = str(Path(spec.submodule_search_locations[0]).parent)
+        env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [package_parent, env.get("PYTHONPATH", "")])
+        )
+    for name, value in (changes or {}).items():
+        env.pop(name, None)
+        if value is not None:
+            env[name] = value
+    return env
+
+
+@dataclass(frozen=True)
+class Running:
+    """A process that the tests started, itself or through others."""
+
+    pid: int
+    parent: int
+    command: str
+
+    @property
+    def stays_on_purpose(self) -> bool:
+        """Python's own helper, or the fork server, which waits for the next miss."""
+        if "multiprocessing.resource_tracker" in self.command:
+            return True
+        return self.parent == os.getpid() and "safetune.tuning.worker_main" in self.command
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left(triton_cache_dir: Path) -> Iterator[None]:
+    """Fail after the last test when something that the tests started is still running."""
+    yield
+    if sys.platform != "linux":
+        return
+    left = _end_of([process for process in _running() if not process.stays_on_purpose])
+    if worker := sys.modules.get("safetune.tuning.worker"):
+        worker.server.stop()
+    left += _end_of(
+        [process for process in _running() if "resource_tracker" not in process.command]
+    )
+    if left:
+        listing = "\n".join(f"  {process.pid}: {process.command}" for process in left)
+        pytest.fail(f"running {LEAVING_TIMEOUT_S:g} s after the last test, now killed:\n{listing}")
+
+
+def _running() -> list[Running]:
+    """Return this process's running descendants, and orphans among those that it started."""
+    tag = f"PYTEST_LEAK_TAG={LEAK_TAG}".encode()
+    found: dict[int, Running] = {}
+    tagged: set[int] = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        pid = int(directory.name)
+        try:
+            state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (
+                (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            )
+            environment = (directory / "environ").read_bytes().split(b"\0")
+        except OSError:  # it ended meanwhile, or belongs to another user
+            continue
+        if state not in "ZX":
+            found[pid] = Running(pid, int(parent), command.strip())
+            if tag in environment:
+                tagged.add(pid)
+    return [
+        process
+        for pid, process in found.items()
+        if pid != os.getpid() and (pid in tagged or os.getpid() in _ancestors(pid, found))
+    ]
+
+
+def _ancestors(pid: int, processes: Mapping[int, Running]) -> Iterator[int]:
+    while pid in processes:
+        pid = processes[pid].parent
+        yield pid
+
+
+def _end_of(processes: list[Running]) -> list[Running]:
+    """Wait for these to end, on the ends themselves; kill and return those that do not."""
+    watched: dict[int, Running] = {}
+    poller = select.poll()
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process.pid)
+            watched[descriptor] = process
+            poller.register(descriptor, select.POLLIN)
+    left = dict(watched)
+    deadline = time.monotonic() + LEAVING_TIMEOUT_S
+    while left and (remaining_s := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poller.poll(remaining_s * 1000):
+            poller.unregister(descriptor)
+            del left[descriptor]
+    for descriptor in watched:
+        if descriptor in left:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
+    return list(left.values())

@@ -1,0 +1,132 @@
+"""Compile the shipped kernels without a GPU and print what each config takes, as JSON lines.
+
+Run by `test_compile.py` in a process of its own: where the test session interprets kernels, the
+helpers that these kernels call are interpreted too, and cannot be compiled.
+
+    python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel forward|backward|finalize]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from safetune.kernels import configs as kernel_configs
+from safetune.kernels.layer_norm import (
+    layer_norm_backward_kernel,
+    layer_norm_finalize_kernel,
+    layer_norm_forward_kernel,
+)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+#: Pointers to fp32 whatever the dtype of the inputs.
+STATISTICS = ("mean_pointer", "rstd_pointer", "weight_partials_pointer", "bias_partials_pointer")
+
+#: Not passed in these launches.
+ABSENT = {
+    "forward": ("residual_pointer", "residual_output_pointer"),
+    "backward": (
+        "residual_output_gradient_pointer",
+        "residual_gradient_pointer",
+        "output_pointer",
+    ),
+    "finalize": (),
+}
+KERNELS = {
+    "forward": layer_norm_forward_kernel,
+    "backward": layer_norm_backward_kernel,
+    "finalize": layer_norm_finalize_kernel,
+}
+FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True}
+
+
+def compile_config(
+    name: str, config: triton.Config, capability: int, columns: int, dtype: str, is_rms_norm: bool
+) -> dict[str, Any]:
+    """Return the registers, spilled bytes and shared memory of one config of one kernel."""
+    kernel = JITFunction(KERNELS[name].base_fn)
+    absent = (*ABSENT[name], *(("mean_pointer",) if is_rms_norm else ()))
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for argument in kernel.arg_names:
+        if argument.endswith("_pointer") and argument not in absent:
+            signature[argument] = "*fp32" if argument in STATISTICS else f"*{dtype}"
+        elif argument in ("rows", "alignment", "programs_per_group"):
+            signature[argument] = "i32"
+        elif argument == "eps":
+            signature[argument] = "fp32"
+        else:
+            signature[argument] = "constexpr"
+            constants[argument] = None if argument in absent else False
+    known = {"COLUMNS": columns, "IS_RMS_NORM": is_rms_norm, **FLAGS, **config.kwargs}
+    constants.update({name: value for name, value in known.items() if name in constants})
+    attributes = {
+        (position,): [["tt.divisibility", 16]]
+        for position, argument in enumerate(kernel.arg_names)
+        if signature[argument].startswith("*")
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+    registers, local_bytes = resources(compiled.asm["cubin"])
+    return {
+        "kernel": name,
+        "config": {**config.kwargs, "num_warps": config.num_warps},
+        "columns": columns,
+        "is_rms_norm": is_rms_norm,
+        "capability": capability,
+        "registers": registers,
+        "local_bytes": local_bytes,
+        "shared_bytes": compiled.metadata.shared,
+        "asynchronous_copies": compiled.asm["ptx"].count("cp.async.cg"),
+        "vector_stores": compiled.asm["ptx"].count("st.global.v4"),
+    }
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return (registers per thread, bytes of stack and local memory per thread)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def main() -> None:
+    """Print one JSON object per config and kind of norm."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("capability", type=int)
+    parser.add_argument("columns", type=int)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--kernel", choices=KERNELS, action="append")
+    options = parser.parse_args()
+    for name in options.kernel or KERNELS:
+        all_configs = KERNELS[name].configs
+        if name != "finalize":
+            all_configs = kernel_configs.prune_spilling(all_configs, {}, COLUMNS=options.columns)
+        for config in all_configs:
+            for is_rms_norm in (False, True) if name != "finalize" else (False,):
+                result = compile_config(
+                    name, config, options.capability, options.columns, options.dtype, is_rms_norm
+                )
+                print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Every row has one owner, no program is idle, and the machine is busy, for any number of rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safetune.kernels.configs import backward_tile_heights
+from safetune.kernels.grid_policy import GridPlan, plan_grid
+
+HEIGHTS = (8, 16, 32, 64)
+
+#: (group, rows stored) for each program of a grid.
+Stores = Iterable[tuple[int, range]]
+
+
+def violations(rows: int, groups: int, stores: Stores) -> list[str]:
+    """Return how the stores break the contract; takes time in programs, not in rows."""
+    found = []
+    by_group: dict[int, list[range]] = {group: [] for group in range(groups)}
+    for program, (group, owned) in enumerate(stores):
+        by_group[group].append(owned)
+        if not owned:
+            found.append(f"program {program} is idle")
+    for group, ranges in by_group.items():
+        end = 0
+        for owned in sorted((r for r in ranges if r), key=lambda r: r.start):
+            if owned.start > end:
+                found.append(f"rows {end} to {owned.start} of group {group} have no owner")
+            if owned.start < end:
+                found.append(f"row {owned.start} of group {group} has two owners")
+            end = max(end, owned.stop)
+        if end != rows:
+            found.append(f"the rows of group {group} end at {end}, not at {rows}")
+    return found
+
+
+def planned_stores(plan: GridPlan) -> Iterator[tuple[int, range]]:
+    for program in range(plan.programs):
+        yield program // plan.programs_per_group, plan.owned_rows(program)
+
+
+def check(plan: GridPlan, sm_count: int, programs_per_sm: int, heights: Iterable[int]) -> None:
+    assert violations(plan.rows, plan.groups, planned_stores(plan)) == []
+    assert plan.programs <= max(programs_per_sm * sm_count, plan.groups)
+    assert plan.alignment % min(heights) == 0
+    owned = [rows for _, rows in planned_stores(plan)]
+    assert all(rows.start % plan.alignment == 0 for rows in owned)
+    tiles = [-(-len(rows) // plan.alignment) for rows in owned]
+    assert not tiles or max(tiles) - min(tiles) <= 1
+
+
+@given(
+    rows=st.one_of(st.integers(0, 1024), st.integers(0, 2**31)),
+    groups=st.integers(1, 64),
+    sm_count=st.integers(1, 256),
+    heights=st.lists(st.integers(1, 128), min_size=1, max_size=6),
+    programs_per_sm=st.integers(1, 8),
+)
+def test_any_plan_keeps_the_contract(
+    rows: int, groups: int, sm_count: int, heights: list[int], programs_per_sm: int
+) -> None:
+    plan = plan_grid(rows, groups, sm_count, heights, programs_per_sm)
+    check(plan, sm_count, programs_per_sm, heights)
+
+
+NAMED = [
+    *((rows, 1, 188) for rows in (*range(33), 129, 189, 191, 257, 450, 5000, 24000, 24100)),
+    *((3, groups, sm_count) for groups in (4, 16, 64) for sm_count in (1, 4, 188)),
+    (450, 400, 188),
+    (0, 300, 188),
+    (2**31, 1, 132),
+]
+
+
+@pytest.mark.parametrize(("rows", "groups", "sm_count"), NAMED)
+def test_named_cases(rows: int, groups: int, sm_count: int) -> None:
+    """The cases of fla-org/flash-linear-attention#796, few rows, and more groups than SMs."""
+    check(plan_grid(rows, groups, sm_count, HEIGHTS), sm_count, 4, HEIGHTS)
+
+
+def test_no_rows_no_programs() -> None:
+    plan = plan_grid(0, 4, 132, HEIGHTS)
+    assert plan.programs == 0
+
+
+def test_partials_are_bounded_by_the_machine() -> None:
+    assert {plan_grid(2**k, 1, 132, HEIGHTS).programs for k in range(20, 32)} == {4 * 132}
+
+
+@pytest.mark.parametrize("height", [1, 8, 12, 20, 64, 128])
+def test_a_height_that_divides_the_alignment_is_cut_only_at_the_end(height: int) -> None:
+    plan = plan_grid(1_000_001, 1, 132, [height, 2 * height])
+    assert plan.alignment == 2 * height
+    assert all(len(rows) % height == 0 or rows.stop == plan.rows for _, rows in planned_stores(plan))
+
+
+def busy_share_and_balance(plan: GridPlan, sm_count: int) -> tuple[float, float]:
+    """Return the share of SMs with work, and an SM's mean rows over those of the busiest."""
+    load: Counter[int] = Counter()
+    for program in range(plan.programs):
+        load[program % sm_count] += len(plan.owned_rows(program))
+    return len(load) / sm_count, plan.rows * plan.groups / sm_count / max(load.values())
+
+
+@pytest.mark.parametrize(
+    "heights", [HEIGHTS, *map(backward_tile_heights, (128, 256, 1024, 4096))], ids=str
+)
+def test_the_machine_is_busy(heights: Iterable[int]) -> None:
+    measured = [
+        busy_share_and_balance(plan_grid(rows, 1, sm_count, heights), sm_count)
+        for sm_count in (108, 114, 132, 144, 148, 160, 188)
+        for rows in range(2048, 32769, 499)
+    ]
+    assert min(busy for busy, _ in measured) == 1.0
+    assert statistics.mean(balance for _, balance in measured) >= 0.85
+
+
+def historic_stores(rows: int, sm_count: int, height: int) -> Iterator[tuple[int, range]]:
+    """What FLA's policy stored before #1249: tiles from each start on, masked by the end of all."""
+    programs = min(sm_count, rows)
+    per_program = -(-rows // programs)
+    for program in range(programs):
+        start = program * per_program
+        stop = start + -(-per_program // height) * height if start < rows else start
+        yield 0, range(start, min(stop, rows))
+
+
+@pytest.mark.parametrize("height", [32, 64])
+@pytest.mark.parametrize(
+    ("rows", "shared", "idle"), [(129, 128, 0), (257, 255, 59), (450, 447, 38), (24000, 0, 0)]
+)
+def test_the_checker_sees_what_was_wrong(rows: int, height: int, shared: int, idle: int) -> None:
+    """The historic policy: rows of several writers and idle programs on 188 SMs (seeds.md, 3)."""
+    stores = list(historic_stores(rows, 188, height))
+    writers = Counter(row for _, owned in stores for row in owned)
+    assert sum(count > 1 for count in writers.values()) == shared
+    found = violations(rows, 1, stores)
+    assert any("two owners" in text for text in found) == (shared > 0)
+    assert sum("idle" in text for text in found) == idle
+
+
+@pytest.mark.parametrize(
+    ("stores", "message"),
+    [
+        ([(0, range(5)), (0, range(4, 9))], "row 4 of group 0 has two owners"),
+        ([(0, range(4)), (0, range(5, 9))], "rows 4 to 5 of group 0 have no owner"),
+        ([(0, range(8))], "end at 8, not at 9"),
+        ([(0, range(10))], "end at 10, not at 9"),
+        ([(0, range(9)), (0, range(9, 9))], "program 1 is idle"),
+    ],
+)
+def test_the_checker_sees_one_row(stores: Stores, message: str) -> None:
+    assert [text for text in violations(9, 1, stores) if message in text]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(-1, 1, 1, [1]), (1, 0, 1, [1]), (1, 1, 0, [1]), (1, 1, 1, []), (1, 1, 1, [0, 8])],
+    ids=str,
+)
+def test_impossible_counts_are_refused(arguments: tuple[int, int, int, list[int]]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        plan_grid(*arguments)

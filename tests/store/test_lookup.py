@@ -1,0 +1,212 @@
+"""The read order, and the rule that a broken store costs a warning, never the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+import warnings
+
+import pytest
+
+from safetune.errors import StoreError
+from safetune.settings import Settings
+from safetune.store.lookup import GuardedStore, Lookup, open_lookup, open_store
+
+
+@pytest.fixture
+def settings_for(monkeypatch):
+    def settings(directory) -> Settings:
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(directory))
+        return Settings.current()
+
+    return settings
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    store = GuardedStore.open(tmp_path / "cache")
+    yield store
+    store.close()
+
+
+def refuse_writes(store) -> None:
+    """Make SQLite fail every insert, as a full disk does."""
+    connection = sqlite3.connect(store.path)
+    for table in ("trial", "choice", "kernel"):
+        connection.execute(
+            f"CREATE TRIGGER full_{table} BEFORE INSERT ON {table} "
+            "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+        )
+    connection.close()
+
+
+def test_memory_is_asked_before_the_store(store, records):
+    lookup = Lookup(store)
+    assert lookup.find("key") is None
+    store.put_choice(records.choice("stored"))
+    assert lookup.find("key").config_digest == "stored"
+    lookup.adopt(records.choice("adopted"))
+    assert lookup.find("key").config_digest == "adopted"
+    lookup.forget("key")
+    lookup.forget("key")
+    assert lookup.find("key").config_digest == "stored"
+
+
+def test_a_newer_generation_is_not_picked_up_in_the_middle_of_a_run(store, records):
+    lookup = Lookup(store)
+    store.put_choice(records.choice("c1"))
+    lookup.adopt(lookup.find("key"))
+    store.put_choice(records.choice("c2", generation=2))
+    assert lookup.find("key").config_digest == "c1"
+    assert Lookup(store).find("key").config_digest == "c2"
+
+
+def test_a_process_has_one_store_per_directory(tmp_path, settings_for):
+    first = open_store(settings_for(tmp_path / "a"))
+    assert first.path == tmp_path / "a" / "safetune.db"
+    assert open_store(settings_for(tmp_path / "b" / ".." / "a")) is first
+    assert open_lookup(settings_for(tmp_path / "a")).store is first
+    assert open_store(settings_for(tmp_path / "b")) is not first
+
+
+def break_with_a_file_in_the_way(directory) -> str:
+    directory.write_text("")
+    return "File exists"
+
+
+def break_with_garbage(directory) -> str:
+    directory.mkdir()
+    (directory / "safetune.db").write_bytes(b"garbage" * 1000)
+    return "file is not a database"
+
+
+def break_with_a_newer_version(directory) -> str:
+    GuardedStore.open(directory).close()
+    connection = sqlite3.connect(directory / "safetune.db")
+    connection.execute("PRAGMA user_version=99")
+    connection.close()
+    return "newer safetune"
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [break_with_a_file_in_the_way, break_with_garbage, break_with_a_newer_version],
+)
+def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for, records, break_it):
+    reason = break_it(tmp_path / "cache")
+    with pytest.warns(UserWarning, match="safetune") as caught:
+        store = open_store(settings_for(tmp_path / "cache"))
+    message = str(caught[0].message)
+    assert len(caught) == 1
+    assert str(tmp_path / "cache" / "safetune.db") in message
+    assert reason in message
+    assert "in memory" in message
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_store(settings_for(tmp_path / "cache")) is store
+        assert store.path is None
+        store.put_key(records.key())
+        store.put_trial(records.trial())
+        assert store.put_choice(records.choice()) == store.choice("key") == records.choice()
+        assert store.trials("key", 1) == [records.trial()]
+
+
+def test_a_full_disk_costs_one_line_and_what_is_stored_is_still_read(guarded, records, caplog):
+    guarded.put_trial(records.trial("before"))
+    guarded.put_choice(records.choice("before"))
+    refuse_writes(guarded)
+    with caplog.at_level(logging.WARNING, "safetune"):
+        guarded.put_key(records.key())
+        guarded.put_trial(records.trial("after"))
+        assert guarded.put_choice(records.choice("c2", generation=2)).generation == 2
+        assert guarded.put_choice(records.choice("new", key="other")).config_digest == "new"
+    assert [trial.config_digest for trial in guarded.trials("key", 1)] == ["before", "after"]
+    assert guarded.choice("key").config_digest == "c2"
+    assert guarded.choice("other").config_digest == "new"
+    assert guarded.generation("key") == 2
+    assert [record.message for record in caplog.records] == [
+        f"cannot write to the store {guarded.path}: disk is full; going on in memory"
+    ]
+
+
+def test_a_store_that_cannot_be_read_any_more_costs_one_line(guarded, records, caplog):
+    guarded.put_choice(records.choice())
+    connection = sqlite3.connect(guarded.path)
+    connection.executescript("DROP TABLE choice; DROP TABLE trial")
+    connection.close()
+    with caplog.at_level(logging.WARNING, "safetune"):
+        assert guarded.choice("key") is None
+        assert guarded.trials("key", 1) == []
+        assert guarded.generation("key") == 0
+    assert len(caplog.records) == 1
+    assert "going on without what it holds" in caplog.text
+    guarded.put_choice(records.choice("c2"))
+    assert guarded.choice("key") == records.choice("c2")
+    with pytest.raises(StoreError):
+        guarded.choices()
+
+
+def test_a_bad_record_is_dropped_without_giving_up_the_store(guarded, records, caplog):
+    bad = records.choice(median_ms=math.nan)
+    with caplog.at_level(logging.WARNING, "safetune"):
+        assert guarded.put_choice(bad) is bad
+        guarded.put_trial(records.trial(created=math.inf))
+    assert len(caplog.records) == 2
+    assert "choice.median_ms" in caplog.text
+    guarded.put_choice(records.choice())
+    again = GuardedStore.open(guarded.path.parent)
+    assert again.choice("key") == records.choice()
+    again.close()
+
+
+def test_a_real_write_error_does_not_raise_out_of_a_run(tmp_path, children):
+    """The file may not grow (EFBIG): SQLite's own error path, not a trigger."""
+    output = children.run(
+        """
+import resource, logging
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+from safetune.store.lookup import GuardedStore
+store = GuardedStore.open(directory)
+store.put_choice(choice("c1"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+for index in range(40):
+    store.put_trial(trial(index, message="x" * 8000))
+print(len(store.trials("key", 1)), store.choice("key").config_digest)
+""",
+        tmp_path,
+    )
+    warning, result = output.splitlines()
+    assert warning.endswith("going on in memory")
+    assert result == "40 c1"
+
+
+def test_a_database_deleted_in_a_run_does_not_raise(guarded, records):
+    for path in list(guarded.path.parent.iterdir()):
+        path.unlink()
+    guarded.put_trial(records.trial())
+    guarded.put_choice(records.choice())
+    assert guarded.choice("key") == records.choice()
+
+
+def test_a_fork_while_a_store_is_cached(tmp_path, children):
+    output = children.run(
+        """
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
+lookup = open_lookup(Settings.current())
+lookup.adopt(lookup.store.put_choice(choice("c1")))
+pid = os.fork()
+if pid == 0:
+    assert open_lookup(Settings.current()) is lookup
+    assert lookup.find("key").config_digest == "c1"
+    lookup.store.put_choice(choice("c2", generation=2))
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print(lookup.find("key").config_digest, lookup.store.choice("key").config_digest)
+""",
+        tmp_path,
+    )
+    assert output == "c1 c2\n"

@@ -1,0 +1,221 @@
+"""Imports in the product point one way, and a few things are done in one place only."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: From the bottom up. A module may import from layers below its own and from its own; a package
+#: stands for all its modules. A new module needs a place here, and that is the point.
+LAYERS: list[list[str]] = [
+    ["errors", "outcome", "canonical", "settings"],
+    ["device", "key", "config"],
+    ["store"],
+    ["sources", "kernel_source"],
+    ["reads", "readers", "values", "grids", "phantom", "call_form", "workload"],
+    ["tuning"],
+    ["miss"],
+    ["autotuner"],
+    ["safetune"],  # the package's own __init__: the public names
+    ["integrations", "checks", "kernels", "offline"],
+    ["cli"],
+    ["__main__"],
+]
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file of the product, as it will be imported."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def unit(self) -> str:
+        """The name that LAYERS knows it by."""
+        return self.name.partition(".")[2].partition(".")[0] or "safetune"
+
+
+@cache
+def product() -> dict[str, Module]:
+    """Return the modules under safetune/ and kernels/ by their import names."""
+    modules = {}
+    for folder, package in (
+        (ROOT / "safetune", "safetune"),
+        (ROOT / "kernels", "safetune.kernels"),
+    ):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join([package, *parts]).removesuffix(".__init__")
+            tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+            modules[name] = Module(name, path, tree)
+    return modules
+
+
+def imports(module: Module) -> Iterator[tuple[str, int]]:
+    """Yield (imported module, line), inside functions too; not those under TYPE_CHECKING."""
+    for node in _runtime_nodes(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                is_module = whole in product() or whole in ("safetune.kernels", "safetune.cache")
+                yield (whole if is_module else base), node.lineno
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = module.name.split(".")
+    if module.path.name != "__init__.py":
+        package.pop()
+    package = package[: len(package) - node.level + 1]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from _runtime_nodes(other)
+            continue
+        yield child
+        yield from _runtime_nodes(child)
+
+
+def product_imports(module: Module) -> Iterator[tuple[Module, int]]:
+    """Yield (product module, line) for what a module imports from the product."""
+    for name, line in imports(module):
+        if name in product():
+            yield product()[name], line
+
+
+def where(module: Module, line: int) -> str:
+    return f"{module.path.relative_to(ROOT)}:{line}"
+
+
+def calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
+    """Yield (name as written, node) for each call, e.g. `os.environ.get`."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def test_every_module_has_a_layer() -> None:
+    known = {unit for layer in LAYERS for unit in layer}
+    without = sorted({module.unit for module in product().values()} - known - {"cache"})
+    assert not without, f"give these a place in LAYERS: {without}"
+
+
+def test_imports_point_to_lower_layers() -> None:
+    level = {unit: number for number, layer in enumerate(LAYERS) for unit in layer}
+    upward = [
+        f"{where(module, line)}: {module.name} imports {imported.name}, which is above it"
+        for module in product().values()
+        for imported, line in product_imports(module)
+        if level.get(imported.unit, 0) > level.get(module.unit, len(LAYERS))
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = {
+        module.name: {other.name for other, _ in product_imports(module)} - {module.name}
+        for module in product().values()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"an import cycle: {' <- '.join(error.args[1])}")
+
+
+def test_only_settings_reads_safetune_variables() -> None:
+    """A second reader is a variable that the docs table misses and that tests cannot fix."""
+    readers = [
+        f"{where(module, line)}: reads {name}"
+        for module in product().values()
+        if module.name != "safetune.settings"
+        for name, line in _environment_reads(module)
+    ]
+    assert not readers, "\n".join(readers)
+
+
+def _environment_reads(module: Module) -> Iterator[tuple[str, int]]:
+    """Yield (variable, line) for each SAFETUNE_* name looked up in a mapping, whatever its name.
+
+    Not reads: setting one for a child (`env["SAFETUNE_MODE"] = ...`), naming one in a message.
+    """
+    for node in ast.walk(module.tree):
+        candidates: list[ast.expr] = []
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            candidates = [node.slice]
+        elif isinstance(node, ast.Compare):
+            candidates = [node.left]
+        elif isinstance(node, ast.Call):
+            reads = ast.unparse(node.func).endswith(("get", "getenv", "getenvb"))
+            candidates = node.args[:1] if reads else []
+            candidates += [word.value for word in node.keywords if word.arg == "envvar"]
+        for candidate in candidates:
+            name = candidate.value if isinstance(candidate, ast.Constant) else None
+            if isinstance(name, str) and re.fullmatch(r"SAFETUNE_\w*", name):
+                yield name, candidate.lineno
+
+
+def test_the_store_imports_neither_torch_nor_triton() -> None:
+    """`safetune list`, and a process whose choices are stored, must not pay for either."""
+    heavy = [
+        f"{where(module, line)}: imports {name}"
+        for module in product().values()
+        if module.unit == "store"
+        for name, line in imports(module)
+        if name.partition(".")[0] in ("torch", "triton")
+    ]
+    assert not heavy, "\n".join(heavy)
+
+
+def test_only_the_cli_prints() -> None:
+    printing = [
+        where(module, node.lineno)
+        for module in product().values()
+        if module.unit != "cli"
+        for name, node in calls(module)
+        if name == "print"
+    ]
+    assert not printing, f"print() outside safetune/cli: {printing}"
+
+
+def test_only_tuning_unpickles() -> None:
+    """A pickle may run code: only bytes that came through our own pipe are ever loaded."""
+    loads = re.compile(
+        r"(.*\.)?(Unpickler|(c?pickle|cloudpickle|dill|torch|joblib|shelve)\.\w*(load|open)\w*)"
+    )
+    unpickling = [
+        f"{where(module, node.lineno)}: {name}"
+        for module in product().values()
+        if module.unit != "tuning"
+        for name, node in calls(module)
+        if loads.fullmatch(name)
+    ]
+    unpickling += [
+        f"{where(module, node.lineno)}: {ast.unparse(node)}"
+        for module in product().values()
+        if module.unit != "tuning"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "cloudpickle")
+        if any("load" in alias.name or alias.name == "Unpickler" for alias in node.names)
+    ]
+    assert not unpickling, "\n".join(unpickling)

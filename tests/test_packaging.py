@@ -1,0 +1,185 @@
+"""The wheel, the sdist and an editable install give the same packages, on any machine.
+
+`kernels/` and `cache/` are top-level folders of the repository but packages inside `safetune` once
+installed: their own names belong to other projects. Built from a copy of the sources and installed
+without network, each in an environment that sees this one's torch and Triton but not its safetune.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Not sources: environments, caches, and what builds leave.
+IGNORED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+
+#: Stands for a shipped config, so that the test holds before the first one is shipped too.
+PROBE = {"probe": [1, 2.5, "x"]}
+
+REPORT = """
+import importlib, importlib.metadata, importlib.resources, importlib.util, json
+modules = {}
+for name in ("safetune", "safetune.cache", "safetune.kernels", "safetune.tuning", "safetune.store"):
+    modules[name] = importlib.import_module(name).__file__
+distribution = importlib.metadata.distribution("safetune")
+cache = importlib.resources.files("safetune.cache")
+print(json.dumps({
+    "modules": modules,
+    "files": [str(file) for file in distribution.files],
+    "licence": distribution.metadata.get_all("License-File"),
+    "typed": (importlib.resources.files("safetune") / "py.typed").is_file(),
+    "cache": {
+        file.name: file.read_text(encoding="utf-8")
+        for file in cache.iterdir()
+        if file.name.endswith((".json", ".md"))
+    },
+    "top_level": {
+        name: str(importlib.util.find_spec(name)) for name in ("kernels", "cache", "tests")
+    },
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, for builds to write into, with one more file in cache/."""
+    copy = tmp_path_factory.mktemp("sources") / "safetune"
+    shutil.copytree(ROOT, copy, ignore=IGNORED)
+    (copy / "cache" / "probe.json").write_text(json.dumps(PROBE), encoding="utf-8")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The sdist, and the wheel built from that sdist."""
+    out = tmp_path_factory.mktemp("dist")
+    _checked([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(sources)])
+    (sdist,) = out.glob("*.tar.gz")
+    (wheel,) = out.glob("*.whl")
+    return {"sdist": sdist, "wheel": wheel}
+
+
+@pytest.fixture(scope="module", params=["wheel", "sdist", "editable"])
+def installed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, dict[str, Any]]:
+    """(how, environment, REPORT) for safetune installed each way."""
+    how: str = request.param
+    if how == "editable":
+        what = ["--editable", str(request.getfixturevalue("sources"))]
+    else:
+        what = [str(request.getfixturevalue("built")[how])]
+    directory = tmp_path_factory.mktemp(how)
+    python = _environment_beside(directory / "venv")
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    _checked([str(python), "-m", "pip", "install", "--quiet", *options, *what])
+    elsewhere = directory / "elsewhere"
+    elsewhere.mkdir()
+    report = json.loads(_checked([str(python), "-c", REPORT], cwd=elsewhere).stdout)
+    return how, directory / "venv", report
+
+
+def _environment_beside(directory: Path) -> Path:
+    """Make a virtual environment that sees this one's packages; return its Python.
+
+    The .pth file adds folders to the path without running the .pth files in them, and it is by one
+    of those that an editable safetune of this environment would come in.
+    """
+    _checked([sys.executable, "-m", "venv", "--without-pip", str(directory)])
+    (site_packages,) = directory.glob("lib/python*/site-packages")
+    ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site_packages / "beside.pth").write_text("\n".join(ours) + "\n", encoding="utf-8")
+    return directory / "bin" / "python"
+
+
+def _checked(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_every_package_comes_from_the_install(
+    installed: tuple[str, Path, dict[str, Any]], sources: Path
+) -> None:
+    how, environment, report = installed
+    home = sources if how == "editable" else environment
+    for name, file in report["modules"].items():
+        assert Path(file).is_relative_to(home), f"{name} comes from {file}"
+
+
+def test_no_top_level_name_but_safetune(installed: tuple[str, Path, dict[str, Any]]) -> None:
+    """A top-level `kernels` would overwrite Hugging Face's files in the same environment."""
+    how, _, report = installed
+    first_parts = {Path(file).parts[0] for file in report["files"]}
+    expected = {"safetune"} if how != "editable" else set()
+    names = {
+        part
+        for part in first_parts
+        if not part.startswith("__editable__") and part not in ("..", "__pycache__")
+        if not part.endswith(".dist-info")
+    }
+    assert names == expected
+    for spec in report["top_level"].values():
+        assert "/safetune" not in spec
+
+
+def test_typing_marker_and_licence_are_there(
+    installed: tuple[str, Path, dict[str, Any]],
+) -> None:
+    _, environment, report = installed
+    assert report["typed"]
+    assert report["licence"] == ["LICENSE"]
+    (licence,) = [file for file in report["files"] if file.endswith("/LICENSE")]
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    assert (site_packages / licence).read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_shipped_configs_can_be_read(
+    installed: tuple[str, Path, dict[str, Any]], sources: Path
+) -> None:
+    _, _, report = installed
+    expected = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in (sources / "cache").iterdir()
+        if path.suffix in (".json", ".md")
+    }
+    assert report["cache"] == expected
+    assert json.loads(report["cache"]["probe.json"]) == PROBE
+
+
+def test_the_command_is_installed(installed: tuple[str, Path, dict[str, Any]]) -> None:
+    _, environment, _ = installed
+    help_text = _checked([str(environment / "bin" / "safetune"), "--help"], cwd=environment).stdout
+    assert "tune" in help_text
+
+
+def test_archives_hold_what_they_should(built: dict[str, Path]) -> None:
+    """The sdist is enough to build from; the wheel holds no tests, benchmarks or docs."""
+    with tarfile.open(built["sdist"]) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "cache/probe.json"} <= in_sdist
+    assert {f"kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")} <= in_sdist
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        in_wheel = set(archive.namelist())
+    assert {"safetune/py.typed", "safetune/cache/probe.json"} <= in_wheel
+    for folder in ("safetune", "kernels", "cache"):
+        package = "" if folder == "safetune" else "safetune/"
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"{package}{path.relative_to(ROOT)}" in in_wheel
+    assert all(name.startswith(("safetune/", "safetune-")) for name in in_wheel)
