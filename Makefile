@@ -40,7 +40,7 @@ test-gpu: env  ## Pass the tests that need a GPU, one at a time
 
 .PHONY: test-internals
 test-internals: $(OLDEST_VENV)/.made  ## Pass the tests that depend on Triton's internals, on the oldest Triton
-	$(OLDEST_VENV)/bin/python -m pytest -m internals $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(OLDEST_VENV)/bin/python -m pytest -m internals $(PYTEST_ARGS)
 
 # mypy cannot see through an editable install's package-dir, so it gets the packages as installed.
 .PHONY: lint

@@ -70,7 +70,7 @@ def layer_norm_bwd(
     x_dtype: torch.dtype | None = None,
     recompute_output: bool = False,
     num_groups: int = 1,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """Return (dx, dw, db, dres_in), and y after them if `recompute_output`.
 
     Args:
@@ -118,7 +118,8 @@ def _finalize(
     if weight is None and bias is None:
         return None, None
     if not outputs.x.numel():
-        return tuple(None if p is None else torch.zeros_like(p) for p in (weight, bias))
+        dw, db = (None if p is None else torch.zeros_like(p) for p in (weight, bias))
+        return dw, db
     partials = (outputs.weight_partials, outputs.bias_partials)
     gradients, launch = finalize_launch(plan, *partials, weight, bias)
     with torch.cuda.device_of(outputs.x):

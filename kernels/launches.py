@@ -63,8 +63,8 @@ def check_operands(
             f"x has shape {tuple(x.shape)}; it must be [tokens * num_groups, columns] "
             f"with num_groups={num_groups}"
         )
-    if x.shape[1] > MAX_COLUMNS:
-        raise ValueError(f"rows of {x.shape[1]} elements are not supported: {MAX_COLUMNS} at most")
+    if not 1 <= x.shape[1] <= MAX_COLUMNS:
+        raise ValueError(f"x has rows of {x.shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
     parameters = (num_groups * x.shape[1],)
     for operands, shape in ((matrices, tuple(x.shape)), (vectors, parameters)):
         for name, operand in operands.items():
@@ -167,8 +167,7 @@ def finalize_launch(
     bias: torch.Tensor | None,
 ) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], Launch]:
     """Return (dw, db) and the launch of `layer_norm_finalize_kernel` that writes them."""
-    partials = weight_partials if weight_partials is not None else bias_partials
-    columns = partials.shape[1]
+    columns = next(p.shape[1] for p in (weight_partials, bias_partials) if p is not None)
     dw = torch.empty_like(weight) if weight is not None else None
     db = torch.empty_like(bias) if bias is not None else None
     args = (weight_partials, bias_partials, dw, db, plan.programs_per_group)

@@ -14,10 +14,12 @@ from typing import Any
 
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config, Heuristics
+from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import call_form, miss
 from safetune.config import check_configs
 from safetune.errors import InvalidSetting
+from safetune.kernel_source import base_function
 from safetune.phantom import KeyReport, classify
 from safetune.settings import PhantomPolicy, Settings, parse_choice
 from safetune.tuning.jobs import Hooks, Limits
@@ -51,7 +53,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     ) -> None:
         name = _kernel_name(fn)
         configs = check_configs(name, configs, arg_names)
-        for parameter, names in (("reset_to_zero", reset_to_zero), ("restore_value", restore_value)):
+        for parameter, names in (
+            ("reset_to_zero", reset_to_zero),
+            ("restore_value", restore_value),
+        ):
             _check_names(name, parameter, names, arg_names)
         self.limits = Limits(compile_timeout_s, run_timeout_s)
         _check_limits(name, self.limits)
@@ -62,14 +67,20 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             key,
             configs=configs,
             policy=parse_choice(PhantomPolicy, "phantom", policy),
-            keep=tuple(keep),
+            keep=keep,
             prune_configs_by=options.get("prune_configs_by"),
             pre_hook=options.get("pre_hook"),
             post_hook=options.get("post_hook"),
         )
         options["cache_results"] = False  # every choice is kept, in safetune's own store
         super().__init__(
-            fn, arg_names, configs, list(self.key_report.kept), reset_to_zero, restore_value, **options
+            fn,
+            arg_names,
+            configs,
+            list(self.key_report.kept),
+            reset_to_zero,
+            restore_value,
+            **options,
         )
         self.cache_results = False
         self.workloads: list[DeclaredWorkload] = []
@@ -78,7 +89,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             post_hook=self.post_hook if self.user_defined_post_hook else None,
             reset_to_zero=tuple(self.reset_to_zero),
             restore_value=tuple(self.restore_value),
-            do_bench=self._do_bench,
+            do_bench=options.get("do_bench") if _interpreted(fn) else self._do_bench,
         )
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
@@ -143,13 +154,15 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
         """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
-        pruned = super().prune_configs(kwargs)
-        if not pruned and self.perf_model:
-            # Triton 3.6 rounds a small `top_k` fraction down to nothing.
-            few = copy.copy(self)
-            few.configs_top_k = 1
-            return triton_autotuner.Autotuner.prune_configs(few, kwargs)
-        return pruned
+        if not self.perf_model or not isinstance(self.configs_top_k, float):
+            return super().prune_configs(kwargs)
+        # Triton 3.6 takes a fraction of all the configs, and rounds it down to nothing.
+        early, ranked = copy.copy(self), copy.copy(self)
+        early.perf_model, ranked.early_config_prune = None, None
+        ranked.configs = early.prune_configs(kwargs)
+        if ranked.configs_top_k <= 1.0:
+            ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
+        return triton_autotuner.Autotuner.prune_configs(ranked, kwargs)
 
     def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
         """Prune for one call, without touching this tuner: Triton's code reads `self.nargs`."""
@@ -172,8 +185,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         with self._key_locks.setdefault(key, threading.Lock()):
             config = self.cache.get(key)
             if config is None:
-                config = miss.resolve(self, key, args, kwargs)
-                self.cache[key] = config
+                config = miss.resolve(self, args, kwargs)
+                if not kwargs.get("warmup"):
+                    self.cache[key] = config
         self._key_locks.pop(key, None)
         return config
 
@@ -245,9 +259,7 @@ def safetune(
                 "@triton.autotune(...), or replace that decorator"
             )
         _check_kernel(fn)
-        return Autotuner(
-            fn, fn.arg_names, configs, key, reset_to_zero, restore_value, **settings
-        )
+        return Autotuner(fn, fn.arg_names, configs, key, reset_to_zero, restore_value, **settings)
 
     if hasattr(configs, "fn"):
         return _take_over(configs)
@@ -258,13 +270,14 @@ autotune = safetune
 
 
 def _take_over(kernel: Any) -> Any:
-    """`@safetune` with nothing: above `@triton.autotune`, above heuristics over it, or above jit."""
+    """Bare `@safetune`: above `@triton.autotune`, above heuristics over that, or above jit."""
     if isinstance(kernel, Heuristics) and _innermost_tuner(kernel) is not None:
         return Heuristics(_take_over(kernel.fn), kernel.arg_names, kernel.values)
     if not isinstance(kernel, triton_autotuner.Autotuner):
         return Autotuner(kernel, kernel.arg_names, None, ())
     if isinstance(kernel, Autotuner):
         return kernel
+    deprecated = kernel.use_cuda_graph or kernel.num_warmups or kernel.num_reps
     tuner = Autotuner(
         kernel.fn,
         kernel.arg_names,
@@ -279,7 +292,7 @@ def _take_over(kernel: Any) -> Any:
             "top_k": kernel.configs_top_k,
             "early_config_prune": kernel.early_config_prune,
         },
-        do_bench=kernel._do_bench,
+        do_bench=None if deprecated and _interpreted(kernel.fn) else kernel._do_bench,
     )
     # Given as parameters they would warn of their deprecation a second time.
     tuner.num_warmups, tuner.num_reps = kernel.num_warmups, kernel.num_reps
@@ -306,6 +319,11 @@ def _kernel_name(fn: Any) -> str:
     return str(getattr(fn, "__name__", fn))
 
 
+def _interpreted(fn: Any) -> bool:
+    """Whether `fn` runs in Triton's interpreter, where Triton's own benchmarks find no device."""
+    return isinstance(base_function(fn)[0], InterpretedFunction)
+
+
 def _check_names(
     kernel: str, parameter: str, names: Iterable[str] | None, arg_names: list[str]
 ) -> None:
@@ -320,5 +338,6 @@ def _check_names(
 def _check_limits(kernel: str, limits: Limits) -> None:
     for name in ("compile_timeout_s", "run_timeout_s"):
         value = getattr(limits, name)
-        if not value > 0:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and 0 < value < float("inf")):
             raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from triton.runtime.autotuner import Config
+
 from safetune import canonical
+from safetune.config import check_conflicts
 from safetune.kernel_source import base_function
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 PIN = 1
 
 _LAUNCH_KEYWORDS = frozenset({"grid", "warmup"})
+
+#: Equal values of these are the same value, once their classes are equal too.
+_SCALARS = frozenset({int, bool, float, str, type(None)})
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -71,16 +77,19 @@ class CallForm:
         return name in self._constexprs or isinstance(value, int)
 
     def _key_function(self, keys: tuple[str, ...]) -> Callable[[Args, Kwargs], Any]:
+        # Every part has its place whatever the order of the keywords, so that no two calls that
+        # differ in what is passed as what can meet.
         parts = []
         for name in keys:
-            if name in self._where:
-                value = self._where[name]
-                parts += [f"plain({value})", f"{value}.__class__"]
-        for name, value in self._where.items():
-            if name not in self._parameters:
-                parts.append(value)  # a launch option, such as num_warps
-            elif name not in self._constexprs:
-                parts.append(f"getattr({value}, 'dtype', None)")
+            value = self._where.get(name)
+            parts += [f"plain({value})", f"{value}.__class__"] if value else ["None", "None"]
+        for name in self._parameters:
+            if name not in self._constexprs:
+                value = self._where.get(name)
+                parts.append(f"getattr({value}, 'dtype', None)" if value else "None")
+        for name, value in sorted(self._where.items()):
+            if name not in self._parameters:  # a launch option, such as num_warps
+                parts += [repr(name), f"plain({value})", f"{value}.__class__"]
         parts.append("device(a, k)")
         source = f"lambda a, k: ({', '.join(parts)},)"
         return eval(source, {"plain": _plain, "device": device_index})  # type: ignore[no-any-return]
@@ -92,14 +101,26 @@ class Forms:
     def __init__(self, tuner: Autotuner) -> None:
         self._tuner = tuner
         self._known: dict[Any, CallForm] = {}
+        options = [frozenset(config.all_kwargs()) for config in tuner.configs]
+        self._set_by_all = Config(dict.fromkeys(sorted(frozenset.intersection(*options))))
 
     def of(self, args: Args, kwargs: Kwargs) -> CallForm:
-        """Return the form of a call, made at the first call of its kind."""
+        """Return the form of a call, made at the first call of its kind.
+
+        Raises:
+            InvalidConfig: the call passes what every config sets.
+        """
         shape = (len(args), *kwargs)
         form = self._known.get(shape)
         if form is None:
-            form = self._known[shape] = CallForm(self._tuner, len(args), tuple(kwargs))
+            form = self._known[shape] = self._new(len(args), tuple(kwargs))
         return form
+
+    def _new(self, positional: int, keywords: tuple[str, ...]) -> CallForm:
+        tuner = self._tuner
+        passed = {*tuner.arg_names[:positional], *keywords}
+        check_conflicts(tuner.base_fn.__name__, self._set_by_all, passed)
+        return CallForm(tuner, positional, keywords)
 
 
 def constexpr_names(kernel: Any) -> frozenset[str]:
@@ -119,11 +140,7 @@ def device_index(args: Args, kwargs: Kwargs) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A key value as a dictionary can hold it, without keeping a tensor alive."""
-    if hasattr(value, "data_ptr"):
-        return canonical.dtype_name(value.dtype)
-    try:
-        hash(value)
-    except TypeError:
-        return canonical.dumps(canonical.encode(value))
-    return value
+    """A key value as a dictionary can hold it, with its types, without keeping a tensor alive."""
+    if value.__class__ in _SCALARS or canonical.is_dtype(value):
+        return value
+    return canonical.dumps(canonical.encode(value))

@@ -150,7 +150,9 @@ class _Graph:
         if dataclasses.is_dataclass(value):
             fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
             return {"object": name, "fields": self.describe(fields)}
-        return {"object": name, "repr": _ADDRESS.sub("", encoded["repr"])}
+        if _ADDRESS.search(encoded["repr"]):  # the default repr: its module and its address
+            return {"object": name}
+        return {"object": name, "repr": encoded["repr"]}
 
     def _callable(self, value: Any) -> Any:
         if isinstance(value, functools.partial):
@@ -174,13 +176,24 @@ class _Graph:
     def _class(self, cls: type) -> Any:
         if not getattr(cls, "__triton_aggregate__", False):
             return {"class": cls.__name__}
-        fields = {name: self._annotation(kind) for name, kind in cls.__annotations__.items()}
-        methods = {
-            member.__name__: self.describe(member)
-            for member in cls.hash_attrs  # type: ignore[attr-defined]
-            if hasattr(member, "__name__")
+        # The class as it was written is only left in Triton's closure.
+        constructor: Any = cls.__new__
+        written = Scope(constructor).lookup("cls")
+        written = cls if written is MISSING else written
+        members = vars(written).items()
+        return {
+            "aggregate": cls.__name__,
+            "bases": [self._class(base) for base in written.__bases__],
+            "fields": {
+                name: self._annotation(kind)
+                for name, kind in inspect.get_annotations(written).items()
+            },
+            "methods": {
+                name: self.describe(member)
+                for name, member in members
+                if inspect.isfunction(member) or hasattr(member, "fn")
+            },
         }
-        return {"aggregate": cls.__name__, "fields": fields, "methods": methods}
 
     def _annotation(self, kind: Any) -> Any:
         return self.describe(kind) if isinstance(kind, type) else str(kind)

@@ -6,8 +6,9 @@ import copy
 import functools
 import os
 import sys
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -25,7 +26,8 @@ from safetune.tuning.jobs import Call, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
-    from safetune.tuning.tuner import Progress, TuningResult
+    from safetune.outcome import Outcome
+    from safetune.tuning.tuner import Progress
 
 _LAUNCH_KEYWORDS = ("grid", "warmup")
 
@@ -37,6 +39,7 @@ class Miss:
         self.tuner = tuner
         self._named = dict(zip(tuner.arg_names, args, strict=False))
         self._passed = {n: v for n, v in kwargs.items() if n not in _LAUNCH_KEYWORDS}
+        self._kwargs = kwargs
         self.call = self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -56,12 +59,13 @@ class Miss:
     def request(self, force: bool = False) -> TuningRequest:
         """Return what a tuning needs; raises `NoDevice`, and what a prune function raises."""
         tuner = self.tuner
-        for config in tuner.configs:
+        configs = tuple(tuner.pruned_for(self._named, self._kwargs))
+        for config in configs:
             check_conflicts(tuner.base_fn.__name__, config, {**self._named, **self._passed})
         return TuningRequest(
             key=self.key(),
             call=self.call,
-            configs=tuple(tuner.pruned_for(self._named, self._passed)),
+            configs=configs,
             declared=_declared(tuner),
             limits=tuner.limits,
             force=force,
@@ -103,9 +107,7 @@ class Miss:
         return index if index >= 0 else int(device.active_driver().get_current_device())
 
 
-def resolve(
-    tuner: Autotuner, memory_key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Config:
+def resolve(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
     """Return the config to launch a call with: stored, or tuned now, or the fallback.
 
     Raises:
@@ -115,27 +117,36 @@ def resolve(
     settings = Settings.current()
     if settings.mode is Mode.OFF or kwargs.get("warmup"):
         return tuner.configs[0]
+    if tuner.isolation == "inline":
+        return _tune_inline(tuner, args, kwargs)
     miss = Miss(tuner, args, kwargs)
-    if tuner.isolation == "inline" or not _isolatable(miss.call):
+    if not _isolatable(miss.call):
         return _tune_inline(tuner, args, kwargs)
     request = miss.request()
     if len(request.configs) == 1:
         return request.configs[0]
-    stored = _stored(request, settings)
-    if stored is not None:
-        return stored
-    return _tune(tuner, request, settings, memory_key)
+    return _stored(miss, request, settings) or _tune(miss, request, settings)
 
 
-def _stored(request: TuningRequest, settings: Settings) -> Config | None:
+def _stored(miss: Miss, request: TuningRequest, settings: Settings) -> Config | None:
     """The stored choice, if it was made from the list that the decorator declares now."""
-    choice = open_lookup(settings).find(request.key.digest)
-    if choice is None or choice.declared != request.declared:
+    lookup = open_lookup(settings)
+    choice = lookup.find(request.key.digest)
+    configs = {config_digest(config): config for config in request.configs}
+    if choice is None or choice.declared != request.declared or choice.config_digest not in configs:
         return None
-    return next((c for c in request.configs if config_digest(c) == choice.config_digest), None)
+    known = [
+        (configs[trial.config_digest], trial.outcome)
+        for generation in range(1, choice.generation + 1)
+        for trial in lookup.store.trials(request.key.digest, generation)
+        if trial.config_digest in configs
+    ]
+    config = configs[choice.config_digest]
+    report(miss.tuner, miss.call.named(), config, _timings(known))
+    return config
 
 
-def _tune(tuner: Autotuner, request: TuningRequest, settings: Settings, key: Any) -> Config:
+def _tune(miss: Miss, request: TuningRequest, settings: Settings) -> Config:
     from safetune.tuning.tuner import tune
 
     observe = _print_config if knobs.autotuning.print else _silent
@@ -144,7 +155,7 @@ def _tune(tuner: Autotuner, request: TuningRequest, settings: Settings, key: Any
             request,
             open_lookup(settings).store,
             observe,
-            functools.partial(_warn_of_grid, tuner),
+            functools.partial(_warn_of_grid, miss.tuner),
         )
     except (KernelNotTransferable, WorkerUnavailable) as error:
         warnings.warn(
@@ -153,7 +164,8 @@ def _tune(tuner: Autotuner, request: TuningRequest, settings: Settings, key: Any
             stacklevel=2,
         )
         return request.configs[0]
-    report(tuner, result, key)
+    seconds = result.seconds if result.measured else None
+    report(miss.tuner, miss.call.named(), result.choice, _timings(result.outcomes), seconds)
     return result.choice
 
 
@@ -164,11 +176,22 @@ def _tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]
     configs = view.prune_configs(kwargs)
     if len(configs) == 1:
         return configs[0]
+    if tuner.hooks.do_bench is None and isinstance(base_function(tuner.fn)[0], InterpretedFunction):
+        view.do_bench = _wall_clock
+    start = time.perf_counter()
     timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
     best = min(timings, key=lambda config: timings[config])
     view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
-    tuner.configs_timings = timings
+    report(tuner, {**named, **kwargs}, best, timings, time.perf_counter() - start)
     return best
+
+
+def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
+    """What stands in for Triton's `do_bench` in its interpreter, where that finds no device."""
+    from safetune.tuning.measure import Budget, Timer, measure
+
+    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
+    return [timing.median_ms, timing.p20_ms, timing.p80_ms]
 
 
 def _isolatable(call: Call) -> bool:
@@ -187,31 +210,53 @@ def _warn_once(reason: str) -> bool:
     return False
 
 
-def report(tuner: Autotuner, result: TuningResult, key: Any) -> None:
-    """Tell the world what Triton's tuner would: attributes, listener, TRITON_PRINT_AUTOTUNING."""
-    timings = {
-        config: [float("inf")] * 3
-        if outcome.timing is None
-        else [outcome.timing.median_ms, outcome.timing.p20_ms, outcome.timing.p80_ms]
-        for config, outcome in result.outcomes
-    }
+def report(
+    tuner: Autotuner,
+    arguments: Mapping[str, Any],
+    choice: Config,
+    timings: dict[Config, list[float]],
+    seconds: float | None = None,
+) -> None:
+    """Tell the world what Triton's tuner would: attributes, listener, TRITON_PRINT_AUTOTUNING.
+
+    `seconds` is what tuning took; None when the choice was known.
+    """
     tuner.configs_timings = timings
-    tuner.bench_time = result.seconds
+    tuner.bench_time = seconds or 0.0
+    key = _readable_key(tuner, arguments)
     listener = getattr(knobs.autotuning, "listener", None)
     if listener is not None:
         listener(
             fn=base_function(tuner.fn)[0],
             key=key,
-            best_config=result.choice,
+            best_config=choice,
             configs_timings=timings,
-            duration=result.seconds if result.measured else None,
-            cache_hit=not result.measured,
+            duration=seconds,
+            cache_hit=seconds is None,
         )
-    if knobs.autotuning.print and result.measured:
+    if knobs.autotuning.print and seconds is not None:
         sys.stdout.write(
             f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
-            f"finished after {result.seconds:.2f}s,\nbest config selected: {result.choice};\n"
+            f"finished after {seconds:.2f}s,\nbest config selected: {choice};\n"
         )
+
+
+def _readable_key(tuner: Autotuner, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The key as Triton writes it: the values, then the dtypes."""
+    known = {name: value for name, value in arguments.items() if name in tuner.arg_names}
+    dtypes = {name: str(value.dtype) for name, value in known.items() if hasattr(value, "dtype")}
+    values = (dtypes.get(name, known[name]) for name in tuner.keys if name in known)
+    return (*values, *dtypes.values())
+
+
+def _timings(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
+    """Outcomes as Triton's tuner keeps them: median, 20th and 80th percentile, or infinities."""
+    return {
+        config: [float("inf")] * 3
+        if outcome.timing is None
+        else [outcome.timing.median_ms, outcome.timing.p20_ms, outcome.timing.p80_ms]
+        for config, outcome in outcomes
+    }
 
 
 def _print_config(progress: Progress) -> None:
@@ -228,12 +273,15 @@ def _silent(progress: Progress) -> None:
 
 
 def _warn_of_grid(tuner: Autotuner, names: set[str]) -> None:
-    warnings.warn(
-        f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(sorted(names))}, which was "
-        "dropped from the key because nothing seemed to read it; one choice now serves every value. "
-        f"Add it to keep={sorted(names)} to tune for each",
-        stacklevel=2,
-    )
+    told = tuner.__dict__.setdefault("_grid_names_told", set())
+    if new := sorted(names - told):
+        told.update(new)
+        warnings.warn(
+            f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, dropped from the "
+            "key because nothing seemed to read it; one choice now serves every value. "
+            f"Add it to keep={new} to tune for each",
+            stacklevel=2,
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -250,4 +298,3 @@ def _identity(tuner: Autotuner) -> KernelIdentity:
 
 def _declared(tuner: Autotuner) -> str:
     return canonical.digest(sorted(config_digest(config) for config in tuner.configs))
-

@@ -146,26 +146,32 @@ def classify(
         raise InvalidSetting(
             f"keep={keep} of {facts.name} has {', '.join(stray)}, which is not in key={names}"
         )
-    reports = [facts.judge(name, keep, policy) for name in names]
-    phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
-    survivors = [r for r in reports if r.kind not in (NameKind.PHANTOM, NameKind.UNKNOWN)]
-    kept_all = bool(phantom) and not survivors
-    if kept_all:
-        reason = "nothing reads it; kept because no other name would be left"
-        reports = [
-            replace(r, kind=NameKind.KEPT, reason=reason) if r.name in phantom else r
-            for r in reports
-        ]
+    judged = [facts.judge(name, keep, policy) for name in names]
+    phantom = [report.name for report in judged if report.kind is NameKind.PHANTOM]
+    reports = _never_empty(judged)
     report = KeyReport(
         kernel=facts.name,
         location=f"{facts.file}:{facts.line}",
         names=tuple(reports),
         missing=() if key == "auto" else facts.missing(names),
-        kept_all=kept_all,
+        kept_all=reports != judged,
         constexprs=frozenset(facts.constexprs),
     )
     _announce(report, phantom, facts, policy)
     return report
+
+
+def _never_empty(reports: list[NameReport]) -> list[NameReport]:
+    """Keep all phantoms where no other name would be left: one choice for all calls is worse."""
+    if any(report.kind not in (NameKind.PHANTOM, NameKind.UNKNOWN) for report in reports):
+        return reports
+    reason = "nothing reads it; kept because no other name would be left"
+    return [
+        replace(report, kind=NameKind.KEPT, reason=reason)
+        if report.kind is NameKind.PHANTOM
+        else report
+        for report in reports
+    ]
 
 
 class _Kernel:

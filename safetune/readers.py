@@ -15,8 +15,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from safetune.kernel_source import base_function, inner_heuristics, option_of, source_lines
-from safetune.reads import Reads, parameter_lines
+from safetune.kernel_source import (
+    base_function,
+    definition_line,
+    inner_heuristics,
+    option_of,
+    source_lines,
+)
+from safetune.reads import FRAME_READERS, Reads, parameter_lines
 from safetune.sources import MISSING, FunctionNode, Scope, last_name, nodes_of, parse
 
 #: Methods of a dict that read the one entry named by their first argument.
@@ -190,7 +196,7 @@ class _DictUse(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        if node.id == self._name and not self.whole:
+        if (node.id == self._name or node.id in FRAME_READERS) and not self.whole:
             self.whole = node.lineno
 
 
@@ -200,8 +206,10 @@ def _decorating_heuristics(jit: Any, below: int) -> Reads:
     Those above the tuner do not exist yet when the tuner is made, only their text does.
     """
     lines, first = source_lines(jit)
-    text = "".join(lines)
-    module = parse("\n" * (first - 1) + textwrap.dedent(text)) if "heuristics" in text else None
+    text = "".join(lines[: definition_line(jit) - first])
+    if "heuristics" not in text:
+        return Reads()
+    module = parse("\n" * (first - 1) + textwrap.dedent(text) + "def decorated(): ...")
     decorators = [
         decorator
         for node in (module.tree.body[:1] if module else [])

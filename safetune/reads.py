@@ -15,13 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from safetune.kernel_source import base_function, definition_line, is_foreign, source_of
-from safetune.sources import FunctionNode, Scope, dotted, local_names, parameters, stored_names
+from safetune.sources import (
+    FunctionNode,
+    Scope,
+    dotted,
+    local_names,
+    parameters,
+    parse,
+    stored_names,
+)
 
 #: For one call: the arguments (by `id` of their node) that the callee ignores.
 Ignored = Callable[[ast.Call], set[int]]
 
 #: Builtins that see every local variable.
-_FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
+FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 
 
 @dataclass
@@ -80,8 +88,10 @@ class _JitBodies:
         text = source_of(jit)
         if text is None:
             return None
-        node = ast.parse(text).body[0]
-        assert isinstance(node, ast.FunctionDef)
+        module = parse(text)
+        node = module.tree.body[0] if module else None
+        if not isinstance(node, ast.FunctionDef):
+            return None
         scope, local = Scope(jit.fn), parameters(node) | stored_names(node)
         return parameter_lines(node, lambda call: self._ignored(call, scope, local))
 
@@ -118,7 +128,7 @@ def parameter_lines(node: FunctionNode, ignored: Ignored = lambda call: set()) -
     """Return the first line that reads each parameter of `node`."""
     body = node.body if isinstance(node.body, list) else [node.body]
     visitor = _ParameterUse(parameters(node), ignored)
-    visitor.carried = parameters(node) & {name for part in body for name in stored_names(part)}
+    visitor.carried = parameters(node) & stored_names(node)
     visitor.visit_body(body)
     return visitor.lines
 
@@ -150,7 +160,7 @@ class _ParameterUse(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load):
             self._read([node.id], node.lineno)
-            if node.id in _FRAME_READERS:
+            if node.id in FRAME_READERS:
                 self._read(self._tracked, node.lineno)
 
     def visit_Call(self, node: ast.Call) -> None:

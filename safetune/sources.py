@@ -45,7 +45,7 @@ def module_text(function: FunctionType) -> ModuleText | None:
     return parse("".join(lines)) if lines else None
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def parse(text: str) -> ModuleText | None:
     """Return the tree of `text`, or None where it is not Python."""
     try:
@@ -160,9 +160,12 @@ def parameters(node: FunctionNode) -> set[str]:
     return set(_parameter_names(node))
 
 
-def stored_names(node: ast.AST) -> set[str]:
-    """Return every name that is bound anywhere below `node`."""
-    return set(_stores(node))
+@functools.lru_cache(maxsize=256)
+def stored_names(node: ast.AST) -> frozenset[str]:
+    """Return every name that is bound anywhere below `node`, but for its own parameters."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return frozenset(_stores(node))
+    return frozenset(name for statement in node.body for name in _stores(statement))
 
 
 def local_names(body: Iterable[ast.AST]) -> set[str]:

@@ -169,17 +169,17 @@ def test_the_command_is_installed(installed: tuple[str, Path, dict[str, Any]]) -
     assert "tune" in help_text
 
 
-def test_archives_hold_what_they_should(built: dict[str, Path]) -> None:
+def test_archives_hold_what_they_should(built: dict[str, Path], sources: Path) -> None:
     """The sdist is enough to build from; the wheel holds no tests, benchmarks or docs."""
     with tarfile.open(built["sdist"]) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "cache/probe.json"} <= in_sdist
-    assert {f"kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")} <= in_sdist
+    assert {f"kernels/{path.name}" for path in (sources / "kernels").glob("*.py")} <= in_sdist
     with zipfile.ZipFile(built["wheel"]) as archive:
         in_wheel = set(archive.namelist())
     assert {"safetune/py.typed", "safetune/cache/probe.json"} <= in_wheel
     for folder in ("safetune", "kernels", "cache"):
         package = "" if folder == "safetune" else "safetune/"
-        for path in (ROOT / folder).rglob("*.py"):
-            assert f"{package}{path.relative_to(ROOT)}" in in_wheel
+        for path in (sources / folder).rglob("*.py"):
+            assert f"{package}{path.relative_to(sources)}" in in_wheel
     assert all(name.startswith(("safetune/", "safetune-")) for name in in_wheel)

@@ -48,11 +48,23 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+#: A stored config's launch options, in the order in which people read them, with their defaults.
+_OPTIONS = {"num_warps": None, "num_stages": None, "num_ctas": 1, "maxnreg": None}
+
+
 def config_words(record: Mapping[str, Any]) -> str:
-    """Return a stored config as people read it."""
-    return " ".join(
-        f"{name}={value}" for name, value in record.items() if (name, value) != ("num_ctas", 1)
-    )
+    """Return a stored config as people read it: its kwargs, then its launch options."""
+    words = [
+        f"{name}={_plain(value)}"
+        for name, value in record.items()
+        if name not in _OPTIONS and name != "pre_hook"
+    ]
+    words += [
+        f"{name}={record[name]}"
+        for name, default in _OPTIONS.items()
+        if name in record and record[name] != default
+    ]
+    return " ".join([*words, *(["with a pre_hook"] if "pre_hook" in record else [])])
 
 
 def call_words(call: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref
 from safetune.tuning.arguments import Snapshot
 from safetune.tuning.compile_pool import CompilePool
-from safetune.tuning.grids import grid_of
+from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base

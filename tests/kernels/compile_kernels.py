@@ -3,7 +3,7 @@
 Run by `test_compile.py` in a process of its own: where the test session interprets kernels, the
 helpers that these kernels call are interpreted too, and cannot be compiled.
 
-    python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel forward|backward|finalize]
+    python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel NAME] [--first]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from safetune.kernels import configs as kernel_configs
+from safetune.kernels.configs import prune_spilling
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
@@ -104,8 +104,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
         usage = subprocess.run(
             [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return found["REG"], found["STACK"] + found["LOCAL"]
+    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    functions = [tuple(map(int, numbers)) for numbers in found]
+    return max(f[0] for f in functions), max(stack + local for _, stack, local in functions)
 
 
 def main() -> None:
@@ -115,12 +116,13 @@ def main() -> None:
     parser.add_argument("columns", type=int)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--kernel", choices=KERNELS, action="append")
+    parser.add_argument("--first", action="store_true", help="only the first config of each")
     options = parser.parse_args()
     for name in options.kernel or KERNELS:
         all_configs = KERNELS[name].configs
         if name != "finalize":
-            all_configs = kernel_configs.prune_spilling(all_configs, {}, COLUMNS=options.columns)
-        for config in all_configs:
+            all_configs = prune_spilling(all_configs, {}, COLUMNS=options.columns)
+        for config in all_configs[: 1 if options.first else None]:
             for is_rms_norm in (False, True) if name != "finalize" else (False,):
                 result = compile_config(
                     name, config, options.capability, options.columns, options.dtype, is_rms_norm

@@ -97,7 +97,9 @@ def test_partials_are_bounded_by_the_machine() -> None:
 def test_a_height_that_divides_the_alignment_is_cut_only_at_the_end(height: int) -> None:
     plan = plan_grid(1_000_001, 1, 132, [height, 2 * height])
     assert plan.alignment == 2 * height
-    assert all(len(rows) % height == 0 or rows.stop == plan.rows for _, rows in planned_stores(plan))
+    assert all(
+        len(rows) % height == 0 or rows.stop == plan.rows for _, rows in planned_stores(plan)
+    )
 
 
 def busy_share_and_balance(plan: GridPlan, sm_count: int) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,27 @@ print(len(store.trials("key", 1)))
     failure, stored = output.splitlines()
     assert failure.startswith(f"cannot open the store {tmp_path / 'safetune.db'}: ")
     assert stored == "1"
+
+
+def test_a_migration_between_two_reads_is_no_foreign_database(tmp_path):
+    """Regression: version 0, read before, and tables, read after, looked like somebody else's."""
+    path = tmp_path / "safetune.db"
+    path.touch()
+    other = threading.Thread(target=lambda: Store.open(tmp_path).close())
+
+    class Interrupted(sqlite3.Connection):
+        def execute(self, statement: str, *parameters: object) -> sqlite3.Cursor:
+            if "sqlite_master" in statement and other.ident is None:
+                other.start()
+                other.join(0.5)  # it has to wait for this connection; if not, it is done by then
+            return super().execute(statement, *parameters)
+
+    Store.in_memory().kernels()  # so that the thread need not import sqlite_utils first
+    connection = sqlite3.connect(path, isolation_level=None, factory=Interrupted)
+    migrations.prepare(connection)
+    connection.close()
+    other.join()
+    Store.open(tmp_path).close()
 
 
 LOADED = (

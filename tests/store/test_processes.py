@@ -184,7 +184,7 @@ def test_forks_under_writing_threads(tmp_path, children):
     """Regression: a lock held by a thread at the fork would be held in the child for ever."""
     output = children.run(
         """
-import threading
+import signal, threading
 store = Store.open(directory)
 stop = threading.Event()
 written = []
@@ -198,7 +198,10 @@ for thread in threads:
 for number in range(20):
     pid = os.fork()
     if pid == 0:
-        store.put_trial(trial(f"child-{number}"))
+        signal.alarm(60)
+        child = threading.Thread(target=store.put_trial, args=(trial(f"child-{number}"),))
+        child.start()
+        child.join()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 stop.set()
@@ -212,7 +215,67 @@ print(sum(name.startswith("child-") for name in found))
     assert output == "20\n"
 
 
+def test_a_fork_does_not_wait_for_a_blocked_writer(tmp_path, children):
+    """Another process writes for long: the fork gives up closing, the child starts afresh."""
+    output = children.run(
+        """
+import signal, sqlite3, threading
+store = Store.open(directory)
+store.put_choice(choice("c1"))
+other = sqlite3.connect(store.path, isolation_level=None)
+other.execute("BEGIN IMMEDIATE")
+waiting = threading.Event()
+def write():
+    record = trial("late")
+    waiting.set()
+    store.put_trial(record)
+thread = threading.Thread(target=write)
+thread.start()
+waiting.wait()
+while store._connection._lock.acquire(blocking=False):
+    store._connection._lock.release()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    os._exit(0 if store.choice("key").config_digest == "c1" else 1)
+assert os.waitpid(pid, 0)[1] == 0
+other.execute("ROLLBACK")
+thread.join()
+print([each.config_digest for each in store.trials("key", 1)])
+""",
+        tmp_path,
+    )
+    assert output == "['late']\n"
+
+
+def test_a_fork_while_a_thread_opens_a_store(tmp_path, children):
+    """The locks of the module must be free in the child, whoever held them at the fork."""
+    output = children.run(
+        """
+import signal
+from safetune.settings import Settings
+from safetune.store import connection, lookup
+os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
+with connection._creating, lookup._opening:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os._exit(0 if lookup.open_store(Settings.current()).choice("key") is None else 1)
+print(os.waitpid(pid, 0)[1])
+""",
+        tmp_path,
+    )
+    assert output == "0\n"
+
+
 def test_no_log_is_left_behind_by_a_process_that_ends(tmp_path, children):
     """The write-ahead log is folded into the database: `cp` of the one file is then complete."""
-    children.run('store = Store.open(directory)\nstore.put_trial(trial("c1"))', tmp_path)
+    script = """
+import warnings
+warnings.simplefilter("always", ResourceWarning)  # Python 3.13: unclosed database
+store = Store.open(directory)
+store.put_trial(trial("c1"))
+"""
+    child = children.start(script, tmp_path)
+    assert child.communicate() == ("", "")
     assert [path.name for path in tmp_path.iterdir()] == ["safetune.db"]

@@ -1,0 +1,85 @@
+"""The matrix product that tuning time is measured on, and its 72 configs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def matmul_kernel(
+    a_pointer,
+    b_pointer,
+    c_pointer,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    stride_cn,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Compute C = A B, one BM x BN tile per program; BK divides K."""
+    programs_n = tl.cdiv(N, BN)
+    program_m = tl.program_id(0) // programs_n
+    program_n = tl.program_id(0) % programs_n
+    row = program_m * BM + tl.arange(0, BM)
+    column = program_n * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    a = a_pointer + (row % M)[:, None] * stride_am + inner[None, :] * stride_ak
+    b = b_pointer + inner[:, None] * stride_bk + (column % N)[None, :] * stride_bn
+    accumulator = tl.zeros((BM, BN), dtype=tl.float32)
+    for _ in range(tl.cdiv(K, BK)):
+        accumulator = tl.dot(tl.load(a), tl.load(b), accumulator)
+        a += BK * stride_ak
+        b += BK * stride_bk
+    c = c_pointer + row[:, None] * stride_cm + column[None, :] * stride_cn
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    tl.store(c, accumulator.to(c_pointer.dtype.element_ty), mask=mask)
+
+
+KEY = ["M", "N", "K"]
+
+
+def configs(most: int | None = None) -> list[triton.Config]:
+    """Return the 72 configs, or every so many of them when only `most` are wanted."""
+    every = [
+        triton.Config({"BM": bm, "BN": bn, "BK": bk}, num_warps=warps, num_stages=stages)
+        for bm, bn, bk, warps, stages in itertools.product(
+            (64, 128, 256), (64, 128, 256), (32, 64), (4, 8), (3, 4)
+        )
+    ]
+    return every if most is None else every[:: -(-len(every) // most)]
+
+
+def operands(size: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random A and B, and a C full of NaN: an element that is not written shows."""
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, generator=generator).half() for _ in range(2))
+    return a, b, torch.full_like(a, float("nan"))
+
+
+def grid(meta: dict[str, Any]) -> tuple[int]:
+    """Return one program for each tile of C."""
+    return (triton.cdiv(meta["M"], meta["BM"]) * triton.cdiv(meta["N"], meta["BN"]),)
+
+
+def launch(kernel: Any, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, **options: Any) -> None:
+    """Launch a kernel, tuned or not, on these operands."""
+    sizes = (a.shape[0], b.shape[1], a.shape[1])
+    kernel[grid](a, b, c, *sizes, *a.stride(), *b.stride(), *c.stride(), **options)
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> float:
+    """Return ||C - A B|| / ||A B||, the product taken in fp32; NaN where C has one."""
+    right = a.float() @ b.float()
+    return float((c.float() - right).norm() / right.norm())

@@ -1,0 +1,243 @@
+"""What every benchmark records: where it ran, what it measured, and the figures computed from that.
+
+A result is one JSON file, `<folder>/<device>/<bench>.json`:
+`{"bench", "device", "versions", "date", "commit", "command", "rows", "figures"}`. Rows are what was
+measured; `figures` is what the benchmark's own function makes of them, so that a reader, and a
+test, can compute it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Row = dict[str, Any]
+Figures = dict[str, float]
+FIELDS = ("bench", "device", "versions", "date", "commit", "command", "rows", "figures")
+
+
+@dataclass
+class Result:
+    """What one benchmark has measured on one device so far; the fields are those of the file."""
+
+    bench: str
+    device: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+    rows: list[Row] = field(default_factory=list)
+    date: str = ""
+    figures: Figures = field(default_factory=dict)
+
+    def save(self, folder: Path, figures: Callable[[Sequence[Row]], Figures]) -> Path:
+        """Compute the figures, write the file as a whole, and return where."""
+        self.figures = figures(self.rows)
+        self.date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        path = folder / self.device / f"{self.bench}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ordered = {name: asdict(self)[name] for name in FIELDS}
+        partial = path.with_suffix(".tmp")
+        partial.write_text(_as_text(ordered), encoding="utf-8")
+        partial.replace(path)
+        return path
+
+
+def _as_text(fields: Mapping[str, Any]) -> str:
+    """Return a file's JSON with one line per row, so that a diff shows which rows are new."""
+    lines = []
+    for name, value in fields.items():
+        text = json.dumps(value, allow_nan=False, indent=1 if name == "figures" else None)
+        if name == "rows" and value:
+            rows = ",\n".join(json.dumps(row, allow_nan=False) for row in value)
+            text = f"[\n{rows}\n]"
+        lines.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def begin(bench: str) -> Result:
+    """Return an empty result of this machine, this checkout and this command."""
+    return Result(bench, device_slug(device_name()), versions(), commit(), command())
+
+
+def resume(result: Result, folders: Iterable[Path]) -> Result:
+    """Take over the rows of the first file that the same code wrote on the same kind of machine."""
+    for folder in folders:
+        path = folder / result.device / f"{result.bench}.json"
+        with contextlib.suppress(FileNotFoundError):
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            same = all(earlier[name] == getattr(result, name) for name in ("commit", "versions"))
+            if same:
+                print(f"continuing {path} with its {len(earlier['rows'])} rows")
+                result.rows = list(earlier["rows"])
+                break
+            print(f"{path} is from other code or versions: not continued")
+    return result
+
+
+def device_name() -> str:
+    """Return the GPU's product name, or what stands in for one in Triton's interpreter.
+
+    The driver's own tool is asked first: this process may not want a CUDA context.
+    """
+    if interpreted():
+        return "interpreter"
+    if name := _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]):
+        return name
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def device_slug(name: str) -> str:
+    """Return a device's name as a folder is called: `NVIDIA_H100_80GB_HBM3`."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("_")
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: good for trying a script, not for figures."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def torch_device() -> str:
+    """Return the torch device of this run."""
+    return "cpu" if interpreted() else "cuda"
+
+
+def require_device() -> None:
+    """End the program where there is neither a GPU nor the interpreter."""
+    import torch
+
+    if not interpreted() and not torch.cuda.is_available():
+        sys.exit("no GPU here; TRITON_INTERPRET=1 and --out DIR try the script without one")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a time depends on, and how many CPUs compile.
+
+    `sources` is a digest over what is measured: it tells changes that are not committed yet.
+    """
+    import torch
+
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "safetune": _version("safetune"),
+        "cuda": str(torch.version.cuda),
+        "driver": _driver(),
+        "kernel": platform.release(),
+        "cpus": str(len(os.sched_getaffinity(0))),
+        "sources": _sources_digest(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # on PYTHONPATH, not installed
+        return ""
+
+
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    for pattern in ("safetune/**/*.py", "kernels/**/*.py", "benchmarks/*.py"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _driver() -> str:
+    return _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+
+
+def commit() -> str:
+    """Return the commit that is measured: BENCH_COMMIT, else what git says; `-dirty` if changed."""
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
+    head = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
+    if not head:
+        return "unknown"
+    measured = ["safetune", "kernels", "benchmarks/*.py"]
+    changed = _output(["git", "-C", str(ROOT), "status", "--porcelain", "--", *measured])
+    return f"{head}-dirty" if changed else head
+
+
+def _output(command: list[str]) -> str:
+    """Return the first line that a program prints; nothing where it cannot run."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return (done.stdout.strip().splitlines() or [""])[0]
+    return ""
+
+
+def command() -> str:
+    """Return the command line of this run, with the script relative to the checkout."""
+    script = os.path.relpath(sys.argv[0], ROOT)
+    return shlex.join(["python", script, *sys.argv[1:]])
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser with what every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"
+    )
+    return parser
+
+
+def output_folder(parsed: argparse.Namespace) -> Path:
+    """Return `--out`; the interpreter's times are kept out of the repository's results."""
+    if interpreted() and parsed.out == RESULTS:
+        sys.exit("times of the interpreter are no results: give another --out DIR")
+    return Path(parsed.out)
+
+
+def medians(rows: Iterable[Row], value: str, *by: str) -> dict[tuple[Any, ...], float]:
+    """Return the median of a column for each combination of the columns `by`."""
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row[value])
+    return {group: statistics.median(values) for group, values in groups.items()}
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Return rows as aligned text, numbers to the right."""
+    cells = [[_cell(row.get(name, "")) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    numeric = [all(isinstance(row.get(name, 0), (int, float)) for row in rows) for name in columns]
+
+    def line(values: Sequence[str]) -> str:
+        placed = zip(values, widths, numeric, strict=True)
+        return "  ".join(v.rjust(w) if right else v.ljust(w) for v, w, right in placed).rstrip()
+
+    return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def figures_table(result: Result, path: Path) -> str:
+    """Return the figures, where they were measured, and where they are, as text."""
+    figures = [{"figure": name, "value": value} for name, value in result.figures.items()]
+    place = f"{result.device}, {result.versions}, commit {result.commit}"
+    return f"{table(figures, ['figure', 'value'])}\n\n{place}\n{path}"

@@ -1,0 +1,61 @@
+"""Every config compiles, and keeps its tile in registers, on each generation; no GPU needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+#: What one program may have on the smallest data-centre GPU of the three, sm_80.
+SHARED_BYTES = 163 * 1024
+
+#: A register or two of the tallest tiles go to memory. What spilling looks like is 260 to 500
+#: bytes: FLA's kernels, or 16384 columns here.
+FEW_BYTES = 64
+
+
+def compiled(fresh_process: FreshProcess, *arguments: object) -> list[dict[str, Any]]:
+    done = fresh_process(SCRIPT, *arguments, env={"TRITON_INTERPRET": None}, timeout_s=400)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    assert results
+    for result in results:
+        assert result["local_bytes"] <= FEW_BYTES, result
+        assert result["shared_bytes"] <= SHARED_BYTES, result
+        if result["kernel"] != "finalize":
+            assert result["vector_stores"], result
+        if result["config"].get("PIPELINE_STAGES", 1) > 1:
+            assert result["asynchronous_copies"], result
+    spills = [result["local_bytes"] > 0 for result in results]
+    assert sum(spills) <= len(spills) // 8
+
+
+@pytest.mark.internals
+def test_the_first_config_compiles(fresh_process: FreshProcess) -> None:
+    results = compiled(fresh_process, 90, 1024, "--first")
+    assert {result["kernel"] for result in results} == {"forward", "backward", "finalize"}
+    check(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "columns"), [(80, 1024), (90, 256), (90, 1024), (90, 8192), (100, 1024)]
+)
+def test_every_config_compiles(fresh_process: FreshProcess, capability: int, columns: int) -> None:
+    check(compiled(fresh_process, capability, columns))
+
+
+@pytest.mark.slow
+def test_fp32_and_columns_of_no_power_of_two_compile(fresh_process: FreshProcess) -> None:
+    for result in compiled(fresh_process, 90, 50, "--first", "--dtype", "fp32"):
+        assert result["local_bytes"] == 0, result

@@ -1,0 +1,77 @@
+"""What `safetune tune safetune.kernels.layer_norm` finds, and what bad calls are told."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from safetune import Workload
+from safetune.kernels import layer_norm, layer_norm_bwd, layer_norm_fwd
+
+KERNELS = {
+    "layer_norm_forward_kernel": 4,
+    "layer_norm_backward_kernel": 4,
+    "layer_norm_finalize_kernel": 4,
+}
+
+#: What depends on the number of rows: no value of these may compile or tune anything again.
+ROW_COUNTS = {"rows", "alignment", "programs_per_group"}
+
+
+def kernel_of(name: str) -> Any:
+    # By name, as the command line does: `safetune.kernels.layer_norm` is the function as well.
+    return getattr(importlib.import_module("safetune.kernels.layer_norm"), name)
+
+
+def workloads_of(kernel: Any) -> list[Workload]:
+    (declared,) = kernel.workloads
+    return list(declared.function(torch.device("cpu"), torch.float32))
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize(("name", "count"), KERNELS.items())
+def test_workloads_run_and_have_keys_of_their_own(device: str, name: str, count: int) -> None:
+    if device != "cpu":
+        pytest.skip("the small workloads are for the interpreter")
+    kernel = kernel_of(name)
+    workloads = workloads_of(kernel)
+    keys = {tuple(workload.kwargs[key] for key in kernel.keys) for workload in workloads}
+    assert len(keys) == len(workloads) == len({workload.name for workload in workloads}) == count
+    for workload in workloads:
+        kernel[workload.grid](*workload.args, **workload.kwargs)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_key_is_what_the_code_depends_on(name: str) -> None:
+    """No name that nothing reads, no constexpr left out, and nothing that counts rows."""
+    kernel = kernel_of(name)
+    report = kernel.explain_key()
+    assert report.dropped == report.missing == ()
+    tuned = set(kernel.configs[0].kwargs)
+    constexprs = {argument for argument in kernel.arg_names if argument.isupper()}
+    assert set(kernel.keys) == constexprs - tuned
+    assert not ROW_COUNTS & set(kernel.keys)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layer_norm(ones(4, 6), ones(5), None), r"weight has shape \(5,\), not \(6,\)"),
+        (lambda: layer_norm(ones(4, 6), None, ones(4, 6)), r"bias has shape \(4, 6\), not \(6,\)"),
+        (lambda: layer_norm(ones(4, 6), None, None, ones(6)), r"residual has shape \(6,\), x"),
+        (lambda: layer_norm(ones(1, 65537), None, None), "x has rows of 65537 elements"),
+        (lambda: layer_norm(ones(3, 0), None, None), "x has rows of 0 elements"),
+        (lambda: layer_norm_fwd(ones(3, 6), None, None, num_groups=2), "num_groups=2"),
+        (lambda: layer_norm_bwd(ones(3, 6), ones(6, 3), None, None), r"dy has shape \(3, 6\)"),
+    ],
+)
+def test_bad_shapes_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

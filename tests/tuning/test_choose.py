@@ -1,0 +1,57 @@
+"""Which config wins, given noisy times."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safetune.outcome import Timing
+from safetune.tuning import choose
+
+
+def timing(median: float) -> Timing:
+    return Timing(median, median * 0.99, median * 1.01, 10, "screen")
+
+
+def test_the_fastest_wins():
+    assert choose.best({0: timing(2.0), 1: timing(1.0), 2: timing(3.0)}) == 1
+
+
+def test_a_tie_goes_to_the_config_declared_first():
+    assert choose.best({0: timing(1.001), 1: timing(1.0)}) == 0
+    assert choose.best({0: timing(1.02), 1: timing(1.0)}) == 1
+
+
+def test_only_those_near_the_best_race():
+    timings = {0: timing(1.0), 1: timing(1.04), 2: timing(1.2)}
+    assert choose.finalists(timings, new=[0, 1, 2], incumbent=None) == [0, 1]
+
+
+def test_only_new_configs_challenge_an_incumbent():
+    timings = {0: timing(1.0), 1: timing(1.01), 2: timing(1.02)}
+    assert choose.finalists(timings, new=[2], incumbent=0) == [0, 2]
+
+
+def test_a_race_is_over_when_one_wins_every_round():
+    slow, fast = [timing(1.1), timing(1.2)], [timing(1.0), timing(1.1)]
+    assert choose.clear({0: slow, 1: fast})
+    assert not choose.clear({0: [timing(1.0), timing(1.2)], 1: [timing(1.1), timing(1.1)]})
+    assert not choose.clear({0: slow[:1], 1: fast[:1]})
+
+
+@given(st.dictionaries(st.integers(0, 30), st.floats(1e-3, 1e3), min_size=1))
+def test_the_winner_is_never_slower_than_a_tie(medians):
+    timings = {index: timing(median) for index, median in medians.items()}
+    best = choose.best(timings)
+    assert medians[best] <= choose.TIE_RATIO * min(medians.values())
+    assert all(
+        medians[index] > choose.TIE_RATIO * min(medians.values())
+        for index in medians
+        if index < best
+    )
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=8, unique=True), st.integers(0, 20))
+def test_every_racer_runs_once_a_turn(racers, turn):
+    assert sorted(choose.rotated(racers, turn)) == sorted(racers)
+    assert choose.rotated(racers, turn)[0] == racers[turn % len(racers)]
