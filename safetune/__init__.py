@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from safetune.autotuner import Autotuner, autotune, safetune
+    from safetune.autotuner import Autotuner
+    from safetune.decorator import autotune, safetune
     from safetune.errors import (
         InvalidConfig,
         InvalidSetting,
@@ -48,7 +49,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "autotuner": ("Autotuner", "autotune", "safetune"),
+    "autotuner": ("Autotuner",),
+    "decorator": ("autotune", "safetune"),
     "outcome": ("Outcome", "Timing", "Verdict"),
     "workload": ("Workload",),
 }

@@ -46,7 +46,7 @@ def encode(value: Any) -> Any:
     A tensor becomes its dtype alone: a tuning choice may depend on what kind of memory an argument
     is, never on which.
     """
-    if value is None or isinstance(value, (bool, int, str)) and type(value).__module__ == "builtins":
+    if type(value) in (type(None), bool, int, str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}

@@ -8,14 +8,14 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import call_form, canonical, device
+from safetune import announce, call_form, canonical, device
 from safetune.config import check_conflicts, config_digest
 from safetune.errors import KernelNotTransferable, WorkerUnavailable
 from safetune.kernel_source import base_function, kernel_identity
@@ -26,8 +26,6 @@ from safetune.tuning.jobs import Call, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
-    from safetune.outcome import Outcome
-    from safetune.tuning.tuner import Progress
 
 _LAUNCH_KEYWORDS = ("grid", "warmup")
 
@@ -142,20 +140,20 @@ def _stored(miss: Miss, request: TuningRequest, settings: Settings) -> Config | 
         if trial.config_digest in configs
     ]
     config = configs[choice.config_digest]
-    report(miss.tuner, miss.call.named(), config, _timings(known))
+    announce.report(miss.tuner, miss.call.named(), config, announce.timings_of(known))
     return config
 
 
 def _tune(miss: Miss, request: TuningRequest, settings: Settings) -> Config:
     from safetune.tuning.tuner import tune
 
-    observe = _print_config if knobs.autotuning.print else _silent
+    observe = announce.print_config if knobs.autotuning.print else announce.silent
     try:
         result = tune(
             request,
             open_lookup(settings).store,
             observe,
-            functools.partial(_warn_of_grid, miss.tuner),
+            functools.partial(announce.warn_of_grid, miss.tuner),
         )
     except (KernelNotTransferable, WorkerUnavailable) as error:
         warnings.warn(
@@ -165,7 +163,9 @@ def _tune(miss: Miss, request: TuningRequest, settings: Settings) -> Config:
         )
         return request.configs[0]
     seconds = result.seconds if result.measured else None
-    report(miss.tuner, miss.call.named(), result.choice, _timings(result.outcomes), seconds)
+    announce.report(
+        miss.tuner, miss.call.named(), result.choice, announce.timings_of(result.outcomes), seconds
+    )
     return result.choice
 
 
@@ -182,7 +182,7 @@ def _tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]
     timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
     best = min(timings, key=lambda config: timings[config])
     view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
-    report(tuner, {**named, **kwargs}, best, timings, time.perf_counter() - start)
+    announce.report(tuner, {**named, **kwargs}, best, timings, time.perf_counter() - start)
     return best
 
 
@@ -208,80 +208,6 @@ def _isolatable(call: Call) -> bool:
 def _warn_once(reason: str) -> bool:
     warnings.warn(f"safetune: {reason}; kernels are tuned as triton.autotune does", stacklevel=2)
     return False
-
-
-def report(
-    tuner: Autotuner,
-    arguments: Mapping[str, Any],
-    choice: Config,
-    timings: dict[Config, list[float]],
-    seconds: float | None = None,
-) -> None:
-    """Tell the world what Triton's tuner would: attributes, listener, TRITON_PRINT_AUTOTUNING.
-
-    `seconds` is what tuning took; None when the choice was known.
-    """
-    tuner.configs_timings = timings
-    tuner.bench_time = seconds or 0.0
-    key = _readable_key(tuner, arguments)
-    listener = getattr(knobs.autotuning, "listener", None)
-    if listener is not None:
-        listener(
-            fn=base_function(tuner.fn)[0],
-            key=key,
-            best_config=choice,
-            configs_timings=timings,
-            duration=seconds,
-            cache_hit=seconds is None,
-        )
-    if knobs.autotuning.print and seconds is not None:
-        sys.stdout.write(
-            f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
-            f"finished after {seconds:.2f}s,\nbest config selected: {choice};\n"
-        )
-
-
-def _readable_key(tuner: Autotuner, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The key as Triton writes it: the values, then the dtypes."""
-    known = {name: value for name, value in arguments.items() if name in tuner.arg_names}
-    dtypes = {name: str(value.dtype) for name, value in known.items() if hasattr(value, "dtype")}
-    values = (dtypes.get(name, known[name]) for name in tuner.keys if name in known)
-    return (*values, *dtypes.values())
-
-
-def _timings(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
-    """Outcomes as Triton's tuner keeps them: median, 20th and 80th percentile, or infinities."""
-    return {
-        config: [float("inf")] * 3
-        if outcome.timing is None
-        else [outcome.timing.median_ms, outcome.timing.p20_ms, outcome.timing.p80_ms]
-        for config, outcome in outcomes
-    }
-
-
-def _print_config(progress: Progress) -> None:
-    if progress.outcome is None and progress.stage == "screen":
-        sys.stdout.write(f"Autotuning kernel {progress.kernel} with config {progress.config}\n")
-    elif progress.outcome is not None and not progress.outcome.ok:
-        sys.stdout.write(
-            f"Autotuning failed with {progress.outcome.label}: {progress.outcome.message}\n"
-        )
-
-
-def _silent(progress: Progress) -> None:
-    pass
-
-
-def _warn_of_grid(tuner: Autotuner, names: set[str]) -> None:
-    told = tuner.__dict__.setdefault("_grid_names_told", set())
-    if new := sorted(names - told):
-        told.update(new)
-        warnings.warn(
-            f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, dropped from the "
-            "key because nothing seemed to read it; one choice now serves every value. "
-            f"Add it to keep={new} to tune for each",
-            stacklevel=2,
-        )
 
 
 @functools.lru_cache(maxsize=256)

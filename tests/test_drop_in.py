@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from safetune import PhantomKey, safetune
 from safetune.call_form import CallForm
@@ -19,7 +20,7 @@ from safetune.phantom import PhantomKeyWarning
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 
-N = 256
+N = SIZE = 256
 CONFIGS = [triton.Config({"BLOCK": size}) for size in (32, 128)]
 
 
@@ -71,6 +72,12 @@ def defaults_kernel(x, A=1, B=1, N=256, BLOCK: tl.constexpr = 32):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + offsets, mask=offsets < N)
     tl.store(x + offsets, value * A + B, mask=offsets < N)
+
+
+@triton.jit
+def annotated_kernel(x: Tensor, N: int = SIZE, BLOCK: tl.constexpr = 32):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offsets, tl.load(x + offsets, mask=offsets < N) + 1, mask=offsets < N)
 
 
 def grid(meta: dict[str, Any]) -> tuple[int]:
@@ -168,24 +175,32 @@ class TestSameResults:
         assert torch.equal(*results)
         assert torch.equal(results[0], x + x)
 
+    def test_globals_in_the_signature_alone(self, x: torch.Tensor) -> None:
+        """A default and an annotation failed in the child with `name 'Tensor' is not defined`."""
+        expected = x + 1
+
+        self.tuned(safetune, annotated_kernel)[grid](x, N=N)
+
+        assert torch.equal(x, expected)
+
 
 class TestKeyValues:
     def test_equal_numbers_of_three_types_are_three_keys(
         self, x: torch.Tensor, tunings: Tunings
     ) -> None:
         """Triton lets them share one entry: they are equal as parts of a tuple."""
-        kernel = safetune(configs=CONFIGS, key=["FACTOR"], prune_configs_by=tunings.prune)(
-            scale_kernel
-        )
+        kernel = safetune(
+            configs=CONFIGS, key=["KIND"], keep=["KIND"], prune_configs_by=tunings.prune
+        )(typed_kernel)
 
         for value in (1, True, 1.0, 1, True, 1.0):
-            kernel[grid](x, value, N)
+            kernel[grid](x, N, value, tl.float32)
 
         assert len(kernel.cache) == 3
         assert tunings.count == 3
-        values = [call["values"] for call in stored_keys("scale_kernel")]
+        values = [call["values"] for call in stored_keys("typed_kernel")]
         assert sorted(map(repr, values)) == sorted(
-            ["[['FACTOR', 1]]", "[['FACTOR', True]]", "[['FACTOR', 1.0]]"]
+            ["[['KIND', 1]]", "[['KIND', True]]", "[['KIND', 1.0]]"]
         )
 
     def test_equal_numbers_inside_tuples_too(self) -> None:

@@ -23,8 +23,8 @@ LAYERS: list[list[str]] = [
     ["sources", "kernel_source"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "workload"],
     ["tuning"],
-    ["miss"],
-    ["autotuner"],
+    ["announce", "miss"],
+    ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
     ["integrations", "checks", "kernels", "offline"],
     ["cli"],

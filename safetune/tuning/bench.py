@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
+from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref
 from safetune.tuning.arguments import Snapshot
 from safetune.tuning.compile_pool import CompilePool
-from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
 from safetune.tuning.worker import MeasuringChild
+
+_device_locks: dict[int, threading.Lock] = {}
+
+
+def device_lock(index: int) -> threading.Lock:
+    """Return the lock of one device: two tunings at once would time each other."""
+    return _device_locks.setdefault(index, threading.Lock())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_device_locks.clear)
 
 
 class LaunchBench:
     """The compile pool and the measuring child of one tuning, and what they are fed."""
 
-    def __init__(
-        self, request: TuningRequest, on_grid_read: Callable[[set[str]], None]
-    ) -> None:
+    def __init__(self, request: TuningRequest, on_grid_read: Callable[[set[str]], None]) -> None:
         call = request.call
         self.interpreted = call.interpreted
         self._fresh = request.limits.fresh_process
@@ -30,11 +43,12 @@ class LaunchBench:
         grids = [self._grid(request, index, on_grid_read) for index in range(len(request.configs))]
         tensors = kernel_ref.TensorTable()
         blob = kernel_ref.pack(
-            (replace(call, grid=None), list(request.configs)), f"the call of {name}", tensors
+            (replace(call, grid=None), list(request.configs)),
+            f"the call of {name}",
+            tensors,
+            by_value=_functions_of(request),
         )
-        self._kernel = (
-            b"" if self.interpreted else kernel_ref.pack(kernel_base(call.kernel), name)
-        )
+        self._kernel = b"" if self.interpreted else kernel_ref.pack(kernel_base(call.kernel), name)
         self._snapshot = Snapshot(tensors.tensors)
         header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
         self._child = MeasuringChild(header, blob, self._snapshot.fd, request.limits.run_timeout_s)
@@ -90,3 +104,12 @@ class LaunchBench:
                 message=f"the grid cannot be computed: {type(error).__name__}: {error}",
             )
             return ()
+
+
+def _functions_of(request: TuningRequest) -> Iterator[Any]:
+    """The kernel's function and all that runs around its launch."""
+    call = request.call
+    yield base_function(call.kernel)[1]
+    yield from inner_heuristics(call.kernel).values()
+    yield from (call.hooks.pre_hook, call.hooks.post_hook, call.hooks.do_bench)
+    yield from (config.pre_hook for config in request.configs)

@@ -23,7 +23,13 @@ def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) ->
     captured: list[bytes] = []
 
     def stop(
-        key: Any, signature: Any, index: int, constexprs: Any, options: Any, attrs: Any, warmup: bool
+        key: Any,
+        signature: Any,
+        index: int,
+        constexprs: Any,
+        options: Any,
+        attrs: Any,
+        warmup: bool,
     ) -> None:
         spec = (signature, constexprs, attrs, dict(options.__dict__), target)
         captured.append(kernel_ref.pack(spec, f"the constants of {jit.__name__}"))
@@ -47,7 +53,8 @@ def compile_spec(kernel: bytes, spec: bytes) -> dict[str, Any]:
 
     Raises whatever the compiler raises.
     """
-    from triton.compiler import ASTSource, compile as triton_compile
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as triton_compile
 
     jit = kernel_ref.unpack(kernel)
     signature, constexprs, attrs, options, target = kernel_ref.unpack(spec)

@@ -44,6 +44,11 @@ class _Slot:
     deadline: float = 0.0
 
 
+def _pool_size(cpus: int) -> int:
+    """All cores, less one where there are enough for the measuring child to have its own."""
+    return cpus - 1 if cpus >= 4 else cpus
+
+
 class CompilePool:
     """Compiles the specs of one kernel.
 
@@ -55,7 +60,7 @@ class CompilePool:
     def __init__(self, kernel: bytes, timeout_s: float, size: int | None = None) -> None:
         self._kernel = kernel
         self._timeout_s = timeout_s
-        self._size = size or process.usable_cpus()
+        self._size = size or _pool_size(process.usable_cpus())
 
     def compile(self, specs: Mapping[int, bytes]) -> Iterator[Compiled]:
         """Yield each config's result as it is done, in no particular order.

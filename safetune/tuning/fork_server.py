@@ -53,10 +53,12 @@ class ForkServer:
             raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
         return int(reply["pid"])
 
-    def reap(self, pid: int) -> int | None:
-        """Return the wait status of a child that was killed or has ended; None if it is stuck."""
+    def reap(self, pid: int, kill: bool) -> int | None:
+        """Return the wait status of a child that has ended, or that is to be killed, with all that
+        it started; None if it is stuck.
+        """
         try:
-            status = self._request({"op": "reap", "pid": pid})["status"]
+            status = self._request({"op": "reap", "pid": pid, "kill": kill})["status"]
         except WorkerUnavailable:
             return None
         return None if status is None else int(status)
@@ -84,7 +86,7 @@ class ForkServer:
         if self._owner == os.getpid() and self._control is not None:
             return self._control
         ours, theirs = socket.socketpair()
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         command = [
             sys.executable or "python3",
             "-c",

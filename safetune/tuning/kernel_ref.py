@@ -12,11 +12,17 @@ shared memory (see `arguments`).
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
 import io
 import linecache
 import pickle
-from collections.abc import Callable, Sequence
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -25,18 +31,44 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune.errors import KernelNotTransferable
+from safetune.kernel_source import is_foreign
 
 
-def pack(value: Any, what: str, tensors: TensorTable | None = None) -> bytes:
+def pack(
+    value: Any,
+    what: str,
+    tensors: TensorTable | None = None,
+    by_value: Iterable[Any] = (),
+) -> bytes:
     """Return `value` as bytes for `unpack` in another process.
 
     Args:
         what: how an error names it, e.g. `the arguments of add_kernel`.
         tensors: filled with every tensor met; without it a tensor is an error.
+        by_value: functions whose modules should not have to be imported by the other process.
 
     Raises:
         KernelNotTransferable: something in `value` cannot be rebuilt elsewhere.
     """
+    modules = _own_modules(by_value)
+    try:
+        with _by_value(modules):
+            return _dump(value, what, tensors)
+    except KernelNotTransferable:
+        if not modules:
+            raise
+        return _dump(value, what, tensors)  # what a module holds may be importable all the same
+
+
+def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
+    """Rebuild what `pack` packed, with `tensors` in the places of the table's."""
+    return _Unpacker(io.BytesIO(data), tensors).load()
+
+
+_registering = threading.Lock()
+
+
+def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
     buffer = io.BytesIO()
     try:
         _Packer(buffer, tensors).dump(value)
@@ -51,9 +83,25 @@ def pack(value: Any, what: str, tensors: TensorTable | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
-    """Rebuild what `pack` packed, with `tensors` in the places of the table's."""
-    return _Unpacker(io.BytesIO(data), tensors).load()
+def _own_modules(functions: Iterable[Any]) -> list[ModuleType]:
+    names = {getattr(function, "__module__", None) for function in functions}
+    modules = (sys.modules.get(name) for name in names if name and name != "__main__")
+    return [m for m in modules if m is not None and not is_foreign(m.__name__)]
+
+
+@contextlib.contextmanager
+def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Have cloudpickle send what these modules define; its registry is one for the process."""
+    with _registering:
+        known = cloudpickle.list_registry_pickle_by_value()
+        new = [module for module in modules if module.__name__ not in known]
+        for module in new:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in new:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 class TensorTable:
@@ -89,10 +137,12 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, InterpretedFunction):
             source = _source_lines(obj.fn)
-            return _new, (type(obj),), (obj.fn, dict(obj.kwargs), source, None), None, None, _init
+            state = (obj.fn, dict(obj.kwargs), source, None, _signature_globals(obj.fn, source))
+            return _new, (type(obj),), state, None, None, _init
         if isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
-            state = (obj.fn, _jit_options(obj), source, obj._src)
+            names = _signature_globals(obj.fn, source)
+            state = (obj.fn, _jit_options(obj), source, obj._src, names)
             return _new, (type(obj),), state, None, None, _init
         return super().reducer_override(obj)
 
@@ -128,13 +178,28 @@ def _source_lines(function: Callable[..., Any]) -> tuple[str, int] | None:
     return "".join(lines), start
 
 
-def _new(cls: type) -> Any:
+def _signature_globals(
+    function: Callable[..., Any], source: tuple[str, int] | None
+) -> dict[str, Any]:
+    """The globals that only the signature names, in defaults and annotations: Triton reads them
+    when it parses the source again, and pickle by value does not send them.
+    """
+    if source is None:
+        return {}
+    (definition,) = ast.parse(textwrap.dedent(source[0])).body
+    assert isinstance(definition, ast.FunctionDef)
+    names = {n.id for n in ast.walk(definition.args) if isinstance(n, ast.Name)}
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _new(cls: Any) -> Any:
     return cls.__new__(cls)
 
 
 def _init(obj: Any, state: tuple[Any, ...]) -> None:
     """Build the jit function in place; in a second step because its globals may refer to it."""
-    function, options, source, text = state
+    function, options, source, text, signature_globals = state
+    function.__globals__.update(signature_globals)
     if source is not None:
         _remember_source(function.__code__.co_filename, *source)
     obj.__init__(function, **options)

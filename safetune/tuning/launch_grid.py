@@ -29,7 +29,7 @@ class WatchedArguments(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value, and remember who asked."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 - this is that `get`
 
 
 def grid_of(call: Call, config: Config, on_read: Callable[[set[str]], None]) -> tuple[int, ...]:

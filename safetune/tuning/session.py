@@ -10,8 +10,8 @@ from triton.runtime.jit import JITFunction
 
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.tuning import compilation, failures, kernel_ref
-from safetune.tuning.arguments import Arguments
 from safetune.tuning.answers import outcome_reply
+from safetune.tuning.arguments import Arguments
 from safetune.tuning.jobs import Call
 from safetune.tuning.measure import (
     Budget,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from triton.runtime.autotuner import Config
 
@@ -13,21 +12,11 @@ from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NoWorkingConfig
 from safetune.outcome import TRANSIENT, Outcome, Timing, Verdict
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+from safetune.store.sqlite import Store
 from safetune.tuning import choose
-from safetune.tuning.bench import LaunchBench
+from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.measure import Budget
-
-
-class TrialStore(Protocol):
-    """What a tuning needs of the store."""
-
-    def put_key(self, record: KeyRecord) -> None: ...
-    def put_trial(self, record: TrialRecord) -> None: ...
-    def trials(self, key: str, generation: int) -> list[TrialRecord]: ...
-    def generation(self, key: str) -> int: ...
-    def choice(self, key: str) -> ChoiceRecord | None: ...
-    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ Observer = Callable[[Progress], None]
 
 def tune(
     request: TuningRequest,
-    store: TrialStore,
+    store: Store,
     observe: Observer = lambda progress: None,
     on_grid_read: Callable[[set[str]], None] = lambda names: None,
 ) -> TuningResult:
@@ -90,7 +79,7 @@ class _Tuning:
     def __init__(
         self,
         request: TuningRequest,
-        store: TrialStore,
+        store: Store,
         observe: Observer,
         on_grid_read: Callable[[set[str]], None],
     ) -> None:
@@ -133,8 +122,8 @@ class _Tuning:
         first = self._generation if request.force else 1
         for generation in range(first, self._store.generation(key) + 1):
             for trial in self._store.trials(key, generation):
-                known = trial.outcome.verdict not in TRANSIENT
-                if known and trial.config_digest in self._digests:
+                lasting = trial.outcome.verdict not in TRANSIENT
+                if lasting and trial.config_digest in self._digests:
                     self._outcomes[self._digests.index(trial.config_digest)] = trial.outcome
         if last is None or self._request.force or last.config_digest not in self._digests:
             return None
@@ -143,7 +132,8 @@ class _Tuning:
         return incumbent if known is not None and known.ok else None
 
     def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
-        with LaunchBench(self._request, self._on_grid_read) as bench:
+        device = self._request.call.index
+        with device_lock(device), LaunchBench(self._request, self._on_grid_read) as bench:
             for index, failure in bench.compiled(new, self._request.limits.compile_timeout_s):
                 self._announce(index, "screen")
                 self._settle(index, failure or bench.measure(index, self._budget()))
@@ -160,7 +150,8 @@ class _Tuning:
             budget = Budget(estimate_launches=choose.ROUND_LAUNCHES, time_ms=0)
         timings: dict[int, list[Timing]] = {index: [] for index in racers}
         if incumbent is not None and incumbent not in new:
-            for index, failure in bench.compiled([incumbent], self._request.limits.compile_timeout_s):
+            timeout_s = self._request.limits.compile_timeout_s
+            for index, failure in bench.compiled([incumbent], timeout_s):
                 if failure is not None:
                     self._settle(index, failure)
                     racers.remove(index)

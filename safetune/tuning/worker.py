@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -46,7 +47,7 @@ class Child:
 
     def __init__(self, gpu_blind: bool) -> None:
         self.pipe, theirs = socket.socketpair()
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._mark = 0
         try:
             self.pid = server.fork(theirs, self._output)
@@ -62,7 +63,11 @@ class Child:
             ) from failure
 
     def tell(
-        self, job: dict[str, Any], blob: bytes = b"", fds: tuple[int, ...] = (), timeout_s: float = 60.0
+        self,
+        job: dict[str, Any],
+        blob: bytes = b"",
+        fds: tuple[int, ...] = (),
+        timeout_s: float = _START_S,
     ) -> None:
         """Send a job; a child that is gone shows when its answer is read."""
         self._mark = os.fstat(self._output.fileno()).st_size
@@ -95,36 +100,33 @@ class Child:
         """End the child and all that it started; return its wait status."""
         if not self._alive:
             return None
-        self._alive = False
-        process.kill_group(self.pid)
-        status = server.reap(self.pid)
-        self.pipe.close()
-        self._output.close()
-        return status
+        self._close()
+        return server.reap(self.pid, kill=True)
 
     def _failed(self, verdict: Verdict, message: str) -> ChildFailed:
         stderr = tail_of(self._output, self._mark)
+        detail = ""
         if verdict is Verdict.DIED:
-            detail = self._bury()
+            # Its pipe closed by itself; killing it now would mask the cause.
+            self._close()
+            status = server.reap(self.pid, kill=False)
+            if status is None:
+                server.reap(self.pid, kill=True)
+            detail = process.describe_exit(status)
             message = message or f"the process ended with {detail}"
         else:
             self.kill()
-            detail = ""
         return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
 
-    def _bury(self) -> str:
-        """Take the exit of a child whose pipe closed by itself; killing it would mask the cause."""
+    def abandon(self) -> None:
+        """Let go of the pipe; the child ends when it sees that."""
+        if self._alive:
+            self._close()
+
+    def _close(self) -> None:
         self._alive = False
-        status = server.reap(self.pid)
-        if status is None:
-            process.kill_group(self.pid)
-            status = server.reap(self.pid)
-        else:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, 9)  # what it had started
         self.pipe.close()
         self._output.close()
-        return process.describe_exit(status)
 
 
 class MeasuringChild:
@@ -227,13 +229,18 @@ def _take(index: int) -> Child | None:
     return entry[2]
 
 
+@atexit.register
+def _drop_idle() -> None:
+    for _, _, child in _idle.values():
+        child.abandon()
+    _idle.clear()
+
+
 def _surroundings(gpu_blind: bool) -> dict[str, Any]:
     """The job that puts a child where this process is now: environment, paths, Triton's knobs."""
     environment = process.child_environment()
     if gpu_blind:
-        environment.update(
-            CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES=""
-        )
+        environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="")
     return {
         "op": "start",
         "environment": environment,

@@ -40,6 +40,7 @@ class _Server:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
         self._children: set[int] = set()
+        self._ended: dict[int, int] = {}
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         with contextlib.suppress(OSError, AttributeError):
@@ -50,8 +51,10 @@ class _Server:
     def serve(self) -> NoReturn:
         while True:
             events = self._poll.poll(_IDLE_EXIT_S * 1000)
-            if not events and not self._children:
-                self._end()
+            if not events:
+                self._collect()
+                if not self._children:
+                    self._end()
             if any(fd != self._control.fileno() for fd, _ in events):
                 self._end()
             if events:
@@ -62,7 +65,10 @@ class _Server:
             request, _, fds = wire.receive(self._control)
         except (EOFError, OSError):
             self._end()
-        reply = self._fork(fds) if request["op"] == "fork" else self._reap(request["pid"])
+        if request["op"] == "fork":
+            reply = self._fork(fds)
+        else:
+            reply = self._reap(request["pid"], request["kill"])
         for fd in fds:
             os.close(fd)
         wire.send(self._control, reply)
@@ -78,14 +84,28 @@ class _Server:
         self._children.add(pid)
         return {"pid": pid}
 
-    def _reap(self, pid: int) -> dict[str, Any]:
+    def _collect(self) -> None:
+        """Wait for the children that have left by themselves."""
+        for pid in list(self._children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._children.discard(pid)
+                self._ended[pid] = status
+
+    def _reap(self, pid: int, kill: bool) -> dict[str, Any]:
         """Wait for a child that is ending; bounded, for one stuck in a driver call may not end."""
+        if pid not in self._children:
+            return {"status": self._ended.pop(pid, None)}
+        if kill:
+            process.kill_group(pid)
         handle = os.pidfd_open(pid)
         try:
             poll = select.poll()
             poll.register(handle, select.POLLIN)
             if not poll.poll(_REAP_S * 1000):
                 return {"status": None}
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # what it had started
             self._children.discard(pid)
             return {"status": os.waitpid(pid, 0)[1]}
         finally:
