@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -80,13 +80,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         )
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
-        self.hooks = Hooks(
-            pre_hook=self.pre_hook if self.user_defined_pre_hook else None,
-            post_hook=self.post_hook if self.user_defined_post_hook else None,
-            reset_to_zero=tuple(self.reset_to_zero),
-            restore_value=tuple(self.restore_value),
-            do_bench=options.get("do_bench") if interpreted(fn) else self._do_bench,
-        )
+        own_bench = options.get("do_bench") if interpreted(fn) else self._do_bench
+        self.hooks = self._hooks(own_bench)
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
         self._key_locks: dict[Any, threading.Lock] = {}
@@ -176,6 +171,16 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
             for config in view.prune_configs(kwargs)
         ]
+
+    def _hooks(self, do_bench: Callable[..., Any] | None) -> Hooks:
+        """What the user put around a launch; Triton's own stand-ins for it stay here."""
+        return Hooks(
+            pre_hook=self.pre_hook if self.user_defined_pre_hook else None,
+            post_hook=self.post_hook if self.user_defined_post_hook else None,
+            reset_to_zero=tuple(self.reset_to_zero),
+            restore_value=tuple(self.restore_value),
+            do_bench=do_bench,
+        )
 
     def _miss(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
         with self._key_locks.setdefault(key, threading.Lock()):
