@@ -125,6 +125,8 @@ def _no_bench(launch: Launch, quantiles: Any) -> list[float]:
 def measure(options: argparse.Namespace) -> list[Row]:
     """Return one row for each round, case, style and variant."""
     rows = []
+    gc.collect()
+    gc.disable()  # a collection takes longer than a batch
     for case in cases(recording.torch_device()):
         for style in STYLES:
             variants = variants_of(case, style)
@@ -142,21 +144,17 @@ def measure(options: argparse.Namespace) -> list[Row]:
                             "microseconds": _batch(variants[name], options.launches),
                         }
                     )
+    gc.enable()
     return rows
 
 
 def _batch(launch: Launch, launches: int) -> float:
     """Return the host's microseconds per launch, over a batch that starts on an idle device."""
     synchronize()
-    gc.collect()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        for _ in range(launches):
-            launch()
-        seconds = time.perf_counter() - start
-    finally:
-        gc.enable()
+    start = time.perf_counter()
+    for _ in range(launches):
+        launch()
+    seconds = time.perf_counter() - start
     synchronize()
     return seconds / launches * 1e6
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from typing import Any
 
 #: Triton's short dtype names, spelled as torch and numpy spell them.
@@ -23,6 +24,10 @@ _TRITON_DTYPES = {
     "fp8e5b16": "float8_e5m2fnuz",
     "int1": "bool",
 }
+
+
+#: What a default repr ends with, and no two processes share.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -60,8 +65,11 @@ def encode(value: Any) -> Any:
         return {"tensor": dtype_name(value.dtype)}
     if type(value).__name__ == "constexpr":
         return encode(value.value)
+    if hasattr(value, "block_shape") and hasattr(value, "base"):
+        return {"descriptor": [encode(value.base), encode(value.block_shape)]}
     cls = type(value)
-    return {"object": f"{cls.__module__}.{cls.__qualname__}", "repr": repr(value)}
+    text = ADDRESS.sub("", repr(value))
+    return {"object": f"{cls.__module__}.{cls.__qualname__}", "repr": text}
 
 
 def dumps(data: Any) -> str:

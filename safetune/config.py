@@ -15,6 +15,7 @@ from triton.runtime.autotuner import Config
 
 from safetune import canonical
 from safetune.errors import InvalidConfig
+from safetune.kernel_source import function_digest
 
 
 def config_record(config: Config) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def config_record(config: Config) -> dict[str, Any]:
         name: canonical.encode(value) for name, value in config.all_kwargs().items()
     }
     if config.pre_hook is not None:
-        record["pre_hook"] = _callable_digest(config.pre_hook)
+        record["pre_hook"] = function_digest(config.pre_hook)
     return record
 
 
@@ -56,6 +57,8 @@ def check_configs(
         InvalidConfig: an entry is not a `triton.Config`, or sets something that is neither a
             parameter of the kernel nor an option of an installed back end.
     """
+    if isinstance(configs, Config):
+        raise InvalidConfig(f"configs of {kernel_name} is one triton.Config; write configs=[...]")
     checked: list[Config] = []
     for position, config in enumerate(configs or ()):
         if not isinstance(config, Config):
@@ -77,7 +80,7 @@ def check_configs(
 
 def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> None:
     """Raise `InvalidConfig` where the caller passes what the config sets."""
-    conflicts = sorted(set(passed) & set(config.kwargs))
+    conflicts = sorted(set(passed) & set(config.all_kwargs()))
     if conflicts:
         raise InvalidConfig(
             f"Conflicting meta-parameters: {', '.join(conflicts)}. The configs of {kernel_name} "
@@ -111,9 +114,3 @@ def _backend_options() -> frozenset[str]:
             if isinstance(value, type) and dataclasses.is_dataclass(value):
                 names.update(field.name for field in dataclasses.fields(value))
     return frozenset(names)
-
-
-def _callable_digest(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", repr(type(function)))
-    return canonical.digest([name, code.co_code.hex() if code is not None else ""])

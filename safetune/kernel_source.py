@@ -16,6 +16,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,7 +29,6 @@ from safetune.sources import MISSING, Scope, dotted, free_names, module_text, no
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"triton", "torch", "numpy", "jax"}
 
 _DEF = re.compile(r"^def\s+\w+\s*\(", re.MULTILINE)
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 def base_function(kernel: Any) -> tuple[Any, FunctionType]:
@@ -96,8 +96,11 @@ def inner_heuristics(kernel: Any) -> dict[str, Any]:
     return found
 
 
-def kernel_identity(kernel: Any) -> KernelIdentity:
+def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     """Return the identity of a kernel: a digest over all that decides what it computes.
+
+    Args:
+        around: hooks and the like that run around each launch; None among them is no hook.
 
     Raises:
         InvalidSetting: `kernel` is not a Triton kernel.
@@ -106,13 +109,22 @@ def kernel_identity(kernel: Any) -> KernelIdentity:
     graph = _Graph()
     root = graph.describe(jit)
     heuristics = [[n, graph.describe(f)] for n, f in sorted(inner_heuristics(kernel).items())]
+    parts = [function.__name__, root, heuristics]
+    if any(around):
+        parts.append([graph.describe(item) for item in around])
     return KernelIdentity(
         name=function.__name__,
-        digest=canonical.digest([function.__name__, root, heuristics, graph.functions]),
+        digest=canonical.digest([*parts, graph.functions]),
         source=source_of(jit) or "",
         file=function.__code__.co_filename,
         line=definition_line(jit),
     )
+
+
+def function_digest(function: Any) -> str:
+    """Return a digest of a Python function: its text, and what it refers to."""
+    graph = _Graph()
+    return canonical.digest([graph.describe(function), graph.functions])
 
 
 class _Graph:

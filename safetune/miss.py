@@ -218,7 +218,15 @@ def _detect(index: int) -> tuple[device.Device, device.Toolchain]:
 def _identity(tuner: Autotuner) -> KernelIdentity:
     identity = tuner.__dict__.get("_identity")
     if identity is None:
-        identity = tuner._identity = kernel_identity(tuner.fn)
+        hooks = tuner.hooks
+        around = (
+            hooks.pre_hook,
+            hooks.post_hook,
+            hooks.do_bench,
+            hooks.reset_to_zero,
+            hooks.restore_value,
+        )
+        identity = tuner._identity = kernel_identity(tuner.fn, around)
     return identity
 
 

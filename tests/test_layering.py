@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 #: stands for all its modules. A new module needs a place here, and that is the point.
 LAYERS: list[list[str]] = [
     ["errors", "outcome", "canonical", "settings"],
-    ["device", "key", "config"],
+    ["device", "key"],
     ["store"],
     ["sources", "kernel_source"],
+    ["config"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "workload"],
     ["tuning"],
     ["announce", "miss"],

@@ -3,30 +3,57 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 import click
 
-from safetune.errors import NoWorkingConfig, SafetuneError
+from safetune.cli.messages import describe
+from safetune.errors import NoWorkingConfig
+
+#: The exit code of a program that SIGINT ended, as shells know it.
+INTERRUPTED = 130
+
+_DEBUG = "safetune.debug"
+
+
+def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
+    context.meta[_DEBUG] = value or context.meta.get(_DEBUG, False)
+
+
+#: On the group and on each command, so that it may stand on either side of the command's name.
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=_remember_debug,
+    help="Show the traceback of an error.",
+)
 
 
 class _Group(click.Group):
-    """Turns safetune's errors into one line and an exit code: 1 no working config, 2 the rest."""
+    """Turns every error into one line and an exit code: 1 no working config, 2 the rest."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except SafetuneError as error:
-            if context.params.get("debug"):
-                raise
-            click.echo(f"Error: {error}", err=True)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click's own, which it answers itself
+        except KeyboardInterrupt:
+            click.echo("Interrupted; finished trials are stored.", err=True)
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            if context.meta.get(_DEBUG):
+                traceback.print_exc()
+            else:
+                click.echo(f"Error: {describe(error)}", err=True)
             sys.exit(1 if isinstance(error, NoWorkingConfig) else 2)
 
 
 @click.group(cls=_Group)
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@debug_option
 @click.version_option(package_name="safetune")
-def main(debug: bool) -> None:
+def main() -> None:
     """Tune Triton kernels in subprocesses and look after the choices."""
 
 
@@ -34,4 +61,4 @@ from safetune.cli.stored import clear, list_choices, path, show  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
 
 for _command in (tune_command, list_choices, show, path, clear):
-    main.add_command(_command)
+    main.add_command(debug_option(_command))

@@ -1,122 +1,172 @@
-"""`safetune list`, `show`, `path` and `clear`: what the store holds."""
+"""`safetune list`, `show`, `path` and `clear`: what the store holds.
+
+Looking makes nothing: where there is no database, these commands see an empty one.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from safetune.cli.tables import (
     call_words,
     config_words,
+    empty_table,
     milliseconds,
     outcome_data,
-    outcome_table,
+    print_outcomes,
+    stdout_console,
 )
 from safetune.errors import TargetError
 from safetune.settings import Settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from safetune.store.records import ChoiceRecord, StoredChoice, TrialRecord
     from safetune.store.sqlite import Store
 
-
-def _open() -> Store:
-    from safetune.store.sqlite import Store
-
-    return Store.open(Settings.current().cache_dir)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
+)
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@json_option
 def list_choices(as_json: bool) -> None:
     """List the stored choices, one row per kernel, arguments and device."""
     stored = _open().choices()
     if as_json:
-        rows = [
-            {
-                "kernel": entry.key.kernel_name,
-                "call": entry.key.call,
-                "device": entry.key.device,
-                "toolchain": entry.key.toolchain,
-                "config": entry.choice.config,
-                "median_ms": entry.choice.median_ms,
-                "generation": entry.choice.generation,
-                "created": entry.choice.created,
-            }
-            for entry in stored
-        ]
-        click.echo(json.dumps(rows, indent=2))
+        _print_json([_choice_data(entry) for entry in stored])
         return
-    table = Table()
-    for heading in ("kernel", "arguments", "device", "choice", "median"):
-        table.add_column(heading, overflow="fold")
-    for entry in stored:
-        table.add_row(
-            entry.key.kernel_name,
-            call_words(entry.key.call),
-            entry.key.device["name"],
-            config_words(entry.choice.config),
-            milliseconds(entry.choice.median_ms),
-        )
-    Console().print(table if stored else "No choice is stored yet; `safetune tune` makes some.")
+    console = stdout_console()
+    if not stored:
+        console.print("No choice is stored yet; `safetune tune` makes some.")
+    for (kernel, device), entries in itertools.groupby(stored, key=_kernel_and_device):
+        table = empty_table(f"{kernel}  on {device}", "arguments", "choice", "median")
+        for entry in entries:
+            table.add_row(
+                call_words(entry.key.call),
+                config_words(entry.choice.config),
+                milliseconds(entry.choice.median_ms),
+            )
+        console.print(table)
 
 
 @click.command("show")
 @click.argument("kernel")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@json_option
 def show(kernel: str, as_json: bool) -> None:
-    """Show every stored trial of KERNEL, with what became of it."""
+    """Show the last trial of every config of KERNEL, with what became of it."""
     store = _open()
     choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
-    stored = store.trials_of(kernel)
+    stored = [(key, _latest(trials)) for key, trials in store.trials_of(kernel)]
     if not stored:
         raise _not_stored(kernel, store)
-    tables = []
-    for key, trials in stored:
-        chosen = choices[key.digest].config_digest if key.digest in choices else None
-        rows = [(config_words(t.config), t.outcome, t.config_digest == chosen) for t in trials]
-        tables.append((key, rows))
     if as_json:
-        data = [
-            {
-                "kernel": kernel,
-                "call": key.call,
-                "device": key.device,
-                "config": config,
-                "chosen": is_choice,
-                **outcome_data(outcome),
-            }
-            for key, rows in tables
-            for config, outcome, is_choice in rows
-        ]
-        click.echo(json.dumps(data, indent=2))
+        _print_json(
+            [
+                {
+                    "kernel": kernel,
+                    "call": key.call,
+                    "device": key.device,
+                    "config": trial.config,
+                    "generation": trial.generation,
+                    "chosen": _is_choice(trial, choices.get(key.digest)),
+                    **outcome_data(trial.outcome),
+                }
+                for key, trials in stored
+                for trial in trials
+            ]
+        )
         return
-    console = Console()
-    for key, rows in tables:
+    console = stdout_console()
+    for key, trials in stored:
+        choice = choices.get(key.digest)
         title = f"{kernel}  {call_words(key.call)}  on {key.device['name']}"
-        console.print(outcome_table(title, rows))
+        rows = [(config_words(t.config), t.outcome, _is_choice(t, choice)) for t in trials]
+        print_outcomes(console, title, rows)
 
 
 @click.command("path")
-def path() -> None:
+@json_option
+def path(as_json: bool) -> None:
     """Print where the database is, whether it exists or not."""
-    from safetune.store.sqlite import DATABASE_NAME
-
-    click.echo(Settings.current().cache_dir / DATABASE_NAME)
+    database = _database()
+    if as_json:
+        _print_json({"path": str(database), "exists": database.exists()})
+    else:
+        click.echo(database)
 
 
 @click.command("clear")
 @click.argument("kernel")
-def clear(kernel: str) -> None:
+@json_option
+def clear(kernel: str, as_json: bool) -> None:
     """Forget every trial and choice of KERNEL."""
     store = _open()
     if kernel not in store.kernels():
         raise _not_stored(kernel, store)
     count = store.clear(kernel)
-    click.echo(f"cleared {count} {'key' if count == 1 else 'keys'} of {kernel}")
+    if as_json:
+        _print_json({"kernel": kernel, "cleared": count})
+    else:
+        click.echo(f"cleared {count} {'key' if count == 1 else 'keys'} of {kernel}")
+
+
+def _database() -> Path:
+    from safetune.store.sqlite import DATABASE_NAME
+
+    return Settings.current().cache_dir / DATABASE_NAME
+
+
+def _open() -> Store:
+    from safetune.store.sqlite import Store
+
+    database = _database()
+    try:
+        database.stat()
+    except FileNotFoundError:
+        return Store.in_memory()
+    except OSError:
+        pass  # opening it says what is wrong
+    return Store.open(database.parent)
+
+
+def _latest(trials: list[TrialRecord]) -> list[TrialRecord]:
+    """The trial of the highest generation for each config, in the order of the first ones."""
+    latest: dict[str, TrialRecord] = {}
+    for trial in sorted(trials, key=lambda trial: trial.generation):
+        latest[trial.config_digest] = trial
+    return list(latest.values())
+
+
+def _is_choice(trial: TrialRecord, choice: ChoiceRecord | None) -> bool:
+    return choice is not None and trial.config_digest == choice.config_digest
+
+
+def _choice_data(entry: StoredChoice) -> dict[str, Any]:
+    return {
+        "kernel": entry.key.kernel_name,
+        "call": entry.key.call,
+        "device": entry.key.device,
+        "toolchain": entry.key.toolchain,
+        "config": entry.choice.config,
+        "median_ms": entry.choice.median_ms,
+        "generation": entry.choice.generation,
+        "created": entry.choice.created,
+    }
+
+
+def _kernel_and_device(entry: StoredChoice) -> tuple[str, str]:
+    return entry.key.kernel_name, entry.key.device["name"]
+
+
+def _print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2))
 
 
 def _not_stored(kernel: str, store: Store) -> TargetError:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from safetune.outcome import Outcome
@@ -12,17 +16,30 @@ from safetune.outcome import Outcome
 #: (config as text, outcome, whether it is the choice)
 Row = tuple[str, Outcome, bool]
 
+#: Triton's compile errors begin with a place in the kernel's source and end with the reason.
+_TRITON_PLACE = re.compile(r"at \d+:\d+:")
 
-def outcome_table(title: str, rows: Iterable[Row]) -> Table:
-    """Return one row per config: config, verdict, median, p20-p80, ratio to the best."""
+_WIDE = 10_000
+
+
+def stdout_console() -> Console:
+    """Return where tables go: as wide as the terminal; in a file or pipe no line is broken.
+
+    $COLUMNS says otherwise. What is printed is shown as it is: a config's `[64, 64]` is no markup.
+    """
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
+    console = Console(**plain)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(**plain, width=_WIDE)
+
+
+def print_outcomes(console: Console, title: str, rows: Iterable[Row]) -> None:
+    """Print one row per config, the choice starred, and below them why the failed ones failed."""
     listed = list(rows)
     medians = [o.timing.median_ms for _, o, _ in listed if o.ok and o.timing is not None]
     best = min(medians, default=0.0)
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("config", overflow="fold")
-    table.add_column("verdict")
-    for heading in ("median", "p20-p80", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = empty_table(title, "config", "verdict", "median", "p20-p80", "ratio")
     for config, outcome, chosen in listed:
         style = "green" if chosen else None if outcome.ok else "red"
         table.add_row(
@@ -31,6 +48,20 @@ def outcome_table(title: str, rows: Iterable[Row]) -> Table:
             *_times(outcome, best),
             style=style,
         )
+    console.print(table)
+    for config, outcome, _ in listed:
+        if not outcome.ok and outcome.message:
+            console.print(f"  {config}: {_reason(outcome.message)}")
+
+
+def empty_table(title: str, *headings: str) -> Table:
+    """Return a table; its columns of words fold where the terminal is narrow."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
+    for heading in headings:
+        if heading in ("median", "p20-p80", "ratio"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold", no_wrap=heading == "verdict")
     return table
 
 
@@ -77,6 +108,11 @@ def call_words(call: Mapping[str, Any]) -> str:
 def milliseconds(value: float) -> str:
     """Return a time with three significant digits and its unit."""
     return f"{value:.3g} ms" if value >= 0.1 else f"{value * 1e3:.3g} us"
+
+
+def _reason(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if _TRITON_PLACE.match(lines[0]) else lines[0]
 
 
 def _plain(value: Any) -> Any:

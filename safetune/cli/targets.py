@@ -6,47 +6,33 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from safetune.cli.messages import place_of, typed
 from safetune.errors import TargetError
 
 if TYPE_CHECKING:
     from safetune.offline import OfflineKernel
 
 
-def kernels_of(target: str) -> list[OfflineKernel]:
-    """Return the kernels that a TARGET names, all with a workload.
+def kernels_of(targets: Iterable[str]) -> list[OfflineKernel]:
+    """Return the kernels that TARGETs name, all with a workload, each once.
 
     Raises:
-        TargetError: it does not import, has no such kernel, or no kernel with a workload.
+        TargetError: one does not import, has no such kernel, or no kernel with a workload.
     """
-    place, _, wanted = target.partition(":")
-    module = _load(place)
-    from safetune.offline import find_kernels
-
-    kernels = find_kernels(vars(module))
-    if not kernels:
-        raise TargetError(
-            f"{place} has no kernel decorated with @safetune; name a module that has one"
-        )
-    if wanted:
-        names = {**{k.name: k for k in kernels}, **_by_attribute(module, kernels)}
-        if wanted not in names:
-            raise TargetError(
-                f"{place} has no kernel {wanted!r}; it has {', '.join(sorted(names))}"
-            )
-        kernels = [names[wanted]]
-    working = [kernel for kernel in kernels if kernel.tuner.workloads]
-    if not working:
-        listed = ", ".join(kernel.name for kernel in kernels)
-        raise TargetError(
-            f"no workload is declared for {listed} in {place}: decorate a function that yields "
-            f"safetune.Workload(...) with @{kernels[0].name}.workload"
-        )
-    return working
+    modules: dict[str, ModuleType] = {}
+    found: dict[int, OfflineKernel] = {}
+    for target in targets:
+        place, _, wanted = target.partition(":")
+        if place not in modules:
+            modules[place] = _load(place)
+        for kernel in _with_workload(place, _named(place, wanted, modules[place])):
+            found.setdefault(id(kernel.tuner), kernel)
+    return list(found.values())
 
 
 def use_interpreter_without_gpu() -> bool:
@@ -61,37 +47,63 @@ def use_interpreter_without_gpu() -> bool:
     return True
 
 
+def _named(place: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:
+    """The kernels of a module, or those of one name: an attribute's first, else a function's."""
+    from safetune.offline import find_kernels
+
+    kernels = find_kernels(vars(module))
+    if not kernels:
+        raise TargetError(
+            f"{place} has no kernel decorated with @safetune; name a module that has one"
+        )
+    if not wanted:
+        return kernels
+    value = getattr(module, wanted, None)
+    by_attribute = [kernel for kernel in kernels if value is kernel.outer]
+    by_function = [kernel for kernel in kernels if kernel.name == wanted]
+    if not (by_attribute or by_function):
+        names = {kernel.name for kernel in kernels} | _attributes(module, kernels)
+        raise TargetError(f"{place} has no kernel {wanted!r}; it has {', '.join(sorted(names))}")
+    return by_attribute or by_function
+
+
+def _attributes(module: ModuleType, kernels: list[OfflineKernel]) -> set[str]:
+    tuners = {id(kernel.outer) for kernel in kernels}
+    return {name for name, value in vars(module).items() if id(value) in tuners}
+
+
+def _with_workload(place: str, kernels: list[OfflineKernel]) -> list[OfflineKernel]:
+    working = [kernel for kernel in kernels if kernel.tuner.workloads]
+    if not working:
+        first = kernels[0]
+        tuner = first.name if first.outer is first.tuner else f"{first.name}.fn"
+        raise TargetError(
+            f"no workload is declared for {', '.join(k.name for k in kernels)} in {place}: "
+            f"decorate a function that yields safetune.Workload(...) with @{tuner}.workload"
+        )
+    return working
+
+
 def _load(place: str) -> ModuleType:
     if place.endswith(".py") and not Path(place).is_file():
         raise TargetError(f"{place} is not a file")
     try:
         if place.endswith(".py"):
-            return _load_file(Path(place))
+            return _load_file(Path(place).resolve())
         sys.path.insert(0, os.getcwd())
         return importlib.import_module(place)
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f" ({last.filename}:{last.lineno})" if "importlib" not in last.filename else ""
-        raise TargetError(
-            f"{place} does not import: {type(error).__name__}: {error}{where}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{place} does not import: {typed(error)}{place_of(error)}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Import a file under its own name, or another one where a module of that name is there."""
+    sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_{len(sys.modules)}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _by_attribute(module: ModuleType, kernels: list[OfflineKernel]) -> dict[str, OfflineKernel]:
-    return {
-        name: kernel
-        for name, value in vars(module).items()
-        for kernel in kernels
-        if value is kernel.outer
-    }

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from safetune.cli import targets
+from safetune.cli.messages import plain_warnings
 from safetune.cli.progress import TuningProgress
-from safetune.cli.tables import outcome_data, outcome_table
-from safetune.errors import NoWorkingConfig, TargetError
+from safetune.cli.tables import outcome_data, print_outcomes, stdout_console
+from safetune.errors import NoDevice, NoWorkingConfig, TargetError
 
 if TYPE_CHECKING:
-    from safetune.offline import Task
+    from safetune.offline import OfflineKernel, Task
     from safetune.tuning.tuner import TuningResult
 
 
@@ -45,38 +48,101 @@ def tune_command(
     TARGET is package.module[:kernel] or file.py[:kernel]. Exits with 1 when some kernel has no
     working config.
     """
-    if targets.use_interpreter_without_gpu():
-        click.echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
+    switched = targets.use_interpreter_without_gpu()
+    report = _Report(as_json)
+    try:
+        # What a target prints must not get between the lines of our own output.
+        with contextlib.redirect_stdout(sys.stderr), plain_warnings():
+            kernels = targets.kernels_of(target)
+            for kernel in kernels if isolation is not None else ():
+                kernel.tuner.isolate(isolation)
+            plan = _Plan(kernels, device, dtype, shape)
+            count = plan.check()
+            if switched:
+                click.echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
+            with TuningProgress(count, quiet=as_json) as progress:
+                _tune_all(plan, force, progress, report)
+    except Exception:
+        if report.tunings:
+            report.print()
+        raise
+    sys.exit(report.print())
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to tune. Iterating makes the arguments of one task after the other, never of all."""
+
+    kernels: Sequence[OfflineKernel]
+    device: str | None
+    dtypes: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[Task]:
+        from safetune import offline
+
+        for kernel in self.kernels:
+            yield from offline.tasks(kernel, self.device, self.dtypes, self.shapes)
+
+    def check(self) -> int:
+        """Return the number of tasks after a look at each: nothing is tuned before all are fine.
+
+        Raises:
+            NoDevice: a kernel, or `device`, needs a GPU and there is none.
+            TargetError: a shape that no workload has, or nothing to tune at all.
+            WorkloadError: a workload function raised, or yielded something else.
+        """
+        self._check_device()
+        every = _Plan(self.kernels, self.device, self.dtypes, shapes=())
+        names = [task.workload.name for task in every]
+        if not names:
+            listed = ", ".join(kernel.name for kernel in self.kernels)
+            raise TargetError(f"the workloads of {listed} yield nothing")
+        for shape in self.shapes:
+            if shape not in names:
+                known = ", ".join(dict.fromkeys(names))
+                raise TargetError(f"no workload is named {shape!r}; there are: {known}")
+        return sum(name in self.shapes for name in names) if self.shapes else len(names)
+
+    def _check_device(self) -> None:
+        import torch
+
+        from safetune.device import active_driver
+
+        if not all(kernel.interpreted for kernel in self.kernels):
+            active_driver()
+        if self.device is None:
+            return
+        try:
+            kind = torch.device(self.device).type
+        except RuntimeError as error:
+            raise TargetError(
+                f"--device {self.device!r} is no torch device; try cuda, cuda:1 or cpu"
+            ) from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise NoDevice(f"--device {self.device!r} needs a GPU, and torch finds none")
+
+
+def _tune_all(plan: _Plan, force: bool, progress: TuningProgress, report: _Report) -> None:
     from safetune import offline
 
-    kernels = [kernel for name in target for kernel in targets.kernels_of(name)]
-    if isolation is not None:
-        for kernel in kernels:
-            kernel.tuner.isolate(isolation)
-    planned = [t for kernel in kernels for t in offline.tasks(kernel, device, dtype, shape)]
-    if not planned:
-        names = ", ".join(shape)
-        raise TargetError(f"no workload of {', '.join(target)} is named {names}")
-    report = _Report(as_json)
-    with TuningProgress(quiet=as_json) as progress:
-        for task in planned:
-            try:
-                result = offline.tune_task(task, progress.observer(task), force)
-            except NoWorkingConfig as error:
-                report.failed(task, error)
-            else:
-                report.tuned(task, result)
-    sys.exit(report.print())
+    for task in plan:
+        try:
+            result = offline.tune_task(task, progress.observer(task), force)
+        except NoWorkingConfig as error:
+            report.failed(task, error)
+        else:
+            report.tuned(task, result)
 
 
 class _Report:
     """What was tuned so far, printed at the end."""
 
     def __init__(self, as_json: bool) -> None:
+        self.tunings: list[dict[str, Any]] = []
         self._as_json = as_json
         self._trials: list[dict[str, Any]] = []
-        self._tunings: list[dict[str, Any]] = []
-        self._tables: list[Any] = []
+        self._tables: list[tuple[str, list[Any]]] = []
         self._failed = 0
 
     def tuned(self, task: Task, result: TuningResult) -> None:
@@ -92,25 +158,29 @@ class _Report:
 
     def _add(self, task: Task, rows: list[Any], measured: int, choice: str | None) -> None:
         facts = {"kernel": task.kernel.name, "shape": task.workload.name, "dtype": task.dtype}
-        self._tunings.append({**facts, "measured": measured, "choice": choice})
+        self.tunings.append({**facts, "measured": measured, "choice": choice})
         for config, outcome, chosen in rows:
             trial = {"config": config, "chosen": chosen, **outcome_data(outcome)}
             self._trials.append({**facts, **trial})
         title = f"{task.kernel.name}  {task.workload.name}  {task.dtype}  ({measured} measured)"
-        self._tables.append(outcome_table(title, rows))
+        self._tables.append((title, rows))
 
     def print(self) -> int:
         """Print everything; return the exit code."""
-        measured = sum(tuning["measured"] for tuning in self._tunings)
+        measured = sum(tuning["measured"] for tuning in self.tunings)
         if self._as_json:
-            data = {"measured": measured, "tunings": self._tunings, "trials": self._trials}
+            data = {"measured": measured, "tunings": self.tunings, "trials": self._trials}
             click.echo(json.dumps(data, indent=2))
         else:
-            console = Console()
-            for table in self._tables:
-                console.print(table)
+            console = stdout_console()
+            for title, rows in self._tables:
+                print_outcomes(console, title, rows)
             console.print(
-                f"{len(self._tunings)} tunings, {measured} configs measured"
+                f"{_counted(len(self.tunings), 'tuning')}, {_counted(measured, 'config')} measured"
                 + (f", {self._failed} without a working config" if self._failed else "")
             )
         return 1 if self._failed else 0
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun if count == 1 else noun + 's'}"

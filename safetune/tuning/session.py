@@ -44,8 +44,9 @@ class Session:
         launch = _Launch(self._call, self._configs[index], self._grids[index])
         jit = kernel_base(self._call.kernel)
         try:
-            launch.before()
-            spec = compilation.capture_spec(jit, launch, self._call.index)
+            spec = launch.with_hooks(
+                lambda: compilation.capture_spec(jit, launch, self._call.index)
+            )
             self._arguments.restore()
         except Exception as error:
             return outcome_reply(failures.of_launch(error)), b""
@@ -120,15 +121,16 @@ class _Launch:
         if self._hooks.post_hook is not None:
             self._hooks.post_hook(self._named, exception=exception)
 
-    def with_hooks(self) -> None:
-        """Launch as a user's do_bench sees it: hooks included, as under triton.autotune."""
+    def with_hooks(self, launch: Callable[[], Any] | None = None) -> Any:
+        """Launch, or do something else, as a user's do_bench sees it: between the hooks."""
         self.before()
         try:
-            self()
+            result = (launch or self)()
         except Exception as error:
             self.after(error)
             raise
         self.after()
+        return result
 
 
 def kernel_base(kernel: Any) -> JITFunction:

@@ -1,0 +1,150 @@
+"""The command in this process, or in one of its own, and what a test and a config wait on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: How long anything that another process does may take; it never does unless something is wrong.
+DEADLINE_S = 90.0
+
+
+class Command:
+    """`safetune ...` in this process, with the test's store."""
+
+    def __call__(self, *words: object) -> Result:
+        """Run it; an exception that the command lets through fails the test."""
+        from safetune.cli import main
+
+        return CliRunner(catch_exceptions=False).invoke(main, [str(word) for word in words])
+
+    def json(self, *words: object) -> Any:
+        """Run it with --json, see it succeed, and return what it printed."""
+        result = self(*words, "--json")
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    def error(self, *words: object) -> str:
+        """Run it, see it end as bad usage with one line and nothing else, and return the line."""
+        result = self(*words)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert "Traceback" not in result.stderr
+        return result.stderr.rstrip("\n")
+
+
+@pytest.fixture
+def safetune(targets: Path, tmp_path: Path) -> Iterator[Command]:
+    """The command in this process. What it imports for a TARGET is forgotten after the test."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield Command()
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        file = str(getattr(sys.modules[name], "__file__", ""))
+        if file.startswith((str(targets), str(tmp_path))):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def targets() -> Path:
+    """The folder of files with kernels."""
+    return Path(__file__).with_name("targets")
+
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """A function that starts `python -m safetune ...` in a session of its own."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(*words: object, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "safetune", *map(str, words)],
+            env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class Fifo:
+    """Where the hook of `targets/waiting.py`, in a tuning child, and the test meet."""
+
+    def __init__(self, directory: Path) -> None:
+        self._there, self._back = directory / "there", directory / "back"
+        os.mkfifo(self._there)
+        os.mkfifo(self._back)
+        self._reader = os.open(self._there, os.O_RDONLY | os.O_NONBLOCK)
+        self.env = {"TEST_THERE": str(self._there), "TEST_BACK": str(self._back)}
+
+    def pids(self) -> list[int]:
+        """Wait until the hook runs; return its process and that one's parent."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        assert poll.poll(DEADLINE_S * 1000), "the config's hook never ran"
+        return [int(word) for word in os.read(self._reader, 100).split()]
+
+    def remove(self) -> None:
+        """Have every later hook return at once."""
+        self._there.unlink()
+
+    def let_go(self) -> None:
+        """Let the waiting hook return too."""
+        self.remove()
+        with open(self._back, "w"):
+            pass
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Fifo:
+    return Fifo(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def still_running() -> Callable[[list[int]], list[int]]:
+    """A function that waits until these processes are gone, and returns those that are not."""
+    return _still_running
+
+
+def _still_running(pids: list[int]) -> list[int]:
+    deadline = time.monotonic() + DEADLINE_S
+    left = []
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            left.append(pid)
+        os.close(handle)
+    return left

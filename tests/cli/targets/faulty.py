@@ -1,0 +1,59 @@
+"""Kernels with bad configs: one that works all the same, one that has no other, one that is fine."""
+
+import ctypes
+import signal
+
+import torch
+import triton
+import triton.language as tl
+
+from safetune import Workload, safetune
+
+
+def crash(arguments):
+    """Read address 0."""
+    ctypes.string_at(0)
+
+
+def hang(arguments):
+    while True:
+        signal.pause()
+
+
+def grid(meta):
+    return (triton.cdiv(meta["N"], meta["BLOCK"]),)
+
+
+@triton.jit
+def add_one(x, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < N
+    tl.store(x + offsets, tl.load(x + offsets, mask=mask) + 1, mask=mask)
+
+
+#: 48 is no power of two.
+HOPELESS = [triton.Config({"BLOCK": 48}), triton.Config({"BLOCK": 64}, pre_hook=crash)]
+
+hopeless = safetune(configs=HOPELESS, key=["N"])(add_one)
+
+mixed = safetune(
+    configs=[
+        triton.Config({"BLOCK": 32}),
+        triton.Config({"BLOCK": 48}),
+        triton.Config({"BLOCK": 64}, pre_hook=crash),
+        triton.Config({"BLOCK": 128}, pre_hook=hang),
+        triton.Config({"BLOCK": 256}),
+    ],
+    key=["x", "N"],
+    run_timeout_s=5,
+)(add_one)
+
+
+@hopeless.workload
+def for_hopeless(device, dtype):
+    yield Workload("hopeless", grid, (torch.zeros(100, device=device, dtype=dtype), 100))
+
+
+@mixed.workload
+def for_mixed(device, dtype):
+    yield Workload("mixed", grid, (torch.zeros(1000, device=device, dtype=dtype), 1000))

@@ -1,0 +1,345 @@
+"""`safetune tune`: what it measures, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conftest import FreshProcess
+
+    Command = Callable[..., Any]
+
+#: What `targets/add.py` declares for `add_one`.
+CONFIGS, SHAPES = 2, ["small", "large"]
+
+
+@pytest.fixture
+def add(targets: Path) -> str:
+    return str(targets / "add.py")
+
+
+def shapes_of(data: dict[str, Any]) -> list[str]:
+    return [tuning["shape"] for tuning in data["tunings"]]
+
+
+class TestTargets:
+    def test_a_file_is_all_its_kernels_with_a_workload(self, safetune: Any, add: str) -> None:
+        data = safetune.json("tune", add)
+
+        assert [(t["kernel"], t["shape"]) for t in data["tunings"]] == [
+            ("add_one", "small"),
+            ("add_one", "large"),
+            ("kernel", "small"),
+        ]
+
+    @pytest.mark.parametrize("name", ["twice", "kernel"], ids=["attribute", "function"])
+    def test_one_kernel(self, safetune: Any, add: str, name: str) -> None:
+        """A function's name may be shared; of these, the one that has a workload is meant."""
+        data = safetune.json("tune", f"{add}:{name}")
+
+        assert [(t["kernel"], t["dtype"]) for t in data["tunings"]] == [("kernel", "float16")]
+
+    def test_a_module_in_the_working_directory(
+        self, safetune: Any, targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "cli_package"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        (package / "cli_module.py").write_text((targets / "add.py").read_text())
+        monkeypatch.chdir(tmp_path)
+
+        data = safetune.json("tune", "cli_package.cli_module:add_one")
+
+        assert shapes_of(data) == SHAPES
+
+    def test_several_at_once_and_the_same_one_twice(
+        self, safetune: Any, add: str, targets: Path
+    ) -> None:
+        other = str(targets / "heuristics.py")
+
+        data = safetune.json("tune", f"{add}:add_one", f"{add}:add_one", other)
+
+        assert shapes_of(data) == [*SHAPES, "256", "384", "500"]
+
+    def test_a_file_with_the_name_of_a_loaded_module(
+        self, safetune: Any, targets: Path, tmp_path: Path
+    ) -> None:
+        """`json.py` would take the place of the standard library's for the rest of the run."""
+        file = tmp_path / "json.py"
+        file.write_text((targets / "add.py").read_text())
+
+        data = safetune.json("tune", f"{file}:add_one")
+
+        assert shapes_of(data) == SHAPES
+
+    def test_heuristics_above(self, safetune: Any, targets: Path) -> None:
+        """The key holds what the heuristic says of each call, so 256 and 384 share their choice."""
+        data = safetune.json("tune", targets / "heuristics.py")
+
+        measured = {tuning["shape"]: tuning["measured"] for tuning in data["tunings"]}
+        assert measured == {"256": CONFIGS, "384": 0, "500": CONFIGS}
+        keys = [entry["call"]["values"] for entry in safetune.json("list")]
+        assert sorted(keys) == [[["EVEN", False]], [["EVEN", True]]]
+
+
+class TestOptions:
+    def test_shape(self, safetune: Any, add: str) -> None:
+        assert shapes_of(safetune.json("tune", f"{add}:add_one", "--shape", "large")) == ["large"]
+        both = safetune.json("tune", f"{add}:add_one", "--shape", "large", "--shape", "small")
+        assert shapes_of(both) == SHAPES
+        assert both["measured"] == CONFIGS, "large is known"
+
+    def test_dtype(self, safetune: Any, add: str) -> None:
+        data = safetune.json(
+            "tune", add, "--shape", "small", "--dtype", "float16", "--dtype", "float64"
+        )
+
+        assert [(t["kernel"], t["dtype"]) for t in data["tunings"]] == [
+            ("add_one", "float16"),
+            ("add_one", "float64"),
+            ("kernel", "float16"),
+            ("kernel", "float64"),
+        ]
+        stored = {entry["call"]["dtypes"][0][1] for entry in safetune.json("list")}
+        assert stored == {"float16", "float64"}
+
+    def test_device(self, safetune: Any, add: str, device: str) -> None:
+        data = safetune.json("tune", f"{add}:add_one", "--device", device, "--shape", "small")
+
+        assert data["measured"] == CONFIGS
+        assert [trial["message"] for trial in data["trials"]] == [""] * CONFIGS
+
+    def test_force_measures_again_and_opens_the_next_generation(
+        self, safetune: Any, add: str
+    ) -> None:
+        target = f"{add}:add_one"
+
+        counts = [
+            safetune.json("tune", target, *options)["measured"]
+            for options in ([], [], ["--force"], [])
+        ]
+
+        all_of_them = CONFIGS * len(SHAPES)
+        assert counts == [all_of_them, 0, all_of_them, 0]
+        assert [entry["generation"] for entry in safetune.json("list")] == [2, 2]
+        shown = safetune.json("show", "add_one")
+        assert [trial["generation"] for trial in shown] == [2] * all_of_them
+
+    @pytest.mark.parametrize(("isolation", "processes"), [("worker", 1), ("config", CONFIGS)])
+    def test_isolation(
+        self,
+        safetune: Any,
+        add: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        isolation: str,
+        processes: int,
+    ) -> None:
+        pids = tmp_path / "pids"
+        monkeypatch.setenv("TEST_PIDS", str(pids))
+
+        data = safetune.json("tune", f"{add}:add_one", "--shape", "small", "--isolation", isolation)
+
+        assert data["measured"] == CONFIGS
+        seen = set(pids.read_text().split())
+        # A final between equals runs in turns, with a process for each.
+        assert len(seen) == processes if isolation == "worker" else len(seen) >= processes
+
+
+class TestJson:
+    def test_what_it_holds(self, safetune: Any, targets: Path) -> None:
+        result = safetune("tune", targets / "faulty.py", "--json")
+
+        assert result.exit_code == 1
+        assert result.stderr == ""
+        data = json.loads(result.stdout)
+        assert data["measured"] == 7
+        hopeless, mixed = data["tunings"]
+        assert hopeless["measured"] == 2
+        assert hopeless["choice"] is None
+        assert mixed["measured"] == 5
+        assert mixed["choice"] in (
+            "BLOCK=32 num_warps=4 num_stages=3",
+            "BLOCK=256 num_warps=4 num_stages=3",
+        )
+        trials = [trial for trial in data["trials"] if trial["shape"] == "mixed"]
+        assert [(trial["config"].split()[0], trial["label"]) for trial in trials] == [
+            ("BLOCK=32", "ok"),
+            ("BLOCK=48", trials[1]["verdict"]),
+            ("BLOCK=64", "died(SIGSEGV)"),
+            ("BLOCK=128", "timeout"),
+            ("BLOCK=256", "ok"),
+        ]
+        assert [trial["verdict"] for trial in trials[2:4]] == ["died", "timeout"]
+        assert trials[1]["verdict"] in ("launch_error", "compile_error")
+        assert "power of 2" in trials[1]["message"]
+        for trial in trials:
+            assert (trial["timing"] is None) == (trial["verdict"] != "ok")
+            assert trial["chosen"] == (trial["config"] == mixed["choice"])
+        timing = trials[0]["timing"]
+        assert 0 < timing["p20_ms"] <= timing["median_ms"] <= timing["p80_ms"]
+
+    def test_only_the_result_is_on_standard_output(
+        self, safetune: Any, add: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the target and its workloads print goes to standard error, as warnings do."""
+        monkeypatch.setenv("TEST_PRINTS", "1")
+        monkeypatch.setenv("TRITON_PRINT_AUTOTUNING", "1")
+
+        result = safetune("tune", f"{add}:add_one", "--shape", "small", "--json")
+
+        assert json.loads(result.stdout)["measured"] == CONFIGS
+        lines = result.stderr.splitlines()
+        assert lines[:2] == ["printed while it was imported", "Warning: something is old"]
+        assert set(lines[2:]) == {"printed by the workload"}
+
+
+class TestTable:
+    def test_good_and_bad_configs(
+        self, safetune: Any, targets: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The kernel without a working config makes the exit code 1; the other is tuned."""
+        monkeypatch.delenv("COLUMNS", raising=False)
+
+        result = safetune("tune", targets / "faulty.py")
+
+        assert result.exit_code == 1
+        assert result.stderr == "", "no progress bar without a terminal"
+        lines = [line.rstrip() for line in result.stdout.splitlines()]
+        dtype = lines[0].split()[2]
+        assert lines[0] == f"add_one  hopeless  {dtype}  (2 measured)"
+        assert lines[-1] == "2 tunings, 7 configs measured, 1 without a working config"
+        table = lines[lines.index(f"add_one  mixed  {dtype}  (5 measured)") :]
+        heading = next(line for line in table if "config" in line)
+        assert heading.split() == ["config", "verdict", "median", "p20-p80", "ratio"]
+        rows = {
+            line.split("BLOCK=")[1].split()[0]: line
+            for line in table
+            if " num_warps=4 " in line and ": " not in line
+        }
+        assert list(rows) == ["32", "48", "64", "128", "256"]
+        assert rows["64"].endswith("died(SIGSEGV)")
+        assert rows["128"].endswith("timeout")
+        chosen = [line for line in rows.values() if line.strip().startswith("* ")]
+        assert len(chosen) == 1
+        assert chosen[0].endswith("1.00")
+        slow = rows["32"]
+        assert " ok " in slow
+        assert slow.count(" ms") + slow.count(" us") == 3, "median, p20 and p80"
+        assert float(slow.split()[-1]) >= 1
+        assert "  BLOCK=64 num_warps=4 num_stages=3: the process ended with SIGSEGV" in table
+        assert any("BLOCK=48" in line and "power of 2" in line for line in table)
+
+    def test_nothing_is_measured_twice_and_what_failed_still_counts(
+        self, safetune: Any, targets: Path
+    ) -> None:
+        target = str(targets / "faulty.py:hopeless")
+        first = safetune("tune", target)
+        assert first.stdout.splitlines()[-1] == (
+            "1 tuning, 2 configs measured, 1 without a working config"
+        )
+
+        again = safetune("tune", target)
+
+        assert again.exit_code == 1
+        assert again.stdout.splitlines()[-1] == (
+            "1 tuning, 0 configs measured, 1 without a working config"
+        )
+        assert "died(SIGSEGV)" in again.stdout
+
+    def test_force_measures_again_what_never_worked(self, safetune: Any, targets: Path) -> None:
+        """Without a choice there was no generation to go on from, and nothing was measured."""
+        target = str(targets / "faulty.py:hopeless")
+        assert json.loads(safetune("tune", target, "--json").stdout)["measured"] == 2
+
+        forced = safetune("tune", target, "--force", "--json")
+
+        assert json.loads(forced.stdout)["measured"] == 2
+
+    def test_brackets_are_shown_as_they_are(self, safetune: Any, tmp_path: Path) -> None:
+        """Rich takes `[red]` for a colour and leaves it out."""
+        file = tmp_path / "brackets.py"
+        file.write_text(BRACKETS)
+
+        result = safetune("tune", file)
+
+        assert "add_one  [red] of [/]  " in result.stdout
+
+
+BRACKETS = """
+import torch, triton, triton.language as tl
+from safetune import Workload, safetune
+
+@safetune(configs=[triton.Config({"BLOCK": 64})], key=["N"])
+@triton.jit
+def add_one(x, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offsets, tl.load(x + offsets, mask=offsets < N) + 1, mask=offsets < N)
+
+@add_one.workload
+def named(device, dtype):
+    yield Workload("[red] of [/]", (1,), (torch.zeros(64, device=device, dtype=dtype), 64))
+"""
+
+
+def test_the_shipped_kernels_without_a_gpu(cache_dir: Path, fresh_process: FreshProcess) -> None:
+    """The first time every config for every key, the second time nothing; TRITON_INTERPRET unset.
+
+    `safetune.kernels.layer_norm` is a module, and a function of the same name in the package.
+    """
+    env = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": "", "SAFETUNE_MODE": None}
+    command = (
+        "from safetune.cli import main; main(['tune', 'safetune.kernels.layer_norm', '--json'])"
+    )
+    expected = configs_times_keys()
+    assert len(expected) == 3
+    assert all(count > 0 for count in expected.values())
+
+    first, second = (fresh_process(command, env=env) for _ in range(2))
+
+    for result, measured in ((first, expected), (second, dict.fromkeys(expected, 0))):
+        assert result.returncode == 0, result.stderr
+        assert result.stderr == "No GPU found: running in Triton's interpreter on the CPU.\n"
+        data = json.loads(result.stdout)
+        per_kernel = dict.fromkeys(expected, 0)
+        for tuning in data["tunings"]:
+            per_kernel[tuning["kernel"]] += tuning["measured"]
+        assert per_kernel == measured
+        assert data["measured"] == sum(measured.values())
+        assert len(data["trials"]) == sum(expected.values())
+        assert {trial["verdict"] for trial in data["trials"]} == {"ok"}
+
+
+def configs_times_keys() -> dict[str, int]:
+    """How many configs are left to measure for the keys that each shipped kernel's workloads have.
+
+    From the declarations alone: nothing of the tuner's bookkeeping is used.
+    """
+    import torch
+
+    from safetune import kernels as shipped
+    from safetune.kernels import workloads
+
+    assert callable(shipped.layer_norm)
+    counts: dict[str, int] = {}
+    for name in ("forward", "backward", "finalize"):
+        kernel = getattr(workloads, f"layer_norm_{name}_kernel")
+        configs_of_key = {}
+        for declared in kernel.workloads:
+            for workload in declared.function(torch.device("cpu"), torch.float32):
+                arguments = dict(zip(kernel.arg_names, workload.args, strict=False))
+                arguments |= workload.kwargs
+                key = tuple(str(arguments[each]) for each in kernel.keys)
+                dtypes = tuple(str(getattr(value, "dtype", "")) for value in arguments.values())
+                left = kernel.configs
+                if kernel.early_config_prune is not None:
+                    left = kernel.early_config_prune(left, arguments, **workload.kwargs)
+                configs_of_key[key, dtypes] = len(left)
+        counts[kernel.base_fn.__name__] = sum(configs_of_key.values())
+    return counts
