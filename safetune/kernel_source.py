@@ -162,7 +162,9 @@ class _Graph:
         if dataclasses.is_dataclass(value):
             fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
             return {"object": name, "fields": self.describe(fields)}
-        if _ADDRESS.search(encoded["repr"]):  # the default repr: its module and its address
+        if canonical.ADDRESS.search(
+            encoded["repr"]
+        ):  # the default repr: its module and its address
             return {"object": name}
         return {"object": name, "repr": encoded["repr"]}
 
@@ -224,7 +226,7 @@ class _Graph:
             # Nothing but the compiled code is left to tell it from another; that one is bound to
             # the version of Python.
             code = function.__code__
-            text = f"{code.co_code.hex()} {code.co_names} {_ADDRESS.sub('', repr(code.co_consts))}"
+            text = f"{code.co_code.hex()} {code.co_names} {canonical.ADDRESS.sub('', repr(code.co_consts))}"
             names = list(code.co_names)
             references = {name: Scope(function).lookup(name) for name in names}
         else:
