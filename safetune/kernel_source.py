@@ -162,9 +162,7 @@ class _Graph:
         if dataclasses.is_dataclass(value):
             fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
             return {"object": name, "fields": self.describe(fields)}
-        if canonical.ADDRESS.search(
-            encoded["repr"]
-        ):  # the default repr: its module and its address
+        if canonical.ADDRESS.search(repr(value)):  # the default repr: its module and its address
             return {"object": name}
         return {"object": name, "repr": encoded["repr"]}
 
