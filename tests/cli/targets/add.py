@@ -28,6 +28,21 @@ def note_process(arguments):
             pids.write(f"{os.getpid()}\n")
 
 
+def make_twice():
+    @safetune(configs=CONFIGS, key=["N"])
+    @triton.jit
+    def kernel(x, N, BLOCK: tl.constexpr):
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < N
+        tl.store(x + offsets, tl.load(x + offsets, mask=mask) * 2, mask=mask)
+
+    return kernel
+
+
+#: A kernel whose attribute is not the name of its function.
+twice = make_twice()
+
+
 @safetune(configs=CONFIGS, key=["N"], pre_hook=note_process)
 @triton.jit
 def add_one(x, N, BLOCK: tl.constexpr):
@@ -43,21 +58,6 @@ def vectors(device, dtype):
         sys.stdout.flush()
     for name, count in {"small": 100, "large": 300}.items():
         yield Workload(name, grid, (torch.zeros(count, device=device, dtype=dtype), count))
-
-
-def make_twice():
-    @safetune(configs=CONFIGS, key=["N"])
-    @triton.jit
-    def kernel(x, N, BLOCK: tl.constexpr):
-        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < N
-        tl.store(x + offsets, tl.load(x + offsets, mask=mask) * 2, mask=mask)
-
-    return kernel
-
-
-#: A kernel whose attribute is not the name of its function.
-twice = make_twice()
 
 
 @twice.workload(dtypes=("float16",))

@@ -1,4 +1,4 @@
-"""Kernels with bad configs: one that works all the same, one that has no other, one that is fine."""
+"""Kernels with bad configs: one that has no other, and one that works all the same."""
 
 import ctypes
 import signal

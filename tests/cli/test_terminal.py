@@ -1,0 +1,162 @@
+"""`safetune tune` on a terminal: the live line, and Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEADLINE_S = 90.0
+
+#: What a terminal does with its cursor, not what it shows.
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A pseudo-terminal wide enough for the whole line, and what was shown on it."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = pty.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        self._shown = b""
+
+    @property
+    def lines(self) -> list[str]:
+        text = CONTROL.sub("", self._shown.decode(errors="replace"))
+        return re.split(r"[\r\n]+", text)
+
+    def wait_for(self, *words: str) -> str:
+        """Return the first line shown, now or later, that has all the words."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for line in self.lines:
+                if all(word in line for word in words):
+                    return line
+            assert self._read(deadline), f"no line with {words} in:\n" + "\n".join(self.lines)
+
+    def read_to_the_end(self) -> None:
+        """Read until no process has the terminal open."""
+        os.close(self.theirs)
+        while self._read(time.monotonic() + DEADLINE_S):
+            pass
+
+    def _read(self, deadline: float) -> bool:
+        """Read some more; False at the end, or when nothing came until the deadline."""
+        poll = select.poll()
+        poll.register(self._ours, select.POLLIN)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return False
+        try:
+            data = os.read(self._ours, 65536)
+        except OSError:  # the other side is closed
+            return False
+        self._shown += data
+        return bool(data)
+
+
+@pytest.fixture
+def terminal() -> Terminal:
+    return Terminal()
+
+
+@pytest.fixture
+def env(fifo: Any) -> dict[str, str]:
+    """The environment of someone at a terminal with colours."""
+    return {**fifo.env, "TERM": "xterm-256color", "COLUMNS": "200"}
+
+
+def test_the_live_line(
+    start: Callable[..., subprocess.Popen[bytes]],
+    terminal: Terminal,
+    fifo: Any,
+    env: dict[str, str],
+    targets: Path,
+) -> None:
+    """While the third of four configs runs: one done well, one failed, the best time so far."""
+    target = targets / "waiting.py"
+    outputs = {"stdout": terminal.theirs, "stderr": terminal.theirs}
+    process = start("tune", target, env=env, **outputs)
+    fifo.pids()
+
+    line = terminal.wait_for("screen: BLOCK=64 ")
+
+    assert line.startswith("1/1 slow_to_end vector ")
+    assert " 2/4 " in line
+    assert " 1 failed " in line
+    assert re.search(r" best [0-9.]+ [mu]s ", line)
+    fifo.let_go()
+    assert process.wait(DEADLINE_S) == 0
+    terminal.read_to_the_end()
+    shown = terminal.lines
+    last_live = max(number for number, each in enumerate(shown) if "failed" in each)
+    assert any("config" in each and "verdict" in each for each in shown[last_live:])
+    assert shown[-2:] == ["1 tuning, 4 configs measured", ""]
+
+
+def test_with_json_there_is_no_live_line(
+    start: Callable[..., subprocess.Popen[bytes]], terminal: Terminal, targets: Path
+) -> None:
+    outputs = {"stdout": subprocess.PIPE, "stderr": terminal.theirs}
+    env = {"TERM": "xterm-256color"}
+
+    process = start("tune", f"{targets / 'add.py'}:add_one", "--json", env=env, **outputs)
+
+    stdout, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert json.loads(stdout)["measured"] == 4
+    terminal.read_to_the_end()
+    assert terminal.lines == [""]
+
+
+def test_ctrl_c(
+    safetune: Any,
+    start: Callable[..., subprocess.Popen[bytes]],
+    still_running: Callable[[list[int]], list[int]],
+    fifo: Any,
+    targets: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a config hangs: one line, exit code 130, nothing left running, no trial lost."""
+    target = targets / "waiting.py"
+    outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start("tune", target, "--json", env=fifo.env, **outputs)
+    children = fifo.pids()
+    assert len(children) == 2, "the child and the fork server"
+
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 130
+    assert stdout == b""
+    assert stderr == b"Interrupted; finished trials are stored.\n"
+    assert still_running(children) == []
+    kept = safetune.json("show", "slow_to_end")
+    assert [(trial["config"]["BLOCK"], trial["verdict"] == "ok") for trial in kept] == [
+        (32, True),
+        (48, False),
+    ]
+    fifo.remove()
+    for name, value in fifo.env.items():
+        monkeypatch.setenv(name, value)
+    again = safetune.json("tune", target)
+    assert {trial["config"].split()[0] for trial in again["trials"]} == {
+        "BLOCK=32",
+        "BLOCK=48",
+        "BLOCK=64",
+        "BLOCK=128",
+    }
+    first = next(trial for trial in again["trials"] if trial["config"].startswith("BLOCK=32"))
+    assert again["measured"] == (2 if first["timing"] == kept[0]["timing"] else 3)

@@ -1,0 +1,30 @@
+"""The table of statements in docs/architecture.md names tests that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT)))
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED)
+def test_a_named_test_exists(path: str, name: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert f"def {name}(" in source if name else "def test_" in source
+
+
+def test_every_statement_has_its_row():
+    wanted = [f"{group}{n}" for group, n in (("A", 8), ("B", 7), ("C", 10), ("D", 5), ("E", 8))]
+    listed: set[str] = set()
+    for cell in re.findall(r"^\| ([A-E][\w, -]*) \|", TEXT, re.MULTILINE):
+        for part in cell.split(", "):
+            first, _, last = part.partition("-")
+            numbers = range(int(first[1:]), int((last or first)[1:]) + 1)
+            listed.update(f"{first[0]}{number}" for number in numbers)
+    for last in wanted:
+        assert {f"{last[0]}{n}" for n in range(1, int(last[1:]) + 1)} <= listed
