@@ -224,7 +224,8 @@ class _Graph:
             # Nothing but the compiled code is left to tell it from another; that one is bound to
             # the version of Python.
             code = function.__code__
-            text = f"{code.co_code.hex()} {code.co_names} {canonical.ADDRESS.sub('', repr(code.co_consts))}"
+            constants = canonical.ADDRESS.sub("", repr(code.co_consts))
+            text = f"{code.co_code.hex()} {code.co_names} {constants}"
             names = list(code.co_names)
             references = {name: Scope(function).lookup(name) for name in names}
         else:

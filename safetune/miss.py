@@ -16,12 +16,14 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device
-from safetune.config import check_conflicts, config_digest
+from safetune.config import check_conflicts, config_digest, config_text
 from safetune.errors import KernelNotTransferable, WorkerUnavailable
 from safetune.kernel_source import base_function, kernel_identity
 from safetune.key import KernelIdentity, TuningKey
+from safetune.outcome import TRANSIENT, Outcome
 from safetune.settings import Mode, Settings
-from safetune.store.lookup import open_lookup
+from safetune.store.lookup import Lookup, open_lookup
+from safetune.store.sqlite import Store
 from safetune.tuning.jobs import Call, TuningRequest
 
 if TYPE_CHECKING:
@@ -133,13 +135,8 @@ def _stored(miss: Miss, request: TuningRequest, settings: Settings) -> Config | 
     configs = {config_digest(config): config for config in request.configs}
     if choice is None or choice.declared != request.declared or choice.config_digest not in configs:
         return None
-    known = [
-        (configs[trial.config_digest], trial.outcome)
-        for generation in range(1, choice.generation + 1)
-        for trial in lookup.store.trials(request.key.digest, generation)
-        if trial.config_digest in configs
-    ]
     config = configs[choice.config_digest]
+    known = known_outcomes(request, lookup.store)
     announce.report(miss.tuner, miss.call.named(), config, announce.timings_of(known))
     return config
 
@@ -156,17 +153,42 @@ def _tune(miss: Miss, request: TuningRequest, settings: Settings) -> Config:
             functools.partial(announce.warn_of_grid, miss.tuner),
         )
     except (KernelNotTransferable, WorkerUnavailable) as error:
+        config = _fallback(request, open_lookup(settings))
+        place = "its first config" if config is request.configs[0] else "the best left"
         warnings.warn(
-            f"{request.key.kernel.name} is not tuned for {request.key} and runs with its first "
-            f"config: {error}",
+            f"{request.key.kernel.name} is not tuned for {request.key} and runs with {place} "
+            f"({config_text(config)}): {error}",
             stacklevel=2,
         )
-        return request.configs[0]
+        return config
     seconds = result.seconds if result.measured else None
     announce.report(
         miss.tuner, miss.call.named(), result.choice, announce.timings_of(result.outcomes), seconds
     )
     return result.choice
+
+
+def _fallback(request: TuningRequest, lookup: Lookup) -> Config:
+    """The best config known to work, else the first not known to fail, else the first."""
+    outcomes = known_outcomes(request, lookup.store)
+    times = {c: o.timing.median_ms for c, o in outcomes if o.ok and o.timing is not None}
+    if times:
+        return min(times, key=lambda config: times[config])
+    failed = [config for config, outcome in outcomes if not outcome.ok]
+    return next((c for c in request.configs if c not in failed), request.configs[0])
+
+
+def known_outcomes(request: TuningRequest, store: Store) -> list[tuple[Config, Outcome]]:
+    """Return what the store knows of a request's configs, the latest of each."""
+    configs = {config_digest(config): config for config in request.configs}
+    key = request.key.digest
+    found = {
+        trial.config_digest: trial.outcome
+        for generation in range(1, store.generation(key) + 1)
+        for trial in store.trials(key, generation)
+        if trial.config_digest in configs and trial.outcome.verdict not in TRANSIENT
+    }
+    return [(configs[digest], outcome) for digest, outcome in found.items()]
 
 
 def _tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:

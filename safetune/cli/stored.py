@@ -60,7 +60,10 @@ def list_choices(as_json: bool) -> None:
 @click.argument("kernel")
 @json_option
 def show(kernel: str, as_json: bool) -> None:
-    """Show the last trial of every config of KERNEL, with what became of it."""
+    """Show what became of every config of KERNEL.
+
+    One table per key; of a config that was tried more than once, the last trial.
+    """
     store = _open()
     choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
     stored = [(key, _latest(trials)) for key, trials in store.trials_of(kernel)]

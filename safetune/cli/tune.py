@@ -54,8 +54,9 @@ def tune_command(
         # What a target prints must not get between the lines of our own output.
         with contextlib.redirect_stdout(sys.stderr), plain_warnings():
             kernels = targets.kernels_of(target)
-            for kernel in kernels if isolation is not None else ():
-                kernel.tuner.isolate(isolation)
+            if isolation is not None:
+                for kernel in kernels:
+                    kernel.tuner.isolate(isolation)
             plan = _Plan(kernels, device, dtype, shape)
             count = plan.check()
             if switched:

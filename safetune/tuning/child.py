@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 #: caller's memory. The parent stops reusing it a little earlier (see `worker.REUSE_S`).
 IDLE_EXIT_S = 2.0
 
+#: What the knobs set by the last `start` were before it, for a child that is used again.
+_adopted_knobs: list[tuple[str, str, Any]] = []
+_UNSET = object()
+
 
 def serve(pipe: socket.socket) -> None:
     """Do the jobs that come through `pipe` until it closes, or after `release` nothing comes."""
@@ -55,7 +59,7 @@ def serve(pipe: socket.socket) -> None:
         else:
             reply = session.measure(job)
         sys.stdout.flush()
-        wire.send(pipe, reply, data)
+        wire.send(pipe, {**reply, "job": job["job"]}, data)
 
 
 def _adopt(job: dict[str, Any]) -> None:
@@ -67,9 +71,17 @@ def _adopt(job: dict[str, Any]) -> None:
         os.chdir(job["directory"])
     from triton import knobs
 
+    while _adopted_knobs:
+        group, name, value = _adopted_knobs.pop()
+        if value is _UNSET:
+            delattr(getattr(knobs, group), name)
+        else:
+            setattr(getattr(knobs, group), name, value)
     for group, values in job["knobs"].items():
         for name, value in values.items():
-            setattr(getattr(knobs, group), name, value)
+            owner = getattr(knobs, group)
+            _adopted_knobs.append((group, name, vars(owner).get(name, _UNSET)))
+            setattr(owner, name, value)
 
 
 def _prepare(
@@ -80,7 +92,7 @@ def _prepare(
 
     try:
         return Session(job, blob, fds[0]), {"ok": True}
-    except Exception as error:
+    except BaseException as error:
         outcome = failures.of_launch(error)
         return None, {"error": outcome.message, "verdict": outcome.verdict.value}
 
@@ -90,6 +102,6 @@ def _compile(job: dict[str, Any], blob: bytes) -> dict[str, Any]:
 
     try:
         facts = compilation.compile_spec(blob[: job["kernel_size"]], blob[job["kernel_size"] :])
-    except Exception as error:
+    except BaseException as error:
         return outcome_reply(failures.of_compile(error))
     return {**outcome_reply(Outcome(Verdict.OK)), "facts": facts}

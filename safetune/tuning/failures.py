@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-
 from safetune.outcome import Outcome, Verdict
 
 _MAX_MESSAGE = 2000
@@ -51,7 +49,9 @@ def _context_works() -> bool:
 
 
 def _outcome(verdict: Verdict, error: BaseException) -> Outcome:
-    text = str(error).strip()
-    if not text:
-        text = traceback.format_exception_only(type(error), error)[-1].strip()
-    return Outcome(verdict, detail=type(error).__name__, message=text[:_MAX_MESSAGE])
+    name = type(error).__name__
+    try:
+        text = str(error).strip() or name
+    except Exception as unprintable:  # str() of a candidate's exception is its code too
+        text = f"{name}, whose text cannot be had: {type(unprintable).__name__}"
+    return Outcome(verdict, detail=name, message=text[:_MAX_MESSAGE])

@@ -107,6 +107,8 @@ class ForkServer:
                 start_new_session=True,
             )
         except OSError as error:
+            ours.close()
+            self._output.close()
             raise WorkerUnavailable(f"no tuning process could be started: {error}") from error
         finally:
             theirs.close()

@@ -67,6 +67,9 @@ def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
 
 _registering = threading.Lock()
 
+#: Stands for a line of a file that did not travel; unlike a blank one it ends a function's block.
+_UNKNOWN_LINE = "pass\n"
+
 
 def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
     buffer = io.BytesIO()
@@ -142,7 +145,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
             names = _signature_globals(obj.fn, source)
-            state = (obj.fn, _jit_options(obj), source, obj._src, names)
+            state = (obj.fn, _jit_options(obj), source, (obj._src, obj.cache_key), names)
             return _new, (type(obj),), state, None, None, _init
         return super().reducer_override(obj)
 
@@ -203,8 +206,10 @@ def _init(obj: Any, state: tuple[Any, ...]) -> None:
     if source is not None:
         _remember_source(function.__code__.co_filename, *source)
     obj.__init__(function, **options)
-    if text is not None and obj._src != text:
-        obj._src = text
+    if text is not None:
+        # The key comes along too: Triton 3.6 makes another one of the same functions, depending on
+        # which of them it met before.
+        obj._src, obj.hash = text
 
 
 def _remember_source(filename: str, text: str, start: int) -> None:
@@ -214,6 +219,6 @@ def _remember_source(filename: str, text: str, start: int) -> None:
     lines = list(known)
     new = text.splitlines(keepends=True)
     end = start - 1 + len(new)
-    lines.extend("\n" for _ in range(end - len(lines)))
+    lines.extend(_UNKNOWN_LINE for _ in range(end - len(lines)))
     lines[start - 1 : end] = new
     linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)

@@ -48,7 +48,7 @@ class Session:
                 lambda: compilation.capture_spec(jit, launch, self._call.index)
             )
             self._arguments.restore()
-        except Exception as error:
+        except BaseException as error:  # sys.exit in a hook is a failed config like any other
             return outcome_reply(failures.of_launch(error)), b""
         return outcome_reply(Outcome(Verdict.OK)), spec
 
@@ -64,7 +64,7 @@ class Session:
             self._timer.synchronize()
         except InvalidTime as error:
             return outcome_reply(Outcome(Verdict.INVALID_TIME, message=str(error)))
-        except Exception as error:
+        except BaseException as error:
             return outcome_reply(failures.of_launch(error))
         return outcome_reply(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid))
 

@@ -52,43 +52,60 @@ def send(
 
 
 def receive(
-    sock: socket.socket, timeout_s: float | None = None
+    sock: socket.socket, timeout_s: float | None = None, ended: int | None = None
 ) -> tuple[dict[str, Any], bytes, list[int]]:
     """Return the next frame's header, bytes and file descriptors.
 
+    `ended` is a pidfd of the sender: a copy that it forked may hold the pipe open after its end.
+
     Raises:
-        EOFError: the other end closed before a whole frame had come.
+        EOFError: the other end closed, or ended, before a whole frame had come.
         TimeoutError: no whole frame within `timeout_s`.
         ProtocolError: the bytes are not a frame.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    fds: list[int] = []
-    prefix = _read(sock, _PREFIX.size, deadline, fds)
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    if ended is not None:
+        poll.register(ended, select.POLLIN)
+    source = _Source(sock, poll, deadline)
+    prefix = source.read(_PREFIX.size)
     header_size, blob_size = _PREFIX.unpack(prefix)
     if header_size > _MAX_HEADER or blob_size > _MAX_BLOB:
         raise ProtocolError(f"a frame of {header_size} + {blob_size} bytes was announced")
-    text = _read(sock, header_size, deadline, fds)
+    text = source.read(header_size)
     try:
         header = json.loads(text)
     except ValueError as error:
         raise ProtocolError(f"not JSON: {text[:80]!r}") from error
     if not isinstance(header, dict):
         raise ProtocolError(f"not a JSON object: {text[:80]!r}")
-    return header, _read(sock, blob_size, deadline, fds), fds
+    return header, source.read(blob_size), source.fds
 
 
-def _read(sock: socket.socket, size: int, deadline: float | None, fds: list[int]) -> bytes:
-    parts: list[bytes] = []
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    while size > 0:
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not poll.poll(None if remaining is None else remaining * 1000):
+class _Source:
+    def __init__(self, sock: socket.socket, poll: select.poll, deadline: float | None) -> None:
+        self._sock = sock
+        self._poll = poll
+        self._deadline = deadline
+        self.fds: list[int] = []
+
+    def read(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size > 0:
+            self._wait()
+            data, new_fds, _, _ = socket.recv_fds(self._sock, min(size, 1 << 20), _MAX_FDS)
+            self.fds.extend(new_fds)
+            if not data:
+                raise EOFError("the other end closed the pipe")
+            parts.append(data)
+            size -= len(data)
+        return b"".join(parts)
+
+    def _wait(self) -> None:
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        ready = self._poll.poll(None if left is None else left * 1000)
+        if not ready:
             raise TimeoutError("no answer in time")
-        data, new_fds, _, _ = socket.recv_fds(sock, min(size, 1 << 20), _MAX_FDS)
-        fds.extend(new_fds)
-        if not data:
-            raise EOFError("the other end closed the pipe")
-        parts.append(data)
-        size -= len(data)
-    return b"".join(parts)
+        if all(fd != self._sock.fileno() for fd, _ in ready):
+            raise EOFError("the other end is gone")

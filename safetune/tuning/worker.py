@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from safetune.errors import WorkerUnavailable
@@ -49,11 +50,19 @@ class Child:
         self.pipe, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._mark = 0
+        self._jobs: deque[int] = deque()
+        self._last_job = 0
+        self._pidfd: int | None = None
         try:
             self.pid = server.fork(theirs, self._output)
+        except WorkerUnavailable:
+            self._close()
+            raise
         finally:
             theirs.close()
         self._alive = True
+        with contextlib.suppress(OSError):  # it may have ended, which the pipe then tells
+            self._pidfd = os.pidfd_open(self.pid)
         try:
             self.ask(_surroundings(gpu_blind), timeout_s=_START_S)
         except ChildFailed as failure:
@@ -71,13 +80,17 @@ class Child:
     ) -> None:
         """Send a job; a child that is gone shows when its answer is read."""
         self._mark = os.fstat(self._output.fileno()).st_size
+        self._last_job += 1
+        self._jobs.append(self._last_job)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            wire.send(self.pipe, job, blob, fds=fds, timeout_s=timeout_s)
+            wire.send(self.pipe, {**job, "job": self._last_job}, blob, fds=fds, timeout_s=timeout_s)
 
     def answer(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-        """Return the answer to the job told last; raises `ChildFailed` without one."""
+        """Return the answer to the first job not answered yet; raises `ChildFailed` without one."""
         try:
-            reply, blob, _ = wire.receive(self.pipe, timeout_s)
+            reply, blob, _ = wire.receive(self.pipe, timeout_s, self._pidfd)
+            if reply.get("job") != self._jobs.popleft():
+                raise wire.ProtocolError(f"an answer to no job: {str(reply)[:80]}")
         except TimeoutError:
             raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except (EOFError, ConnectionResetError):
@@ -127,6 +140,9 @@ class Child:
         self._alive = False
         self.pipe.close()
         self._output.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 class MeasuringChild:

@@ -208,25 +208,6 @@ FAULTS = {
 }
 
 
-#: Faults whose verdict is not the right one yet. Everything else holds for them, too.
-KNOWN_BUGS = {
-    "unprintable": "failures._outcome calls str() outside any try: the child dies of it",
-    "sys.exit": "session catches Exception, so the child ends, with another exit code",
-    "interrupt": "session catches Exception, so the child ends",
-    "forked copy": "worker.Child waits for the pipe to close and not for the process to end",
-}
-
-
-def faults(*names: str) -> list[Any]:
-    return [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(reason=KNOWN_BUGS[name]) if name in KNOWN_BUGS else (),
-        )
-        for name in names
-    ]
-
-
 @dataclass
 class Caller:
     """The caller's tensors: x lies inside a larger buffer that nobody may touch."""
@@ -304,7 +285,7 @@ def next_tuning_works(caller: Caller, records: Any) -> None:
     assert [trial.label for trial in records.trials()[before:]] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("name", faults(*FAULTS))
+@pytest.mark.parametrize("name", [*FAULTS])
 def test_a_misbehaving_hook_costs_its_config(
     name: str, caller: Caller, records: Any, log: Any, processes: Any
 ) -> None:
@@ -324,9 +305,7 @@ def test_a_misbehaving_hook_costs_its_config(
     next_tuning_works(caller, records)
 
 
-@pytest.mark.parametrize(
-    "name", faults("segfault", "exit 0", "exception", "sys.exit", "hang", "garbage")
-)
+@pytest.mark.parametrize("name", ["segfault", "exit 0", "exception", "sys.exit", "hang", "garbage"])
 def test_a_misbehaving_kernel_costs_its_config(
     name: str, caller: Caller, records: Any, processes: Any
 ) -> None:
@@ -369,7 +348,6 @@ def test_what_a_config_prints_does_not_reach_the_caller(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.xfail(reason="answers carry no number of the job that they answer")
 def test_an_answer_too_many_is_not_taken_for_the_next_config(
     caller: Caller, records: Any, no_idle_child: None
 ) -> None:

@@ -387,7 +387,6 @@ class TestSurroundings:
         for seen in (again, fresh):
             assert {name: seen[name] for name in expected} == expected
 
-    @pytest.mark.xfail(reason="child._adopt sets the knobs that are set, and unsets none")
     def test_a_knob_that_is_no_longer_set_is_not_set_in_a_child_used_again(
         self, tuned: Tuned
     ) -> None:
@@ -569,7 +568,6 @@ os.execvp(command[0], command)
             assert self.told(texts) == []
             assert len(children) == 1
 
-    @pytest.mark.xfail(reason="worker.Child leaves its pipe and its file open when the fork fails")
     def test_leaves_nothing_open(self, seen: dict[str, Any]) -> None:
         assert not [
             text
@@ -578,7 +576,6 @@ os.execvp(command[0], command)
             if kind == "ResourceWarning"
         ]
 
-    @pytest.mark.xfail(reason="miss._tune falls back to the first config, whatever is known of it")
     def test_in_the_middle_of_a_tuning(self, seen: dict[str, Any]) -> None:
         """The config that is known to kill its process is not what the caller is given."""
         right, block, texts, _ = seen["in the middle"]

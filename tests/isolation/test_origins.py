@@ -305,13 +305,9 @@ class TestModules:
 
 class TestScopes:
     def test_a_factory(self, records: Any) -> None:
-        """Two kernels of one function, told apart by what they read, not by their line."""
+        """It makes one kernel with two lists of configs: each call tunes what is new to it."""
 
         def make(factor: float, sizes: tuple[int, ...]) -> Any:
-            source = f"def scale(value):\n    return value * {factor}\n"
-            namespace: dict[str, Any] = {}
-            exec(source, namespace)
-
             @safetune(configs=blocks(*sizes), key=["n"])
             @triton.jit
             def kernel(dst, src, n, FACTOR, BLOCK: tl.constexpr):
@@ -364,10 +360,6 @@ class TestScopes:
             del copy_kernel.fn.__globals__["tuned_copy_kernel"]
         assert records.labels() == {16: "ok", 32: "ok"}
 
-    @pytest.mark.xfail(
-        reason="kernel_ref._remember_source fills with blank lines, which end no block: the source "
-        "of the first kernel goes on into the more indented one"
-    )
     def test_two_kernels_of_one_file_in_one_child(self, records: Any) -> None:
         """The second stands above the first and is less indented."""
 

@@ -1,0 +1,335 @@
+"""What the documentation says is what is there, and what it shows is run.
+
+README.md and docs/*.md: every `sh` block runs in bash and every `python` block in Python, but for
+the lines that need what a test does not have (`ELSEWHERE`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+
+from safetune.settings import Mode, PhantomPolicy, Settings
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: The pages whose blocks are run.
+PAGES = sorted(
+    path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if path.exists()
+)
+
+#: Lines of `sh` blocks that are not run here, with who runs them.
+ELSEWHERE = {
+    r"git clone \S+( \S+)?": "whoever has a checkout",
+    r"cd [\w.-]+": "goes with git clone",
+    r"(python3? -m )?pip install .*": "make env; tests/test_packaging.py installs offline",
+    r"python3? -m venv \S+": "make env",
+    r"make( [a-z-]+)?( \w+=('[^']*'|\S+))*": "CI: .ci/run; those that need a GPU, by hand",
+    r"bash \.ci/run": "CI",
+    r"(bash|python3?) benchmarks/\S+.*": "by hand, on a GPU",
+}
+
+SH_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the line after the fence, and its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks of a page."""
+    language, start, inside = "", 0, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.startswith("```"):
+            inside.append(line)
+        elif start:
+            yield Block(language, start, "\n".join(inside) + "\n")
+            start = 0
+        else:
+            language, start, inside = line[3:].strip(), number + 1, []
+    assert not start, f"{page}:{start - 1}: this block has no end"
+
+
+def with_blocks(language: str) -> list[Path]:
+    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
+
+
+def commands(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, command) of the `sh` blocks, continued lines joined, comments left out."""
+    for block in blocks(page):
+        if block.language == "sh":
+            lines = block.text.replace("\\\n", "").splitlines()
+            for number, line in enumerate(lines, block.line):
+                command = re.sub(r"(^|\s)#.*", "", line).strip()
+                if command:
+                    yield number, command
+
+
+def elsewhere(command: str) -> bool:
+    return any(re.fullmatch(pattern, command) for pattern in ELSEWHERE)
+
+
+def place(page: Path, line: int) -> str:
+    return f"{page.relative_to(ROOT)}:{line}"
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.stem)
+    def test_python(self, page: Path, tmp_path: Path, fresh_process: FreshProcess) -> None:
+        """All blocks of a page in one file and process, at the line numbers of the page."""
+        script = write_python(page, tmp_path)
+
+        result = fresh_process(script)
+
+        assert result.returncode == 0, f"lines are those of {page.name}\n{result.stderr}"
+
+    @pytest.mark.parametrize("page", with_blocks("sh"), ids=lambda page: page.stem)
+    def test_sh(self, page: Path, tmp_path: Path, cache_dir: Path) -> None:
+        """All commands of a page in one store, from a folder with docs/ and the page's Python.
+
+        The Python blocks of `page.md` are there as `page.py`.
+        """
+        here = [command for _, command in commands(page) if not elsewhere(command)]
+        if not here:
+            pytest.skip("CI runs all of it")
+        (tmp_path / "docs").symlink_to(ROOT / "docs")
+        write_python(page, tmp_path)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", "\n".join(["set -x", *here])],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SH_TIMEOUT_S,
+            check=False,
+        )
+
+        assert result.returncode == 0, f"{page.name}, the last of these:\n{result.stderr}"
+
+    def test_make_targets_and_files_that_run_elsewhere_are_there(self) -> None:
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        missing = []
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+            for line, command in commands(page):
+                if not elsewhere(command):
+                    continue
+                target = re.match(r"make ([a-z-]+)(?!\S)", command)
+                if target and not re.search(rf"^{target[1]}:", makefile, re.MULTILINE):
+                    missing.append(f"{place(page, line)}: make {target[1]}")
+                for word in command.split():
+                    if re.match(r"(benchmarks|docs|\.ci)/", word) and not (ROOT / word).exists():
+                        missing.append(f"{place(page, line)}: {word}")
+        assert not missing, "\n".join(missing)
+
+    @pytest.mark.parametrize(
+        ("command", "is_elsewhere"),
+        [
+            ("make demo", True),
+            ("make test PYTEST_ARGS='-k store -x'", True),
+            ("pip install safetune", True),
+            ("git clone https://example.com/safetune", True),
+            ("safetune list", False),
+            ("safetune tune docs/examples/faulty.py", False),
+            ("make demo && rm -rf /", False),
+            ("python docs/examples/demo.py", False),
+        ],
+    )
+    def test_what_runs_elsewhere(self, command: str, is_elsewhere: bool) -> None:
+        """A pattern that is too wide would let every example rot."""
+        assert elsewhere(command) == is_elsewhere
+
+
+def write_python(page: Path, folder: Path) -> Path:
+    """Write the Python of a page to a file there, every line at its line number in the page."""
+    lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
+    for block in blocks(page):
+        if block.language == "python":
+            new = block.text.splitlines()
+            lines[block.line - 1 : block.line - 1 + len(new)] = new
+    script = folder / f"{page.stem}.py"
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return script
+
+
+class TestLinks:
+    TEXTS = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "cache").glob("*.md")})
+
+    @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+    def test_they_lead_somewhere(self, page: Path) -> None:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        dead = []
+        for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            if not file.exists():
+                dead.append(f"{target}: no such file")
+            elif anchor and anchor not in anchors(file):
+                dead.append(f"{target}: {file.name} has no such heading")
+        assert not dead, "\n".join(dead)
+
+    def test_every_page_can_be_reached(self) -> None:
+        """From README.md, by links alone."""
+        readme = ROOT / "README.md"
+        if not readme.exists():
+            pytest.skip("README.md is not written yet")
+        seen, waiting = set(), [readme]
+        while waiting:
+            page = waiting.pop()
+            seen.add(page)
+            for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8")):
+                file = (page.parent / target).resolve()
+                if file.exists() and file not in seen:
+                    waiting.append(file)
+        assert not set(PAGES) - seen
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+class TestCommandLine:
+    PAGE = ROOT / "docs" / "cli.md"
+
+    def test_every_command_has_its_help_in_the_docs(self) -> None:
+        """As a terminal of 80 columns shows it; copy it from the failure."""
+        from safetune.cli import main
+
+        shown = [block.text for block in blocks(self.PAGE) if block.language == "text"]
+        printed = []
+        for words in ([], *([name] for name in sorted(main.commands))):
+            result = CliRunner().invoke(
+                main, [*words, "--help"], prog_name="safetune", terminal_width=78
+            )
+            assert result.exit_code == 0
+            printed.append(result.stdout)
+        missing = [text for text in printed if text not in shown]
+        assert not missing, "not in docs/cli.md:\n" + "\n".join(missing)
+        assert sorted(shown) == sorted(printed), "docs/cli.md shows the help of something else"
+
+    def test_every_command_has_a_section(self) -> None:
+        from safetune.cli import main
+
+        text = self.PAGE.read_text(encoding="utf-8")
+        assert set(re.findall(r"^## `safetune (\w+)`$", text, re.MULTILINE)) == set(main.commands)
+
+    def test_every_option_is_explained(self) -> None:
+        """In words too, not only in the help."""
+        from safetune.cli import main
+
+        text = self.PAGE.read_text(encoding="utf-8")
+        rows = set(re.findall(r"^\| `(--[\w-]+)` \| \S", text, re.MULTILINE))
+        for name, command in main.commands.items():
+            assert command.help, name
+            for parameter in command.params:
+                if parameter.param_type_name == "option":
+                    assert getattr(parameter, "help", None), (name, parameter.name)
+                    assert set(parameter.opts) <= rows, (name, parameter.opts)
+
+    def test_every_verdict_is_explained(self) -> None:
+        """But for those that nothing gives yet."""
+        text = self.PAGE.read_text(encoding="utf-8")
+        source = "".join(
+            path.read_text(encoding="utf-8") for path in (ROOT / "safetune/tuning").glob("*.py")
+        )
+        given = {name.lower() for name in re.findall(r"Verdict\.([A-Z_]+)", source)}
+        rows = re.findall(r"^\| (`.+?`) \| \S", text, re.MULTILINE)
+        explained = {name.split("(")[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
+        assert given <= explained
+
+
+class TestConfiguration:
+    PAGE = ROOT / "docs" / "configuration.md"
+
+    @pytest.fixture
+    def rows(self) -> dict[str, list[str]]:
+        """The rows of all tables, by their first cell."""
+        found = {}
+        for line in self.PAGE.read_text(encoding="utf-8").splitlines():
+            if line.startswith("| `"):
+                first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+                found[first.strip("`")] = rest
+        return found
+
+    def test_every_variable_that_is_read_and_no_other(self, rows: dict[str, list[str]]) -> None:
+        tree = ast.parse((ROOT / "safetune" / "settings.py").read_text(encoding="utf-8"))
+        read = {
+            argument.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get")
+            for argument in node.args[:1]
+            if isinstance(argument, ast.Constant)
+        }
+        assert "SAFETUNE_MODE" in read, "settings.py reads its variables otherwise now"
+        assert {name for name in rows if name.startswith("SAFETUNE_")} == read
+
+    @pytest.mark.parametrize(
+        ("variable", "kind", "field"),
+        [("SAFETUNE_MODE", Mode, "mode"), ("SAFETUNE_PHANTOM", PhantomPolicy, "phantom")],
+    )
+    def test_values_and_defaults(
+        self, rows: dict[str, list[str]], variable: str, kind: Any, field: str
+    ) -> None:
+        values, default, _ = rows[variable]
+
+        assert values == ", ".join(f"`{member.value}`" for member in kind)
+        assert default == f"`{getattr(Settings.current(), field).value}`"
+
+    def test_the_default_directory(
+        self, rows: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if sys.platform != "linux":
+            pytest.skip("the table gives Linux's")
+        monkeypatch.delenv("SAFETUNE_CACHE_DIR")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        with_xdg, without = re.findall(r"`([^`]+)`", rows["SAFETUNE_CACHE_DIR"][1])
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert str(Settings.current().cache_dir) == os.path.expandvars(with_xdg)
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert Settings.current().cache_dir == Path(without).expanduser()
+
+    def test_triton_knows_its_variables(self, rows: dict[str, list[str]]) -> None:
+        from triton import knobs
+
+        source = inspect.getsource(knobs)
+        named = [name for name in rows if name.startswith("TRITON_")]
+        assert len(named) == 3
+        assert [name for name in named if f'"{name}"' not in source] == []
+
+    def test_every_parameter_of_the_decorator(self, rows: dict[str, list[str]]) -> None:
+        from safetune import safetune
+
+        parameters = inspect.signature(safetune).parameters
+        documented = {name: rest[0].strip("`") for name, rest in rows.items() if not name.isupper()}
+        expected = {
+            name: repr(parameter.default).replace("'", '"')
+            for name, parameter in parameters.items()
+        }
+        assert documented == expected

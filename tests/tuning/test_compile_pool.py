@@ -1,0 +1,281 @@
+"""Real compile children for sm_90: they fill the disk cache, and a bad config costs itself alone."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction
+
+from safetune.outcome import Outcome, Verdict
+from safetune.tuning import kernel_ref
+from safetune.tuning.compile_pool import Compiled, CompilePool
+
+pytestmark = pytest.mark.internals
+
+TARGET = GPUTarget("cuda", 90, 32)
+#: Enough for a small kernel on a machine that does other things, too.
+TIMEOUT_S = 30.0
+
+
+@triton.constexpr_function
+def at_compile_time(kind, number):
+    """Notes who compiles which config, and misbehaves. (Triton forbids globals that are called.)"""
+    os = __import__("os")
+    seen = [os.getpid(), number, os.environ.get("CUDA_VISIBLE_DEVICES")]
+    with open(os.environ["POOL_LOG"], "a") as file:
+        file.write(f"{seen!r}\n")
+    if kind == "abort":
+        os.abort()
+    if kind == "exit":
+        os._exit(1)
+    if kind == "raise":
+        raise ZeroDivisionError("no such tile")
+    if kind == "grandchild":
+        grandchild = __import__("subprocess").Popen(["sleep", "1000"])
+        with open(os.environ["POOL_LOG"] + ".grandchild", "w") as file:
+            file.write(str(grandchild.pid))
+    if kind in ("hang", "grandchild"):
+        while True:
+            pass
+    return number
+
+
+def kernel(x, n, KIND: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
+    SHIFT: tl.constexpr = at_compile_time(KIND, NUMBER)
+    tl.static_assert(KIND != "assert", "a config that asserts")
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if KIND == "type":
+        offset = offset + tl.full((3,), 1, tl.int32)
+    tl.store(x + offset, offset + SHIFT, mask=offset < n)
+
+
+JIT = JITFunction(kernel)
+
+
+def source(kind: str, number: int) -> tuple[ASTSource, dict[str, Any]]:
+    signature = {"x": "*i32", "n": "i32", **dict.fromkeys(("KIND", "NUMBER", "BLOCK"), "constexpr")}
+    constexprs = {(2,): kind, (3,): number, (4,): 64}
+    attrs = {(0,): [["tt.divisibility", 16]]}
+    options = make_backend(TARGET).parse_options({"num_warps": 2}).__dict__
+    return ASTSource(JIT, signature, constexprs, attrs), options
+
+
+def spec(kind: str, number: int) -> bytes:
+    """Return what `capture_spec` would."""
+    made, options = source(kind, number)
+    parts = (made.signature, made.constants, made.attrs, dict(options), TARGET)
+    return kernel_ref.pack(parts, "the constants of kernel")
+
+
+class Pool:
+    """Compile pools, and what their children say of themselves."""
+
+    def __init__(self, log: Path, cache: Path) -> None:
+        self._log = log
+        self.cache = cache
+        self.kernel = kernel_ref.pack(JIT, "kernel")
+
+    def start(self, kinds: Mapping[int, str], **options: Any) -> Iterator[Compiled]:
+        options = {"timeout_s": TIMEOUT_S, "size": 2, **options}
+        specs = {number: spec(kind, number) for number, kind in kinds.items()}
+        return CompilePool(self.kernel, **options).compile(specs)
+
+    def run(self, kinds: Mapping[int, str], **options: Any) -> dict[int, Compiled]:
+        """Compile all; fail if a config is answered for twice."""
+        results = list(self.start(kinds, **options))
+        assert sorted(result.config for result in results) == sorted(kinds)
+        return {result.config: result for result in results}
+
+    def seen(self) -> list[tuple[int, int, str | None]]:
+        """Return (pid, config, CUDA_VISIBLE_DEVICES) of every compilation begun."""
+        if not self._log.exists():
+            return []
+        return [tuple(eval(line)) for line in self._log.read_text().splitlines()]
+
+    def pids(self) -> set[int]:
+        return {pid for pid, _, _ in self.seen()}
+
+    def files(self) -> dict[str, int]:
+        return {str(p): p.stat().st_mtime_ns for p in self.cache.rglob("*") if p.is_file()}
+
+    @property
+    def grandchild(self) -> int:
+        return int(Path(f"{self._log}.grandchild").read_text())
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pool:
+    monkeypatch.setenv("POOL_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    return Pool(tmp_path / "log", tmp_path / "cache")
+
+
+def ended(*pids: int, within_s: float = 20.0) -> bool:
+    """Wait until these processes have ended; False when one has not in that time."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        try:
+            if not poll.poll(within_s * 1000):
+                return False
+        finally:
+            os.close(handle)
+    return True
+
+
+def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:
+    kinds = dict.fromkeys(range(6), "ok")
+    results = pool.run(kinds)
+
+    assert all(result.outcome == Outcome(Verdict.OK) for result in results.values())
+    assert sorted(number for _, number, _ in pool.seen()) == [0, 1, 2, 3, 4, 5], "each once"
+    assert len(pool.pids()) == 2
+    assert os.getpid() not in pool.pids()
+    before = pool.files()
+    assert sum(name.endswith(".cubin") for name in before) == 6
+    compilations = pool.seen()
+    for number in kinds:
+        made, options = source("ok", number)
+        compiled = triton.compile(made, target=TARGET, options=options)
+        facts = results[number].facts
+        assert facts["hash"] == compiled.hash
+        assert facts["shared"] == compiled.metadata.shared
+    assert pool.files() == before, "not one file is new, or written again"
+    assert pool.seen() == compilations
+
+
+def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
+    kinds = {
+        0: "ok",
+        1: "assert",
+        2: "abort",
+        3: "ok",
+        4: "exit",
+        5: "type",
+        6: "raise",
+        7: "ok",
+        8: "abort",
+        9: "ok",
+    }
+    results = pool.run(kinds)
+
+    verdicts = {
+        "ok": "ok",
+        "assert": "compile_error",
+        "type": "compile_error",
+        "raise": "compile_error",
+        "abort": "compile_crash",
+        "exit": "compile_crash",
+    }
+    assert {n: r.outcome.verdict.value for n, r in results.items()} == {
+        n: verdicts[kind] for n, kind in kinds.items()
+    }
+    messages = {n: r.outcome.message for n, r in results.items()}
+    assert "a config that asserts" in messages[1]
+    assert "SIGABRT" in messages[2]
+    assert results[2].outcome.detail == "SIGABRT"
+    assert "exit code 1" in messages[4]
+    assert messages[5]
+    assert "no such tile" in messages[6]
+    assert sorted(number for _, number, _ in pool.seen()) == sorted(kinds), "each is begun once"
+    assert ended(*pool.pids())
+    assert sum(name.endswith(".cubin") for name in pool.files()) == 4
+
+
+def test_the_job_that_waited_behind_a_crash_is_not_lost(pool: Pool) -> None:
+    results = pool.run({0: "abort", 1: "ok", 2: "exit", 3: "ok"}, size=1)
+    assert [results[n].outcome.verdict.value for n in range(4)] == [
+        "compile_crash",
+        "ok",
+        "compile_crash",
+        "ok",
+    ]
+    assert [number for _, number, _ in pool.seen()] == [0, 1, 2, 3]
+    assert len(pool.pids()) == 3
+
+
+def test_a_compiler_that_never_ends(pool: Pool) -> None:
+    """Killed with what it has started; the job that waited behind it goes to another child."""
+    results = pool.run({0: "hang", 1: "grandchild", 2: "ok", 3: "ok"}, timeout_s=5.0)
+
+    assert {n: r.outcome.verdict.value for n, r in results.items()} == {
+        0: "compile_timeout",
+        1: "compile_timeout",
+        2: "ok",
+        3: "ok",
+    }
+    assert results[0].outcome.message == "not compiled within 5 s"
+    assert ended(*pool.pids(), pool.grandchild)
+
+
+def test_children_see_no_gpu(pool: Pool) -> None:
+    pool.run({0: "ok"})
+    assert [visible for _, _, visible in pool.seen()] == [""]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_one_child_compiles_many(pool: Pool) -> None:
+    pool.run(dict.fromkeys(range(4), "ok"), size=1)
+    assert len(pool.pids()) == 1
+    assert [number for _, number, _ in pool.seen()] == [0, 1, 2, 3]
+
+
+def test_no_more_children_than_configs(pool: Pool) -> None:
+    pool.run(dict.fromkeys(range(3), "ok"), size=8)
+    assert len(pool.pids()) == 3
+    assert ended(*pool.pids())
+
+
+def test_the_default_is_one_child_for_each_usable_cpu(pool: Pool) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[:1])
+    try:
+        pool.run(dict.fromkeys(range(3), "ok"), size=None)
+    finally:
+        os.sched_setaffinity(0, cpus)
+    assert len(pool.pids()) == 1
+
+
+def test_nothing_to_compile_starts_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    class NoChild:
+        def __init__(self, gpu_blind: bool) -> None:
+            started.append(gpu_blind)
+            raise AssertionError("a child was started")
+
+    monkeypatch.setattr("safetune.tuning.compile_pool.Child", NoChild)
+    assert pool.run({}) == {}
+    assert started == []
+
+
+def test_children_end_with_the_one_who_asked(pool: Pool) -> None:
+    """A tuning that is interrupted drops the iterator."""
+    results: Any = pool.start({0: "ok", 1: "hang", 2: "hang"}, size=2)
+    assert next(results).config == 0
+    results.close()
+    assert ended(*pool.pids())
+
+
+def test_kernels_that_cannot_be_rebuilt_are_compile_errors(pool: Pool) -> None:
+    pool.kernel = b"no pickle"
+    results = pool.run({0: "ok", 1: "ok"})
+    for result in results.values():
+        assert result.outcome.verdict is Verdict.COMPILE_ERROR
+        assert result.outcome.detail == "UnpicklingError"
