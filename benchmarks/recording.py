@@ -143,7 +143,6 @@ def versions() -> dict[str, str]:
         "safetune": _version("safetune"),
         "cuda": str(torch.version.cuda),
         "driver": _driver(),
-        "kernel": platform.release(),
         "cpus": str(len(os.sched_getaffinity(0))),
         "sources": _sources_digest(),
     }
@@ -190,9 +189,13 @@ def _output(command: list[str]) -> str:
 
 
 def command() -> str:
-    """Return the command line of this run, with the script relative to the checkout."""
+    """Return the command line of this run, script relative to the checkout, without `--out DIR`."""
     script = os.path.relpath(sys.argv[0], ROOT)
-    return shlex.join(["python", script, *sys.argv[1:]])
+    arguments = list(sys.argv[1:])
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    return shlex.join(["python", script, *arguments])
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import call_form, miss
+from safetune import call_form
 from safetune.config import check_configs
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import base_function
@@ -183,6 +183,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         )
 
     def _miss(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+        from safetune import miss  # the store and the tuning wait for the first miss
+
         with self._key_locks.setdefault(key, threading.Lock()):
             config = self.cache.get(key)
             if config is None:

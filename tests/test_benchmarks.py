@@ -228,3 +228,8 @@ def test_committed_results(path: Path) -> None:
     if not (BENCHMARKS / f"{path.stem}.py").exists():
         pytest.fail(f"{path} was written by no script in benchmarks/")
     check_file(path)
+
+
+def test_readme_shows_the_committed_figures() -> None:
+    table = importlib.import_module("readme_table").table()
+    assert table in (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")

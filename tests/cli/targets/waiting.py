@@ -28,8 +28,8 @@ def grid(meta):
     configs=[
         triton.Config({"BLOCK": 32}),
         triton.Config({"BLOCK": 48}),  # no power of two
-        triton.Config({"BLOCK": 64}, pre_hook=wait_for_the_test),
         triton.Config({"BLOCK": 128}),
+        triton.Config({"BLOCK": 64}, pre_hook=wait_for_the_test),
     ],
     key=["N"],
     run_timeout_s=200,
