@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -104,13 +105,15 @@ def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResul
 def _yielded(
     kernel: OfflineKernel, function: Any, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Workload]:
+    code = inspect.unwrap(function).__code__
+    place = f"{code.co_filename}:{code.co_firstlineno}"
     name = f"the workload {function.__name__} of {kernel.name}"
     try:
         for workload in function(device, dtype):
             if not isinstance(workload, Workload):
                 raise WorkloadError(
                     f"{name} yielded {workload!r}; it must yield safetune.Workload(name, grid, "
-                    "args, kwargs)"
+                    f"args, kwargs) ({place})"
                 )
             yield workload
     except WorkloadError:

@@ -45,6 +45,9 @@ ELSEWHERE = {
 
 SH_TIMEOUT_S = 120.0
 
+#: On every machine the same: the interpreter, and no GPU in sight.
+INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
 
 @dataclass(frozen=True)
 class Block:
@@ -98,7 +101,7 @@ class TestBlocks:
         """All blocks of a page in one file and process, at the line numbers of the page."""
         script = write_python(page, tmp_path)
 
-        result = fresh_process(script)
+        result = fresh_process(script, env=INTERPRETER)
 
         assert result.returncode == 0, f"lines are those of {page.name}\n{result.stderr}"
 
@@ -118,7 +121,7 @@ class TestBlocks:
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", "\n".join(["set -x", *here])],
             cwd=tmp_path,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, **INTERPRETER, "PATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

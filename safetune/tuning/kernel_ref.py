@@ -138,6 +138,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return self._tensors.number(obj)
 
     def reducer_override(self, obj: Any) -> Any:
+        state: tuple[Any, ...]
         if isinstance(obj, InterpretedFunction):
             source = _source_lines(obj.fn)
             state = (obj.fn, dict(obj.kwargs), source, None, _signature_globals(obj.fn, source))

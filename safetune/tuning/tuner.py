@@ -117,7 +117,9 @@ class _Tuning:
         request, key = self._request, self._request.key.digest
         last = self._store.choice(key)
         self._generation = 1 if last is None else last.generation
-        if last is not None and (request.force or last.declared != request.declared):
+        if request.force:
+            self._generation = self._store.generation(key) + 1
+        elif last is not None and last.declared != request.declared:
             self._generation += 1
         first = self._generation if request.force else 1
         for generation in range(first, self._store.generation(key) + 1):

@@ -200,7 +200,6 @@ class TestWorkload:
         )
         assert not cache_dir.exists(), "nothing was tuned before"
 
-    @pytest.mark.xfail(reason="offline.py, _yielded: the message has no file:line")
     def test_it_yields_something_else(self, safetune: Any, file: Path, broken: Any) -> None:
         broken("yield 'a launch'")
 
@@ -210,7 +209,8 @@ class TestWorkload:
             "Error: the workload sizes of add_one yielded 'a launch'; it must yield "
             "safetune.Workload(name, grid, args, kwargs)"
         )
-        assert f"{file}:{line_of(file, 'def sizes')}" in message
+        line = line_of(file, "def sizes")  # or its decorator's, one above
+        assert any(f"({file}:{number})" in message for number in (line - 1, line))
 
     def test_it_is_no_generator(self, safetune: Any, file: Path, broken: Any) -> None:
         broken("return None")

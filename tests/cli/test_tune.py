@@ -78,7 +78,6 @@ class TestTargets:
 
         assert shapes_of(data) == SHAPES
 
-    @pytest.mark.xfail(reason="tuning/kernel_ref.py fills the gaps between sources with blanks")
     def test_a_kernel_above_one_in_a_factory(self, safetune: Any, tmp_path: Path) -> None:
         """In the child, which knows of the file only these two, the first ran into the second."""
         file = tmp_path / "factory_below.py"
@@ -211,7 +210,6 @@ class TestOutput:
         )
         assert "died(SIGSEGV)" in again.stdout
 
-    @pytest.mark.xfail(reason="tuning/tuner.py, _recall: without a choice, force changes nothing")
     def test_force_measures_again_what_never_worked(self, safetune: Any, targets: Path) -> None:
         """Without a choice there was no generation to go on from, and nothing was measured."""
         target = str(targets / "faulty.py:hopeless")

@@ -17,7 +17,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import kernel_ref
+from safetune.tuning import kernel_ref, worker
 from safetune.tuning.compile_pool import Compiled, CompilePool
 
 pytestmark = pytest.mark.internals
@@ -113,11 +113,22 @@ class Pool:
         return int(Path(f"{self._log}.grandchild").read_text())
 
 
+@pytest.fixture(scope="module")
+def _a_server_that_does_not_interpret() -> Iterator[None]:
+    """Triton's own library is interpreted or compiled as the variable says at its import."""
+    worker.server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        yield
+    worker.server.stop()
+
+
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pool:
+def pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _a_server_that_does_not_interpret: None
+) -> Pool:
     monkeypatch.setenv("POOL_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     return Pool(tmp_path / "log", tmp_path / "cache")
 
