@@ -51,7 +51,10 @@ class LaunchBench:
         self._kernel = b"" if self.interpreted else kernel_ref.pack(kernel_base(call.kernel), name)
         self._snapshot = Snapshot(tensors.tensors)
         header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
-        self._child = MeasuringChild(header, blob, self._snapshot.fd, request.limits.run_timeout_s)
+        limits = request.limits
+        self._child = MeasuringChild(
+            header, blob, self._snapshot.fd, limits.run_timeout_s, fresh=limits.fresh_process
+        )
 
     def __enter__(self) -> LaunchBench:
         return self

@@ -149,7 +149,12 @@ class MeasuringChild:
     """The measuring child of one call on one device, replaced whenever a config spoils it."""
 
     def __init__(
-        self, header: dict[str, Any], blob: bytes, arguments_fd: int, run_timeout_s: float
+        self,
+        header: dict[str, Any],
+        blob: bytes,
+        arguments_fd: int,
+        run_timeout_s: float,
+        fresh: bool = False,
     ) -> None:
         self._header = {"op": "prepare", **header}
         self._blob = blob
@@ -157,6 +162,7 @@ class MeasuringChild:
         self._timeout_s = run_timeout_s
         self._child: Child | None = None
         self._index = int(header["index"])
+        self._fresh = fresh
 
     def resolve(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, or why that cannot be told."""
@@ -199,7 +205,8 @@ class MeasuringChild:
     def _ready(self) -> Child:
         if self._child is not None:
             return self._child
-        child = _take(self._index) or Child(gpu_blind=self._index < 0)
+        idle = None if self._fresh else _take(self._index)
+        child = idle or Child(gpu_blind=self._index < 0)
         try:
             reply, _ = child.ask(
                 self._header, self._blob, (self._fd,), timeout_s=max(_START_S, self._timeout_s)

@@ -388,7 +388,6 @@ class TestForce:
         assert after.launch() == 16, "the newest generation counts"
         assert after.tried() == []
 
-    @pytest.mark.xfail(reason="_recall opens a generation after a choice only, not after failures")
     def test_measures_what_failed_too(self, make: Make) -> None:
         with pytest.raises(NoWorkingConfig):
             make({16: DIES, 32: DIES}).launch()
