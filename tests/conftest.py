@@ -74,7 +74,7 @@ if NO_GPU_REASON:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["PYTEST_LEAK_TAG"] = LEAK_TAG
 
-# A shell that starts a job in the background has it ignore SIGINT, and so would all that tests start.
+# A shell has its background jobs ignore SIGINT, and so would do all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with contextlib.suppress(ImportError):  # the environment of `make test-internals` may lack it
