@@ -7,7 +7,9 @@ threads miss is tuned once.
 from __future__ import annotations
 
 import copy
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +28,19 @@ from safetune.tuning.jobs import Hooks, Limits
 from safetune.workload import DeclaredWorkload, WorkloadFunction
 
 ISOLATIONS = ("worker", "config", "inline")
+
+
+_alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    """In a fork the thread that tunes a key is not there, and would never let go of its lock."""
+    for tuner in list(_alive):
+        tuner._key_locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
@@ -80,11 +95,11 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         )
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
-        own_bench = options.get("do_bench") if interpreted(fn) else self._do_bench
-        self.hooks = self._hooks(own_bench)
+        self.hooks = self._hooks(options.get("do_bench") if interpreted(fn) else self._do_bench)
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
         self._key_locks: dict[Any, threading.Lock] = {}
+        _alive.add(self)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel with the chosen config, tuning first if there is none.

@@ -48,7 +48,10 @@ class LaunchBench:
             tensors,
             by_value=_functions_of(request),
         )
-        self._kernel = b"" if self.interpreted else kernel_ref.pack(kernel_base(call.kernel), name)
+        self._kernel = b""
+        if not self.interpreted:
+            function = base_function(call.kernel)[1]
+            self._kernel = kernel_ref.pack(kernel_base(call.kernel), name, by_value=[function])
         self._snapshot = Snapshot(tensors.tensors)
         header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
         limits = request.limits

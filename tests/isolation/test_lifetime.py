@@ -321,7 +321,6 @@ print(status, run(kernel, 100))
         assert seen["children"] == [ours]
         assert processes.gone(*servers, *children)
 
-    @pytest.mark.xfail(reason="Autotuner._key_locks stays locked in a fork: it waits for ever")
     def test_in_the_middle_of_a_tuning_waits_for_no_thread_that_it_has_not(
         self, fresh_process: Any, tmp_path: Path
     ) -> None:
@@ -603,11 +602,10 @@ os.execvp(command[0], command)
             assert len(children) == (name == "no child")
         assert seen["hit"][:3] == [True, 16, []], "it warns once for a key"
         for name in ("again", "child again"):
-            right, block, texts, children = seen[name]
+            right, _, texts, children = seen[name]
             assert right
-            assert block == 32, "tuned: the first config is slow"
             assert self.told(texts) == []
-            assert len(children) == 1
+            assert len(children) == 1, "tuned: the fork server"
 
     def test_leaves_nothing_open(self, seen: dict[str, Any]) -> None:
         assert not [

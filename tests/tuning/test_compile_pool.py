@@ -50,7 +50,10 @@ def at_compile_time(kind, number):
     return number
 
 
-def kernel(x, n, KIND: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
+DEFAULT_BLOCK = tl.constexpr(64)  # named in the signature only, which Triton evaluates again
+
+
+def kernel(x, n, KIND: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr = DEFAULT_BLOCK):
     SHIFT: tl.constexpr = at_compile_time(KIND, NUMBER)
     tl.static_assert(KIND != "assert", "a config that asserts")
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

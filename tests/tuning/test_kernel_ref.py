@@ -54,7 +54,7 @@ def facts(obj):
         return found | {
             "source": inspect.getsource(kernel.fn).rstrip(),
             "rewritten": [rewritten.__name__, rewritten.__code__.co_firstlineno],
-            "called": kernel.fn(20) if kernel.arg_names == ["n"] else None,
+            "called": kernel.fn(20) if kernel.arg_names == ["n", "last"] else None,
         }
     found |= {"key": kernel.cache_key, "src": kernel.src, "line": kernel.starting_line_number}
     if isinstance(kernel, JITFunction):
@@ -474,12 +474,13 @@ def test_an_interpreted_kernel_is_the_same_function(
     home, away = processes
     source = textwrap.dedent("""
     STEP = 3
+    LAST = 1
 
     def helper(n):
         return n * STEP
 
-    def kernel(n):
-        return helper(n) + 1
+    def kernel(n, last=LAST):
+        return helper(n) + last
 
     kernel = InterpretedFunction(kernel)
     """)
