@@ -182,7 +182,10 @@ def test_one_compilation_for_all_values(norm_kernel: Any, keywords: bool) -> Non
 
 
 @pytest.mark.internals
-def test_a_child_is_told_to_compile_what_the_caller_launches(norm_kernel: Any) -> None:
+@pytest.mark.parametrize("keywords", [False, True])
+def test_a_child_is_told_to_compile_what_the_caller_launches(
+    norm_kernel: Any, keywords: bool
+) -> None:
     """For every config; the spec is what `resolve` captures in the measuring child."""
     jit = JITFunction(norm_kernel)
     kernel = tuned(jit)
@@ -190,7 +193,7 @@ def test_a_child_is_told_to_compile_what_the_caller_launches(norm_kernel: Any) -
     launched, told = set(), set()
     x = torch.zeros(16, D)
     for t, nb in calls():
-        args, kwargs = _arguments(x, t, nb, True)
+        args, kwargs = _arguments(x, t, nb, keywords)
         pinned, pinned_kwargs = kernel._forms.of(args, kwargs).pinned(args, kwargs)
         for config in kernel.configs:
             with device_zero():

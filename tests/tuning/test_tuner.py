@@ -312,6 +312,14 @@ class TestAnotherList:
         assert nine.tried() == ([4096] if milliseconds < 1.9 else [16, 4096])
         assert rows.query("SELECT measured FROM choice WHERE generation = 2")[0][0] <= 2
 
+    def test_those_that_the_incumbent_has_beaten_do_not_race_again(self, make: Make) -> None:
+        """However near they came: only a new config can challenge it."""
+        near = {16: 2.0, 32: 2.02, 64: 2.03, 128: 2.04, 256: 9.0}
+        assert make(near).launch() == 16
+        six = make({**near, 512: 2.05})
+        assert six.launch() == 16
+        assert six.tried() == [16, 512]
+
     def test_a_config_that_was_not_chosen_is_taken_away(self, make: Make) -> None:
         make(EIGHT).launch()
         seven = make({block: ms for block, ms in EIGHT.items() if block != 128})
