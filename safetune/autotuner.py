@@ -64,12 +64,17 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         isolation: str = "worker",
         compile_timeout_s: float = Limits.compile_timeout_s,
         run_timeout_s: float = Limits.run_timeout_s,
+        scratch: Iterable[str] = (),
+        reference: Callable[..., Any] | None = None,
+        inputs: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
         name = kernel_name(fn)
         configs = check_configs(name, configs, arg_names)
-        _check_names(name, "reset_to_zero", reset_to_zero, arg_names)
-        _check_names(name, "restore_value", restore_value, arg_names)
+        named = {"reset_to_zero": reset_to_zero, "restore_value": restore_value}
+        named["scratch"] = scratch = tuple(scratch)
+        _check_names(name, arg_names, named)
+        _check_functions(name, {"reference": reference, "inputs": inputs})
         self.limits = Limits(compile_timeout_s, run_timeout_s)
         _check_limits(name, self.limits)
         self.isolate(isolation)
@@ -80,9 +85,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             configs=configs,
             policy=policy,
             keep=keep,
-            prune_configs_by=options.get("prune_configs_by"),
-            pre_hook=options.get("pre_hook"),
-            post_hook=options.get("post_hook"),
+            **{name: options.get(name) for name in ("prune_configs_by", "pre_hook", "post_hook")},
         )
         super().__init__(
             fn,
@@ -95,7 +98,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         )
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
-        self.hooks = self._hooks(options.get("do_bench") if interpreted(fn) else self._do_bench)
+        hooks = self._hooks(options.get("do_bench") if interpreted(fn) else self._do_bench)
+        self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
         self._key_locks: dict[Any, threading.Lock] = {}
@@ -227,14 +231,21 @@ def interpreted(fn: Any) -> bool:
 
 
 def _check_names(
-    kernel: str, parameter: str, names: Iterable[str] | None, arg_names: list[str]
+    kernel: str, arg_names: list[str], parameters: Mapping[str, Iterable[str] | None]
 ) -> None:
-    unknown = [name for name in names or () if name not in arg_names]
-    if unknown:
-        raise InvalidSetting(
-            f"{parameter} of {kernel} contains names that are not kernel arguments: "
-            f"{', '.join(unknown)}. Valid argument names are: {', '.join(arg_names)}."
-        )
+    for parameter, names in parameters.items():
+        unknown = [name for name in names or () if name not in arg_names]
+        if unknown:
+            raise InvalidSetting(
+                f"{parameter} of {kernel} contains names that are not kernel arguments: "
+                f"{', '.join(unknown)}. Valid argument names are: {', '.join(arg_names)}."
+            )
+
+
+def _check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
+    for parameter, value in parameters.items():
+        if value is not None and not callable(value):
+            raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not a function")
 
 
 def _check_limits(kernel: str, limits: Limits) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import triton.runtime.autotuner as triton_autotuner
@@ -32,6 +32,9 @@ def safetune(
     isolation: str = "worker",
     compile_timeout_s: float = Limits.compile_timeout_s,
     run_timeout_s: float = Limits.run_timeout_s,
+    scratch: Iterable[str] = (),
+    reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Any:
     """Decorate a Triton kernel: a drop-in for `triton.autotune`, whose parameters come first.
 
@@ -49,6 +52,12 @@ def safetune(
         isolation: `worker` (one measuring process until a config spoils it), `config` (a new one
             for every config), or `inline` (stock triton.autotune, in this process, stored nowhere).
         compile_timeout_s, run_timeout_s: seconds for one config.
+        scratch: names of arguments that hold nobody's result, such as partial sums per program;
+            configs may leave different values in them.
+        reference: called in the measuring process with the arguments by name; returns, by name,
+            what the written ones should hold. Configs that disagree with it are `wrong_result`.
+        inputs: called in the measuring process with the arguments by name, each tensor as a meta
+            tensor; returns, by name, every tensor to tune on. The caller's are then not copied.
 
     Raises:
         InvalidConfig, InvalidSetting: an argument that no launch could use; the message names it.

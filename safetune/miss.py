@@ -247,6 +247,9 @@ def _identity(tuner: Autotuner) -> KernelIdentity:
             hooks.do_bench,
             hooks.reset_to_zero,
             hooks.restore_value,
+            hooks.scratch,
+            hooks.reference,
+            hooks.inputs,
         )
         identity = tuner._identity = kernel_identity(tuner.fn, around)
     return identity

@@ -42,6 +42,25 @@ CLEAN = frozenset(
 TRANSIENT = frozenset({Verdict.NO_MEMORY})
 
 
+class Mark(str, Enum):
+    """What qualifies an outcome without making it a failure. A reason may follow it after `: `.
+
+    CONTENDED: timed while the caller's own work ran on the device; never shared.
+    REGENERATED: some float inputs were too large to copy and were drawn at random.
+    UNOWNED: it wrote bytes of a storage that no argument covers.
+    DISPUTED: configs disagree about the result, and there is no majority.
+    """
+
+    CONTENDED = "contended"
+    REGENERATED = "regenerated"
+    UNOWNED = "unowned"
+    DISPUTED = "disputed"
+
+    def of(self, reason: str) -> str:
+        """Return this mark with a reason."""
+        return f"{self.value}: {reason}"
+
+
 @dataclass(frozen=True)
 class Timing:
     """The time of one config, in milliseconds, over `count` launches.
@@ -67,6 +86,7 @@ class Outcome:
         message: one human-readable line or more; empty when there is nothing to say.
         stderr: the last lines that the child wrote to its standard error or output.
         gpu_uuid: the card that measured it; empty in the interpreter.
+        marks: what qualifies it, `Mark` values, each with or without a reason.
     """
 
     verdict: Verdict
@@ -75,11 +95,16 @@ class Outcome:
     message: str = ""
     stderr: str = ""
     gpu_uuid: str = ""
+    marks: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether the config may be chosen."""
         return self.verdict is Verdict.OK
+
+    def marked(self, mark: Mark) -> bool:
+        """Whether the outcome carries this mark."""
+        return any(text.partition(":")[0] == mark.value for text in self.marks)
 
     @property
     def label(self) -> str:

@@ -36,7 +36,7 @@ def m001_create_tables(database: Database) -> None:
     trial = {"key": text, "generation": integer, "config_digest": text, "config": text}
     trial |= {"verdict": text, "detail": text, "message": text, "stderr": text}
     trial |= {"median_ms": real, "p20_ms": real, "p80_ms": real, "count": integer, "stage": text}
-    trial |= {"gpu_uuid": text, "created": real}
+    trial |= {"gpu_uuid": text, "marks": text, "created": real}
     choice = {"key": text, "generation": integer, "config_digest": text, "config": text}
     choice |= {"declared": text, "median_ms": real, "measured": integer, "created": real}
     for name, columns, primary_key in (

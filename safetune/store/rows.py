@@ -35,7 +35,8 @@ class Table:
     """A table as this version reads and writes it. The history is in `migrations`.
 
     Attributes:
-        columns: (name, type) in the order of `select`; `dict` is JSON text.
+        columns: (name, type) in the order of `select`; `dict` and `tuple` (of strings) are JSON
+            text.
         nullable: the columns of which a row may have none.
     """
 
@@ -81,7 +82,9 @@ class Table:
     def _value(self, name: str, kind: type, value: Any) -> Any:
         if value is None and name in self.nullable:
             return None
-        data = json.loads(value) if kind is dict else value
+        data = value if kind in (str, int, float) else json.loads(value)
+        if kind is tuple and isinstance(data, list) and all(type(item) is str for item in data):
+            return tuple(data)
         if type(data) is not kind:
             raise CorruptRowError(f"{name} is no {kind.__name__}")
         return data
@@ -117,7 +120,17 @@ def _json(value: dict[str, Any]) -> str:
     return canonical.dumps(value)
 
 
-_WRITERS: dict[type, Any] = {str: text, int: _integer, float: _real, dict: _json}
+def _texts(values: tuple[str, ...]) -> str:
+    return canonical.dumps([text(value) for value in values])
+
+
+_WRITERS: dict[type, Any] = {
+    str: text,
+    int: _integer,
+    float: _real,
+    dict: _json,
+    tuple: _texts,
+}
 
 _TIMING = ("median_ms", "p20_ms", "p80_ms", "count", "stage")
 
@@ -157,6 +170,7 @@ TRIAL = Table(
         ("count", int),
         ("stage", str),
         ("gpu_uuid", str),
+        ("marks", tuple),
         ("created", float),
     ),
     nullable=frozenset(_TIMING),
@@ -229,6 +243,7 @@ def trial_row(record: TrialRecord) -> dict[str, Scalar]:
         "message": outcome.message,
         "stderr": outcome.stderr,
         "gpu_uuid": outcome.gpu_uuid,
+        "marks": outcome.marks,
         "created": record.created,
     }
     timing = {name: getattr(outcome.timing, name, None) for name in _TIMING}
@@ -257,6 +272,7 @@ def trial_record(row: Sequence[Any]) -> TrialRecord:
             message=values["message"],
             stderr=values["stderr"],
             gpu_uuid=values["gpu_uuid"],
+            marks=values["marks"],
         ),
         created=values["created"],
     )

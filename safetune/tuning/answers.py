@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from safetune.outcome import CLEAN, Outcome, Timing, Verdict
+from safetune.outcome import Outcome, Timing, Verdict
 from safetune.tuning.wire import ProtocolError
 
 
 def outcome_reply(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as plain JSON data; `dirty` means that the child must be replaced."""
+    """Return an outcome as plain JSON data."""
     return {
         "verdict": outcome.verdict.value,
         "timing": None if outcome.timing is None else vars(outcome.timing),
         "detail": outcome.detail,
         "message": outcome.message,
         "gpu_uuid": outcome.gpu_uuid,
-        "dirty": outcome.verdict not in CLEAN,
+        "marks": list(outcome.marks),
     }
 
 
@@ -30,16 +31,18 @@ def reply_outcome(reply: dict[str, Any]) -> Outcome:
             detail=str(reply["detail"]),
             message=str(reply["message"]),
             gpu_uuid=str(reply["gpu_uuid"]),
+            marks=tuple(str(mark) for mark in reply["marks"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not an outcome: {str(reply)[:80]}") from error
 
 
 def _timing(data: dict[str, Any]) -> Timing:
+    times = [float(data[name]) for name in ("median_ms", "p20_ms", "p80_ms")]
+    if not all(math.isfinite(time) and time > 0 for time in times):
+        raise ValueError(f"times of {times} ms")
     return Timing(
-        median_ms=float(data["median_ms"]),
-        p20_ms=float(data["p20_ms"]),
-        p80_ms=float(data["p80_ms"]),
+        *times,
         count=int(data["count"]),
         stage=str(data["stage"]),
     )

@@ -11,12 +11,12 @@ from typing import Any
 from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref
-from safetune.tuning.arguments import Snapshot
 from safetune.tuning.compile_pool import CompilePool
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
+from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.worker import MeasuringChild
 
 _device_locks: dict[int, threading.Lock] = {}

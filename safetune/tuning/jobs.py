@@ -13,13 +13,22 @@ from safetune.key import TuningKey
 
 @dataclass(frozen=True)
 class Hooks:
-    """What runs around a launch, in the child. Names are those of `triton.autotune`."""
+    """What runs around a launch, in the child. The first five are those of `triton.autotune`.
+
+    Attributes:
+        scratch: arguments whose contents are nobody's result, so that they are not compared.
+        reference: called with the arguments by name, returns what written ones should hold.
+        inputs: called with the arguments by name, tensors as meta tensors; returns what to tune on.
+    """
 
     pre_hook: Callable[..., object] | None = None
     post_hook: Callable[..., object] | None = None
     reset_to_zero: tuple[str, ...] = ()
     restore_value: tuple[str, ...] = ()
     do_bench: Callable[..., Any] | None = None
+    scratch: tuple[str, ...] = ()
+    reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
+    inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

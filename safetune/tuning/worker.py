@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any
 
 from safetune.errors import WorkerUnavailable
-from safetune.outcome import Outcome, Verdict
+from safetune.outcome import CLEAN, Outcome, Verdict
 from safetune.tuning import process, wire
 from safetune.tuning.answers import reply_outcome
 from safetune.tuning.child import IDLE_EXIT_S
@@ -171,7 +171,11 @@ class MeasuringChild:
 
     def measure(self, config: int, budget: dict[str, Any]) -> Outcome:
         """Run and time one config. Whatever it does, the answer is an outcome."""
-        return self._ask({"op": "measure", "config": config, "budget": budget})[0]
+        outcome, _ = self._ask({"op": "measure", "config": config, "budget": budget})
+        if outcome.ok and outcome.timing is None:
+            self.replace()
+            return Outcome(Verdict.PROTOCOL_ERROR, message="a measurement without a time")
+        return outcome
 
     def replace(self) -> None:
         """Use a fresh child from here on."""
@@ -198,7 +202,7 @@ class MeasuringChild:
         except wire.ProtocolError as error:
             self.replace()
             return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), b""
-        if reply["dirty"]:
+        if outcome.verdict not in CLEAN:
             self.replace()
         return outcome, blob
 

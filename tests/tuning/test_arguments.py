@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from safetune.errors import KernelNotTransferable
-from safetune.tuning.arguments import Arguments, Snapshot
+from safetune.tuning.arguments import Arguments
+from safetune.tuning.snapshot import Snapshot
 
 
 def rebuilt(*tensors: torch.Tensor) -> tuple[Arguments, list[torch.Tensor]]:

@@ -22,8 +22,8 @@ import triton.language as tl
 from safetune import safetune
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref, worker
-from safetune.tuning.arguments import Snapshot
 from safetune.tuning.jobs import Call, Hooks
+from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.worker import Child, ChildFailed, MeasuringChild
 
 BUDGET = {"estimate_launches": 2, "time_ms": 0.0, "max_launches": 4}
