@@ -71,9 +71,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     ) -> None:
         name = kernel_name(fn)
         configs = check_configs(name, configs, arg_names)
-        named = {"reset_to_zero": reset_to_zero, "restore_value": restore_value}
-        named["scratch"] = scratch = tuple(scratch)
-        _check_names(name, arg_names, named)
+        around = {"reset_to_zero": reset_to_zero, "restore_value": restore_value}
+        scratch = tuple(scratch)
+        _check_names(name, arg_names, {**around, "scratch": scratch})
         _check_functions(name, {"reference": reference, "inputs": inputs})
         self.limits = Limits(compile_timeout_s, run_timeout_s)
         _check_limits(name, self.limits)
@@ -87,15 +87,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             keep=keep,
             **{name: options.get(name) for name in ("prune_configs_by", "pre_hook", "post_hook")},
         )
-        super().__init__(
-            fn,
-            arg_names,
-            configs,
-            list(self.key_report.kept),
-            reset_to_zero,
-            restore_value,
-            **options,
-        )
+        super().__init__(fn, arg_names, configs, list(self.key_report.kept), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
         hooks = self._hooks(options.get("do_bench") if interpreted(fn) else self._do_bench)
