@@ -1,0 +1,76 @@
+"""The few calls of the CUDA driver that torch and Triton do not expose, through ctypes.
+
+Every function works on a machine without the driver: nothing is captured there, no address is a
+device's and no device is exclusive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any
+
+# Values of cuda.h: CUdevice_attribute, CUpointer_attribute, CUstreamCaptureMode.
+_ATTRIBUTE_COMPUTE_MODE = 20
+_POINTER_MEMORY_TYPE = 2
+_CAPTURE_RELAXED = 2
+
+
+class ComputeMode(IntEnum):
+    """How many processes may have a context on a device; values of `CUcomputemode`."""
+
+    DEFAULT = 0
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
+
+
+@functools.cache
+def library() -> Any:
+    """Return libcuda, or None where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def device_attribute(attribute: int, index: int) -> int:
+    """Return an attribute of the device with this index in this process; 0 where it is unknown."""
+    cuda = library()
+    device, value = ctypes.c_int(), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+        return 0
+    failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return 0 if failed else value.value
+
+
+def compute_mode(index: int) -> ComputeMode:
+    """Return the compute mode of a device."""
+    return ComputeMode(device_attribute(_ATTRIBUTE_COMPUTE_MODE, index))
+
+
+def is_known_pointer(address: int) -> bool:
+    """Whether the driver knows an address: device memory, or host memory that it has pinned."""
+    cuda = library()
+    kind = ctypes.c_uint()
+    if cuda is None:
+        return False
+    pointer = ctypes.c_uint64(address)
+    return cuda.cuPointerGetAttribute(ctypes.byref(kind), _POINTER_MEMORY_TYPE, pointer) == 0
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread copy and allocate while another one captures a graph in global mode."""
+    cuda = library()
+    if cuda is None:
+        yield
+        return
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
