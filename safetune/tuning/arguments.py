@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from safetune.tuning import regenerate
 from safetune.tuning.layout import ALIGNMENT, BlockSpec, TensorSpec
 
 
@@ -37,11 +38,14 @@ class Arguments:
 
 
 def _place(file_bytes: torch.Tensor, block: BlockSpec) -> torch.Tensor:
-    """Copy a block to its device, at the caller's alignment."""
+    """Copy or draw a block on its device, at the caller's alignment."""
     room = torch.empty(block.size + 2 * ALIGNMENT, dtype=torch.uint8, device=block.device)
     shift = (block.misalignment - room.data_ptr()) % ALIGNMENT
     live = room[shift : shift + block.size]
-    live.copy_(file_bytes[block.offset : block.offset + block.size])
+    if block.noise is not None:
+        regenerate.draw(live, block)
+    else:
+        live.copy_(file_bytes[block.offset : block.offset + block.size])
     return live
 
 

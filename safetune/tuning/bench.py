@@ -12,11 +12,11 @@ from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref
 from safetune.tuning.compile_pool import CompilePool
+from safetune.tuning.inputs import Inputs
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
-from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.worker import MeasuringChild
 
 _device_locks: dict[int, threading.Lock] = {}
@@ -52,11 +52,12 @@ class LaunchBench:
         if not self.interpreted:
             function = base_function(call.kernel)[1]
             self._kernel = kernel_ref.pack(kernel_base(call.kernel), name, by_value=[function])
-        self._snapshot = Snapshot(tensors.tensors)
-        header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
+        self._inputs = Inputs(call, tensors.tensors)
+        self.marks = self._inputs.marks
+        header = {"index": call.index, "grids": grids, "arguments": self._inputs.header}
         limits = request.limits
         self._child = MeasuringChild(
-            header, blob, self._snapshot.fd, limits.run_timeout_s, fresh=limits.fresh_process
+            header, blob, self._inputs.fd, limits.run_timeout_s, fresh=limits.fresh_process
         )
 
     def __enter__(self) -> LaunchBench:
@@ -67,7 +68,7 @@ class LaunchBench:
             self._child.release()
         else:
             self._child.replace()
-        self._snapshot.close()
+        self._inputs.close()
 
     def compiled(
         self, configs: Sequence[int], timeout_s: float
@@ -117,5 +118,6 @@ def _functions_of(request: TuningRequest) -> Iterator[Any]:
     call = request.call
     yield base_function(call.kernel)[1]
     yield from inner_heuristics(call.kernel).values()
-    yield from (call.hooks.pre_hook, call.hooks.post_hook, call.hooks.do_bench)
+    hooks = call.hooks
+    yield from (hooks.pre_hook, hooks.post_hook, hooks.do_bench, hooks.reference, hooks.inputs)
     yield from (config.pre_hook for config in request.configs)

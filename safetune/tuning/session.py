@@ -9,9 +9,8 @@ from triton.runtime.autotuner import Config
 from triton.runtime.jit import JITFunction
 
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.tuning import compilation, failures, kernel_ref
+from safetune.tuning import compilation, factory, failures
 from safetune.tuning.answers import outcome_reply
-from safetune.tuning.arguments import Arguments
 from safetune.tuning.jobs import Call
 from safetune.tuning.measure import (
     Budget,
@@ -30,10 +29,11 @@ class Session:
         self._uuid = ""
         if job["index"] >= 0:
             self._uuid = _use_device(job["index"])
-        self._arguments = Arguments(job["arguments"], arguments_fd)
-        call, configs = kernel_ref.unpack(blob, self._arguments.tensors)
-        self._call: Call = call
-        self._configs: list[Config] = configs
+        rebuilt = factory.rebuild(job["arguments"], blob, arguments_fd)
+        self._arguments = rebuilt.arguments
+        self._call = call = rebuilt.call
+        self._configs: list[Config] = rebuilt.configs
+        self._kept = rebuilt.kept
         self._grids: list[Any] = job["grids"]
         self._named = call.named()
         self._restored = self._copies(call.hooks.restore_value)

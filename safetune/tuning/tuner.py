@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton.runtime.autotuner import Config
 
@@ -91,6 +91,7 @@ class _Tuning:
         self._digests = [config_digest(config) for config in request.configs]
         self._outcomes: dict[int, Outcome] = {}
         self._measured: set[int] = set()
+        self._marks: tuple[str, ...] = ()
         self._total = 0
 
     def run(self) -> TuningResult:
@@ -136,6 +137,7 @@ class _Tuning:
     def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
         device = self._request.call.index
         with device_lock(device), LaunchBench(self._request, self._on_grid_read) as bench:
+            self._marks = bench.marks
             for index, failure in bench.compiled(new, self._request.limits.compile_timeout_s):
                 self._announce(index, "screen")
                 self._settle(index, failure or bench.measure(index, self._budget()))
@@ -175,6 +177,7 @@ class _Tuning:
             self._settle(index, Outcome(Verdict.OK, timing=final, gpu_uuid=uuid), stage="final")
 
     def _settle(self, index: int, outcome: Outcome, stage: str = "screen") -> None:
+        outcome = replace(outcome, marks=tuple(dict.fromkeys((*outcome.marks, *self._marks))))
         self._outcomes[index] = outcome
         self._measured.add(index)
         self._store.put_trial(
