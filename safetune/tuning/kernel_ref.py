@@ -27,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+import triton.language
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable, JITFunction
 
@@ -141,7 +142,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         state: tuple[Any, ...]
         if isinstance(obj, InterpretedFunction):
             source = _source_lines(obj.fn)
-            state = (obj.fn, dict(obj.kwargs), source, None, _signature_globals(obj.fn, source))
+            names = {**_languages(obj.fn), **_signature_globals(obj.fn, source)}
+            state = (obj.fn, dict(obj.kwargs), source, None, names)
             return _new, (type(obj),), state, None, None, _init
         if isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
@@ -194,6 +196,12 @@ def _signature_globals(
     assert isinstance(definition, ast.FunctionDef)
     names = {n.id for n in ast.walk(definition.args) if isinstance(n, ast.Name)}
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _languages(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names of `triton.language`: the interpreter wants one, though the body may need none."""
+    modules = (triton.language, triton.language.core)
+    return {n: v for n, v in function.__globals__.items() if any(v is m for m in modules)}
 
 
 def _new(cls: Any) -> Any:

@@ -258,10 +258,8 @@ def _take(index: int) -> Child | None:
 
 def drop_idle(index: int) -> None:
     """End the idle child of a device now, so that its memory is free when this returns."""
-    with _idle_lock:
-        entry = _idle.pop(index, None)
-    if entry is not None and entry[0] == os.getpid():
-        entry[2].kill()
+    if (child := _take(index)) is not None:
+        child.kill()
 
 
 @atexit.register
