@@ -12,6 +12,7 @@ from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref
 from safetune.tuning.compile_pool import CompilePool
+from safetune.tuning.evidence import Evidence, Group
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
@@ -53,10 +54,19 @@ class LaunchBench:
             function = base_function(call.kernel)[1]
             self._kernel = kernel_ref.pack(kernel_base(call.kernel), name, by_value=[function])
         self._snapshot = Snapshot(tensors.tensors)
-        header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
+        self.phases: dict[str, float] = {}
+        self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
+        self.grids = grids
+        header = {
+            "index": call.index,
+            "grids": grids,
+            "arguments": self._snapshot.header(),
+            "atomics": request.key.kernel.atomics,
+        }
         limits = request.limits
+        fds = (self._snapshot.fd, self._witness)
         self._child = MeasuringChild(
-            header, blob, self._snapshot.fd, limits.run_timeout_s, fresh=limits.fresh_process
+            header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
         )
 
     def __enter__(self) -> LaunchBench:
@@ -68,6 +78,7 @@ class LaunchBench:
         else:
             self._child.replace()
         self._snapshot.close()
+        os.close(self._witness)
 
     def compiled(
         self, configs: Sequence[int], timeout_s: float
@@ -91,12 +102,18 @@ class LaunchBench:
         for result in CompilePool(self._kernel, timeout_s).compile(specs):
             yield result.config, None if result.outcome.ok else result.outcome
 
-    def measure(self, index: int, budget: Budget) -> Outcome:
-        """Run one config in the measuring child."""
-        outcome = self._child.measure(index, asdict(budget))
+    def measure(
+        self, index: int, budget: Budget, groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, Evidence | None]:
+        """Run one config in the measuring child; see `MeasuringChild.measure`."""
+        answer = self._child.measure(index, asdict(budget), groups)
         if self._fresh:
             self._child.replace()
-        return outcome
+        return answer
+
+    def replace(self) -> None:
+        """Measure with a fresh child from here on."""
+        self._child.replace()
 
     def _grid(
         self, request: TuningRequest, index: int, on_read: Callable[[set[str]], None]

@@ -11,6 +11,8 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from safetune.errors import WorkerUnavailable
@@ -18,6 +20,7 @@ from safetune.outcome import CLEAN, Outcome, Verdict
 from safetune.tuning import process, wire
 from safetune.tuning.answers import reply_outcome
 from safetune.tuning.child import IDLE_EXIT_S
+from safetune.tuning.evidence import Evidence, Group, evidence_of
 from safetune.tuning.fork_server import ForkServer, tail_of
 
 #: A measuring child idle for longer is replaced, not reused: it may be on its way out.
@@ -152,13 +155,13 @@ class MeasuringChild:
         self,
         header: dict[str, Any],
         blob: bytes,
-        arguments_fd: int,
+        fds: tuple[int, ...],
         run_timeout_s: float,
         fresh: bool = False,
     ) -> None:
         self._header = {"op": "prepare", **header}
         self._blob = blob
-        self._fd = arguments_fd
+        self._fds = fds
         self._timeout_s = run_timeout_s
         self._child: Child | None = None
         self._index = int(header["index"])
@@ -166,16 +169,28 @@ class MeasuringChild:
 
     def resolve(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, or why that cannot be told."""
-        reply, blob = self._ask({"op": "resolve", "config": config})
-        return reply, blob
+        outcome, _, blob = self._ask({"op": "resolve", "config": config})
+        return outcome, blob
 
-    def measure(self, config: int, budget: dict[str, Any]) -> Outcome:
-        """Run and time one config. Whatever it does, the answer is an outcome."""
-        outcome, _ = self._ask({"op": "measure", "config": config, "budget": budget})
-        if outcome.ok and outcome.timing is None:
+    def measure(
+        self, config: int, budget: dict[str, Any], groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, Evidence | None]:
+        """Run and time one config. Whatever it does, the answer is an outcome.
+
+        With `groups`, its result is compared with theirs, and an outcome that is ok has evidence.
+        """
+        known = None if groups is None else [asdict(group) for group in groups]
+        job = {"op": "measure", "config": config, "budget": budget, "groups": known}
+        outcome, reply, _ = self._ask(job)
+        if not outcome.ok:
+            return outcome, None
+        try:
+            if outcome.timing is None:
+                raise wire.ProtocolError("a measurement without a time")
+            return outcome, None if known is None else evidence_of(reply.get("evidence"))
+        except wire.ProtocolError as error:
             self.replace()
-            return Outcome(Verdict.PROTOCOL_ERROR, message="a measurement without a time")
-        return outcome
+            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), None
 
     def replace(self) -> None:
         """Use a fresh child from here on."""
@@ -191,20 +206,20 @@ class MeasuringChild:
                 _keep(self._index, self._child)
             self._child = None
 
-    def _ask(self, job: dict[str, Any]) -> tuple[Outcome, bytes]:
+    def _ask(self, job: dict[str, Any]) -> tuple[Outcome, dict[str, Any], bytes]:
         child = self._ready()
         try:
             reply, blob = child.ask(job, timeout_s=self._timeout_s)
             outcome = reply_outcome(reply)
         except ChildFailed as failure:
             self._child = None
-            return failure.outcome, b""
+            return failure.outcome, {}, b""
         except wire.ProtocolError as error:
             self.replace()
-            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), b""
+            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), {}, b""
         if outcome.verdict not in CLEAN:
             self.replace()
-        return outcome, blob
+        return outcome, reply, blob
 
     def _ready(self) -> Child:
         if self._child is not None:
@@ -213,7 +228,7 @@ class MeasuringChild:
         child = idle or Child(gpu_blind=self._index < 0)
         try:
             reply, _ = child.ask(
-                self._header, self._blob, (self._fd,), timeout_s=max(_START_S, self._timeout_s)
+                self._header, self._blob, self._fds, timeout_s=max(_START_S, self._timeout_s)
             )
         except ChildFailed as failure:
             raise WorkerUnavailable(
