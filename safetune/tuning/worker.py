@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -17,11 +16,12 @@ from typing import Any
 
 from safetune.errors import WorkerUnavailable
 from safetune.outcome import CLEAN, Outcome, Verdict
-from safetune.tuning import process, wire
+from safetune.tuning import devices, process, wire
 from safetune.tuning.answers import reply_outcome
 from safetune.tuning.child import IDLE_EXIT_S
 from safetune.tuning.evidence import Evidence, Group, evidence_of
 from safetune.tuning.fork_server import ForkServer, tail_of
+from safetune.tuning.surroundings import start_job
 
 #: A measuring child idle for longer is replaced, not reused: it may be on its way out.
 REUSE_S = IDLE_EXIT_S / 2
@@ -45,11 +45,15 @@ class ChildFailed(Exception):
 class Child:
     """One forked process and the private pipe to it.
 
+    Args:
+        device: the one it uses, which is out of use while the child is killed but has not ended.
+
     Raises:
         WorkerUnavailable: it cannot be started.
     """
 
-    def __init__(self, gpu_blind: bool) -> None:
+    def __init__(self, gpu_blind: bool, device: int | None = None) -> None:
+        self._device = device
         self.pipe, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._mark = 0
@@ -67,7 +71,7 @@ class Child:
         with contextlib.suppress(OSError):  # it may have ended, which the pipe then tells
             self._pidfd = os.pidfd_open(self.pid)
         try:
-            self.ask(_surroundings(gpu_blind), timeout_s=_START_S)
+            self.ask(start_job(gpu_blind), timeout_s=_START_S)
         except ChildFailed as failure:
             raise WorkerUnavailable(
                 f"a tuning process ended before its first job: {failure.outcome.label} "
@@ -117,7 +121,13 @@ class Child:
         if not self._alive:
             return None
         self._close()
-        return server.reap(self.pid, kill=True)
+        return self._kill()
+
+    def _kill(self) -> int | None:
+        status = server.reap(self.pid, kill=True)
+        if status is None and self._device is not None:
+            devices.note_stuck(self._device, self.pid)
+        return status
 
     def _failed(self, verdict: Verdict, message: str) -> ChildFailed:
         stderr = tail_of(self._output, self._mark)
@@ -127,7 +137,7 @@ class Child:
             self._close()
             status = server.reap(self.pid, kill=False)
             if status is None:
-                server.reap(self.pid, kill=True)
+                self._kill()
             detail = process.describe_exit(status)
             message = message or f"the process ended with {detail}"
         else:
@@ -224,8 +234,9 @@ class MeasuringChild:
     def _ready(self) -> Child:
         if self._child is not None:
             return self._child
+        devices.check(self._index)
         idle = None if self._fresh else _take(self._index)
-        child = idle or Child(gpu_blind=self._index < 0)
+        child = idle or Child(gpu_blind=self._index < 0, device=self._index)
         try:
             reply, _ = child.ask(
                 self._header, self._blob, self._fds, timeout_s=max(_START_S, self._timeout_s)
@@ -265,7 +276,7 @@ def _take(index: int) -> Child | None:
         entry[2].kill()
         return None
     try:
-        entry[2].ask(_surroundings(gpu_blind=index < 0), timeout_s=_START_S)
+        entry[2].ask(start_job(gpu_blind=index < 0), timeout_s=_START_S)
     except ChildFailed:
         return None
     return entry[2]
@@ -276,34 +287,3 @@ def _drop_idle() -> None:
     for _, _, child in _idle.values():
         child.abandon()
     _idle.clear()
-
-
-def _surroundings(gpu_blind: bool) -> dict[str, Any]:
-    """The job that puts a child where this process is now: environment, paths, Triton's knobs."""
-    environment = process.child_environment()
-    if gpu_blind:
-        environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="")
-    return {
-        "op": "start",
-        "environment": environment,
-        "path": [path or os.getcwd() for path in sys.path],
-        "directory": os.getcwd(),
-        "knobs": _knobs(),
-    }
-
-
-def _knobs() -> dict[str, dict[str, Any]]:
-    """Triton's knobs that were set in code; those set by environment travel with it."""
-    from triton import knobs
-
-    groups = {}
-    for name, group in vars(knobs).items():
-        if isinstance(group, knobs.base_knobs):
-            plain = {
-                knob: value
-                for knob, value in vars(group).items()
-                if isinstance(value, (bool, int, str)) and not knob.startswith("_")
-            }
-            if plain:
-                groups[name] = plain
-    return groups
