@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from safetune.tuning import regenerate
 from safetune.tuning.checksum import checksums
 from safetune.tuning.layout import ALIGNMENT, BlockSpec, TensorSpec
 
@@ -176,7 +177,10 @@ def _room(
 
 def _loader(file_bytes: torch.Tensor, spec: BlockSpec) -> Callable[[torch.Tensor], None]:
     def load(target: torch.Tensor) -> None:
-        target.copy_(file_bytes[spec.offset : spec.offset + spec.size])
+        if spec.noise is not None:
+            regenerate.draw(target, spec)
+        else:
+            target.copy_(file_bytes[spec.offset : spec.offset + spec.size])
 
     return load
 

@@ -13,11 +13,11 @@ from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref
 from safetune.tuning.compile_pool import CompilePool
 from safetune.tuning.evidence import Evidence, Group
+from safetune.tuning.inputs import Inputs
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
-from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.worker import MeasuringChild
 
 _device_locks: dict[int, threading.Lock] = {}
@@ -53,18 +53,19 @@ class LaunchBench:
         if not self.interpreted:
             function = base_function(call.kernel)[1]
             self._kernel = kernel_ref.pack(kernel_base(call.kernel), name, by_value=[function])
-        self._snapshot = Snapshot(tensors.tensors)
+        self._inputs = Inputs(call, tensors.tensors)
+        self.marks = self._inputs.marks
+        self.grids = grids
         self.phases: dict[str, float] = {}
         self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
-        self.grids = grids
         header = {
             "index": call.index,
             "grids": grids,
-            "arguments": self._snapshot.header(),
+            "arguments": self._inputs.header,
             "atomics": request.key.kernel.atomics,
         }
         limits = request.limits
-        fds = (self._snapshot.fd, self._witness)
+        fds = (self._inputs.fd, self._witness)
         self._child = MeasuringChild(
             header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
         )
@@ -77,7 +78,7 @@ class LaunchBench:
             self._child.release()
         else:
             self._child.replace()
-        self._snapshot.close()
+        self._inputs.close()
         os.close(self._witness)
 
     def compiled(
@@ -134,5 +135,6 @@ def _functions_of(request: TuningRequest) -> Iterator[Any]:
     call = request.call
     yield base_function(call.kernel)[1]
     yield from inner_heuristics(call.kernel).values()
-    yield from (call.hooks.pre_hook, call.hooks.post_hook, call.hooks.do_bench)
+    hooks = call.hooks
+    yield from (hooks.pre_hook, hooks.post_hook, hooks.do_bench, hooks.reference, hooks.inputs)
     yield from (config.pre_hook for config in request.configs)

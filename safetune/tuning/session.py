@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,11 +10,10 @@ from triton.runtime.autotuner import Config
 from triton.runtime.jit import JITFunction
 
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.tuning import compilation, failures, kernel_ref
+from safetune.tuning import compilation, factory, failures
 from safetune.tuning.answers import outcome_reply
-from safetune.tuning.arguments import Arguments
 from safetune.tuning.evidence import group_of
-from safetune.tuning.jobs import Call
+from safetune.tuning.jobs import Call, owners_of
 from safetune.tuning.measure import (
     Budget,
     DeviceTimer,
@@ -35,15 +34,16 @@ class Session:
         self._uuid = ""
         if job["index"] >= 0:
             self._uuid = _use_device(job["index"])
-        self._arguments = Arguments(job["arguments"], arguments_fd)
-        call, configs = kernel_ref.unpack(blob, self._arguments.tensors)
-        self._call: Call = call
-        self._configs: list[Config] = configs
+        rebuilt = factory.rebuild(job["arguments"], blob, arguments_fd)
+        self._arguments = rebuilt.arguments
+        self._call = call = rebuilt.call
+        self._configs: list[Config] = rebuilt.configs
+        self._kept = rebuilt.kept
         self._grids: list[Any] = job["grids"]
         self._named = call.named()
         self._restored = self._copies(call.hooks.restore_value)
         self._timer: Timer = Timer() if call.interpreted else DeviceTimer()
-        names = tensor_names(self._named, self._arguments.tensors)
+        names = owners_of(self._named, self._arguments.tensors)
         self._witness = Witness(
             self._arguments, names, call.hooks.scratch, job["atomics"], witness_fd
         )
@@ -159,26 +159,6 @@ class _Launch:
             raise
         self.after()
         return result
-
-
-def tensor_names(named: Mapping[str, Any], tensors: Sequence[Any]) -> list[str]:
-    """Return each tensor's argument name: `x`, `x[1]` in a tuple, `x` for a descriptor's base.
-
-    One that only a hook holds has none.
-    """
-    names: dict[int, str] = {}
-
-    def visit(name: str, value: Any) -> None:
-        names.setdefault(id(value), name)
-        if isinstance(value, (tuple, list)):
-            for place, item in enumerate(value):
-                visit(f"{name}[{place}]", item)
-        elif hasattr(value, "base"):
-            visit(name, value.base)
-
-    for name, value in named.items():
-        visit(name, value)
-    return [names.get(id(tensor), "") for tensor in tensors]
 
 
 def kernel_base(kernel: Any) -> JITFunction:

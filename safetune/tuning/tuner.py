@@ -12,11 +12,11 @@ from triton.runtime.autotuner import Config
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NoWorkingConfig
 from safetune.outcome import TRANSIENT, Mark, Outcome, Timing, Verdict
-from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+from safetune.store.records import ChoiceRecord, TrialRecord
 from safetune.store.sqlite import Store
 from safetune.tuning import choose
 from safetune.tuning.bench import LaunchBench, device_lock
-from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.jobs import TuningRequest, key_record
 from safetune.tuning.judge import Results, notes_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.race import race
@@ -101,6 +101,7 @@ class _Tuning:
         self._notes: list[str] = []
         self._phases: dict[str, float] = {}
         self._measured: set[int] = set()
+        self._marks: tuple[str, ...] = ()
         self._total = 0
 
     def run(self) -> TuningResult:
@@ -148,6 +149,7 @@ class _Tuning:
     def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
         device = self._request.call.index
         with device_lock(device), LaunchBench(self._request, self._on_grid_read) as bench:
+            self._marks = bench.marks
             with self._clock("measure"):
                 self._screen(bench, new)
                 no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
@@ -212,6 +214,7 @@ class _Tuning:
             self._settle(index, outcome, stage="final")
 
     def _settle(self, index: int, outcome: Outcome, stage: str = "screen") -> None:
+        outcome = replace(outcome, marks=tuple(dict.fromkeys((*outcome.marks, *self._marks))))
         self._outcomes[index] = outcome
         self._measured.add(index)
         self._store.put_trial(
@@ -284,20 +287,3 @@ class _Tuning:
                 created=time.time(),
             )
         )
-
-
-def key_record(request: TuningRequest) -> KeyRecord:
-    """Return the row that a request's trials and choice point at."""
-    key = request.key
-    return KeyRecord(
-        digest=key.digest,
-        kernel_name=key.kernel.name,
-        kernel_digest=key.kernel.digest,
-        kernel_source=key.kernel.source,
-        kernel_file=key.kernel.file,
-        kernel_line=key.kernel.line,
-        device_digest=key.device.digest,
-        device=key.device.record(),
-        toolchain=key.toolchain.record(),
-        call=key.record(),
-    )

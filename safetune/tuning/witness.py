@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Witness:
     """Watches the launches of one call.
 
     Args:
-        names: of the arguments, for each tensor of the call; none for one that only a hook holds.
+        names: of the arguments, for each tensor of the call (see `jobs.owners_of`).
         scratch: names of arguments that are not compared.
         atomics: whether the kernel has atomic operations: its results may vary from run to run,
             and come in any order.
@@ -62,11 +63,13 @@ class Witness:
         self._expected: dict[int, torch.Tensor] = {}
         self._near: dict[tuple[int, int], torch.Tensor] = {}
         self._written: list[int] = []
-        self._slot = sum(aligned(block.spec.size) for block in arguments.blocks)
+        sizes = [aligned(block.spec.size) for block in arguments.blocks]
+        *self._offsets, self._slot = accumulate(sizes, initial=0)
         seen = set()
         self._compared = []
         for index, view in enumerate(arguments.views):
-            if names[index] and names[index] not in scratch and view not in seen:
+            owners = set(filter(None, names[index].split(", ")))
+            if owners - set(scratch) and view not in seen:
                 seen.add(view)
                 self._compared.append(index)
 
@@ -77,9 +80,10 @@ class Witness:
             ValueError: a name is not a tensor argument's, or a shape is not its tensor's.
         """
         for name, value in expected.items():
-            if name not in self._names:
+            owners = [index for index, names in enumerate(self._names) if name in names.split(", ")]
+            if not owners:
                 raise ValueError(f"reference= returned {name!r}, which is no tensor argument")
-            index = self._names.index(name)
+            index = owners[0]
             mine = self._arguments.tensors[index]
             theirs = torch.as_tensor(value).detach().to(mine.dtype)
             if theirs.shape != mine.shape:
@@ -248,7 +252,7 @@ class Witness:
         return True
 
     def _place(self, group: int, block: int) -> int:
-        return group * self._slot + self._arguments.blocks[block].spec.offset
+        return group * self._slot + self._offsets[block]
 
     def _names_in(self, block: int) -> str:
         views = enumerate(self._arguments.views)

@@ -282,6 +282,14 @@ def _take(index: int) -> Child | None:
     return entry[2]
 
 
+def drop_idle(index: int) -> None:
+    """End the idle child of a device now, so that its memory is free when this returns."""
+    with _idle_lock:
+        entry = _idle.pop(index, None)
+    if entry is not None and entry[0] == os.getpid():
+        entry[2].kill()
+
+
 @atexit.register
 def _drop_idle() -> None:
     for _, _, child in _idle.values():
