@@ -42,6 +42,10 @@ class WorkerUnavailable(SafetuneError):
     """No child process could be started; says nothing about any config."""
 
 
+class DeviceUnavailable(WorkerUnavailable):
+    """A child must not use the device: its mode, MPS, or a process stuck on it forbids that."""
+
+
 class StoreError(SafetuneError):
     """The database cannot be opened, read or written."""
 

@@ -6,8 +6,8 @@ All that stands against that is found here, in the caller, before any child star
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from safetune.errors import NotReproducible
 from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.tuning import pointers, room, worker
-from safetune.tuning.jobs import Call
+from safetune.tuning.jobs import Call, leaves, owners_of
 from safetune.tuning.layout import Absent
 from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.storages import merged_spans
@@ -65,29 +65,6 @@ class Inputs:
         self._snapshot.close()
 
 
-def owners_of(named: dict[str, Any], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return the arguments that each tensor is or is part of, as `x, y`; nothing for a hook's."""
-    owners: dict[int, list[str]] = {id(tensor): [] for tensor in tensors}
-    for name, value in named.items():
-        for leaf in _leaves(value):
-            if name not in owners.get(id(leaf), [name]):
-                owners[id(leaf)].append(name)
-    return [", ".join(owners[id(tensor)]) for tensor in tensors]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """The tensors and plain values of an argument: of a tuple, or a descriptor's base."""
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _leaves([getattr(value, field.name) for field in fields(value)])
-    else:
-        yield value
-
-
 def _absent(tensor: torch.Tensor) -> Absent:
     return Absent(
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -102,7 +79,7 @@ def _check_numbers(call: Call) -> None:
     numbers = [
         (name, value)
         for name, argument in call.named().items()
-        for value in _leaves(argument)
+        for value in leaves(argument)
         if pointers.is_plausible(value)
     ]
     if numbers:
