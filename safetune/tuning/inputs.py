@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from safetune.errors import NotReproducible
 from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.tuning import pointers, room, worker
@@ -52,7 +51,7 @@ class Inputs:
         if not made:
             try:
                 _check_tables(self._snapshot, names, call.interpreted)
-            except NotReproducible:
+            except BaseException:
                 self.close()
                 raise
         absent = {str(i): asdict(_absent(t)) for i, t in enumerate(tensors) if i not in kept}

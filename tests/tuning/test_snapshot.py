@@ -13,7 +13,7 @@ from safetune.errors import InvalidSetting, NotReproducible
 from safetune.settings import Settings, parse_size
 from safetune.tuning import pointers, room
 from safetune.tuning.arguments import Arguments
-from safetune.tuning.inputs import owners_of
+from safetune.tuning.jobs import owners_of
 from safetune.tuning.snapshot import Snapshot
 
 KIB = 1 << 10
