@@ -91,7 +91,10 @@ class Pool:
     def start(self, kinds: Mapping[int, str], **options: Any) -> Iterator[Compiled]:
         options = {"timeout_s": TIMEOUT_S, "size": 2, **options}
         specs = {number: spec(kind, number) for number, kind in kinds.items()}
-        return CompilePool(self.kernel, **options).compile(specs)
+        with CompilePool(self.kernel, **options) as pool:
+            for number, packed in specs.items():
+                pool.add(number, packed)
+            yield from pool.results()
 
     def run(self, kinds: Mapping[int, str], **options: Any) -> dict[int, Compiled]:
         """Compile all; fail if a config is answered for twice."""
@@ -116,24 +119,15 @@ class Pool:
         return int(Path(f"{self._log}.grandchild").read_text())
 
 
-@pytest.fixture(scope="module")
-def _a_server_that_does_not_interpret() -> Iterator[None]:
-    """Triton's own library is interpreted or compiled as the variable says at its import."""
-    worker.server.stop()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "0")
-        yield
-    worker.server.stop()
-
-
 @pytest.fixture
-def pool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _a_server_that_does_not_interpret: None
-) -> Pool:
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    # Triton's own library is interpreted or compiled as this says when it is imported.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("POOL_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    return Pool(tmp_path / "log", tmp_path / "cache")
+    yield Pool(tmp_path / "log", tmp_path / "cache")
+    worker._drop_idle()  # the next test starts its own
 
 
 def ended(*pids: int, within_s: float = 20.0) -> bool:
