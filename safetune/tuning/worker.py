@@ -70,8 +70,14 @@ class MeasuringChild:
                 for fd in fds:
                     os.close(fd)
 
-        self._coming = coming
-        threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True).start()
+        thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be had; the first job does it
+            for fd in fds:
+                os.close(fd)
+        else:
+            self._coming = coming
 
     def wait(self) -> None:
         """Return when the child is ready for a job; raises `WorkerUnavailable`."""
