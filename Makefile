@@ -38,6 +38,14 @@ test: env  ## Pass the tests, with kernels in Triton's interpreter
 test-gpu: env  ## Pass the tests that need a GPU, one at a time
 	$(VENV)/bin/python -m pytest -m gpu
 
+.PHONY: faults
+faults: env  ## Run every named fault, print the table, and fail where one fails or has no test
+	$(VENV)/bin/python tests/faults/table.py $(FAULTS_ARGS)
+
+.PHONY: soak
+soak: env  ## Tune 300 times in one process, a third of the configs faulty, and look for leaks
+	$(VENV)/bin/python benchmarks/soak.py $(SOAK_ARGS)
+
 .PHONY: test-internals
 test-internals: $(OLDEST_VENV)/.made  ## Pass the tests that depend on Triton's internals, on the oldest Triton
 	TRITON_INTERPRET=1 $(OLDEST_VENV)/bin/python -m pytest -m internals $(PYTEST_ARGS)
