@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 _spec = importlib.util.spec_from_file_location("fault_table", Path(__file__).with_name("table.py"))
 assert _spec is not None
 assert _spec.loader is not None
