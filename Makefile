@@ -59,6 +59,15 @@ lint: env  ## Check style, formatting and types
 	cp -R safetune build/types/ && cp -R kernels cache build/types/safetune/
 	cd build/types && $(abspath $(VENV))/bin/mypy --config-file ../../pyproject.toml
 
+.PHONY: bench
+bench: env  ## Run the benchmarks that need a GPU; again goes on where the last run ended
+	PYTHON=$(abspath $(VENV))/bin/python benchmarks/run_on_gpu.sh bench
+
+# BARS='--device NAME' looks at another device's results.
+.PHONY: bars
+bars: env  ## Compare results with their bars and aims; GROUP=tuning looks at one group
+	$(VENV)/bin/python benchmarks/bars.py $(GROUP) $(BARS)
+
 .PHONY: clean
 clean:  ## Remove the environments and what tools left behind
 	rm -rf .venv .venv36 build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
