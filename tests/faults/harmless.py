@@ -92,7 +92,8 @@ class Harmless:
         for name, (tensor, bits) in (after or {}).items():
             assert torch.equal(_bytes(tensor), _bytes(bits)), f"{name} is not what it should be"
         trials = {trial.config[by]: trial for trial in self.trials() if by in trial.config}
-        assert {value: trial.label for value, trial in trials.items()} == dict(wanted)
+        labels = {value: trial.label for value, trial in trials.items()}
+        assert labels == dict(wanted), "\n".join(map(str, [labels, *trials.values()]))
         for trial in trials.values():
             if trial.verdict == "ok":
                 assert trial.median_ms is not None

@@ -54,14 +54,16 @@ def stray_kernel(x, out, n, STRAY: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(out + offset, value)
     elif STRAY == "before":
         tl.store(out + offset, value, mask=mask)
-        tl.store(out - 4 + tl.arange(0, 4), tl.full((4,), 7.0, tl.float32), mask=program == 0)
+        if program == 0:
+            tl.store(out - 4 + tl.arange(0, 4), tl.full((4,), 7.0, tl.float32))
     elif STRAY == "last":
-        last = program == tl.num_programs(0) - 1
         tl.store(out + offset, value, mask=mask)
-        tl.store(out + n + tl.arange(0, 1), tl.full((1,), 7.0, tl.float32), mask=last)
+        if program == tl.num_programs(0) - 1:
+            tl.store(out + n, 7.0)
     elif STRAY == "unowned":
         tl.store(out + offset, value, mask=mask)
-        tl.store(out + n + 3 + tl.arange(0, 1), tl.full((1,), 7.0, tl.float32), mask=program == 0)
+        if program == 0:
+            tl.store(out + n + 3, 7.0)
     else:
         tl.store(out + offset, value, mask=mask)
 
@@ -255,20 +257,31 @@ def a_reference_outvotes_the_majority(harmless: Any, device: str) -> None:
     assert "out" in trials[1].message
 
 
-@case("order-dependent")
-def an_earlier_call_left_the_rest(harmless: Any, device: str) -> None:
-    """The buffer holds the right result already, and one config writes the first half only."""
+def stale(harmless: Any, device: str, held: int) -> None:
+    """Tune where the output holds the right result from `held` on, and one config stops there."""
     blocks = (BAD, 32, 64, 128)
     configs = [triton.Config({"BLOCK": block, "WHOLE": block != BAD}) for block in blocks]
     kernel = safetune(configs=configs, key=["n"])(half_kernel)
     x = values(device, N)
     out = x + 1
+    out[:held] = 0
     harmless.check(
         lambda: kernel[grid](x, out, N, N // 2),
         {block: "order_dependent" if block == BAD else "ok" for block in blocks},
         after={"out": (out, x + 1), "x": (x, x.clone())},
     )
     assert kernel.best_config.kwargs["WHOLE"]
+
+
+@case("order-dependent")
+def an_earlier_launch_left_the_rest(harmless: Any, device: str) -> None:
+    stale(harmless, device, N // 2)
+
+
+@case("order-dependent")
+def an_earlier_call_left_all(harmless: Any, device: str) -> None:
+    """No config changes a bit: who writes what cannot be told from the bits alone."""
+    stale(harmless, device, 0)
 
 
 @case("fp16-split-k")
