@@ -77,7 +77,9 @@ class Child:
         """Whether the process has ended, or was let go."""
         if not self._alive or self._pidfd is None:
             return not self._alive
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def unanswered(self) -> int:
