@@ -34,8 +34,16 @@ class KernelNotTransferable(SafetuneError):
     """The kernel, a hook or an argument cannot be rebuilt in another process."""
 
 
+class NotReproducible(KernelNotTransferable):
+    """The call's inputs cannot be had in another process: addresses, or more bytes than fit."""
+
+
 class WorkerUnavailable(SafetuneError):
     """No child process could be started; says nothing about any config."""
+
+
+class DeviceUnavailable(WorkerUnavailable):
+    """A child must not use the device: its mode, MPS, or a process stuck on it forbids that."""
 
 
 class StoreError(SafetuneError):

@@ -7,6 +7,7 @@ environment at any time before a key is first seen.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,6 +45,20 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
         raise InvalidSetting(f"{name}={value!r} is not known; use one of: {valid}") from None
 
 
+_SIZE = re.compile(r"([0-9]+)\s*(?:([KMG])(?:iB)?)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(name: str, value: str) -> int:
+    """Return the bytes that `value` says, e.g. `4096` or `512MiB`; raises `InvalidSetting`."""
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise InvalidSetting(
+            f"{name}={value!r} is no size; give bytes, or a number with KiB, MiB or GiB, e.g. 2GiB"
+        )
+    return int(match[1]) * _UNITS[(match[2] or "").upper()]
+
+
 @dataclass(frozen=True)
 class Settings:
     """The process-wide settings.
@@ -52,11 +67,14 @@ class Settings:
         mode: SAFETUNE_MODE, default `tune`.
         phantom: SAFETUNE_PHANTOM, default `drop`; a decorator's `phantom=` wins over it.
         cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
+        copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
+            float ones are drawn at random in the child instead of being copied.
     """
 
     mode: Mode
     phantom: PhantomPolicy
     cache_dir: Path
+    copy_limit: int
 
     @classmethod
     def current(cls) -> Settings:
@@ -70,6 +88,7 @@ class Settings:
                 PhantomPolicy, "SAFETUNE_PHANTOM", env.get("SAFETUNE_PHANTOM") or "drop"
             ),
             cache_dir=directory,
+            copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
         )
 
 

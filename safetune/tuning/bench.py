@@ -14,14 +14,15 @@ from triton.runtime.errors import OutOfResources
 
 from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import compilation, failures, kernel_ref
+from safetune.tuning import compilation, devices, failures, kernel_ref
 from safetune.tuning.compile_pool import Compiled, CompilePool
+from safetune.tuning.evidence import Evidence, Group
 from safetune.tuning.fork_server import start_servers
+from safetune.tuning.inputs import Inputs
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
-from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.worker import MeasuringChild
 
 _device_locks: dict[int, threading.Lock] = {}
@@ -41,8 +42,8 @@ class LaunchBench:
 
     Attributes:
         phases: seconds that the caller spent in `transfer` (packing and copying the call),
-            `resolve`, `compile` (waiting for a config to be compiled), `start` (waiting for the
-            measuring child) and `measure`.
+            `resolve`, `compile` (waiting for a config to be compiled) and `start` (waiting for
+            the measuring child).
         facts: what the compiler said of each config that compiled: `shared` and `global_scratch`,
             in bytes, and the `hash` of its entry in Triton's disk cache.
     """
@@ -51,6 +52,7 @@ class LaunchBench:
         begin = time.monotonic()
         call = request.call
         self.interpreted = call.interpreted
+        devices.check(call.index)
         start_servers(compiling=not self.interpreted)
         self.phases: dict[str, float] = {}
         self.facts: dict[int, dict[str, Any]] = {}
@@ -70,11 +72,20 @@ class LaunchBench:
         self._kernel = b""
         if not self.interpreted:
             self._kernel = compilation.pack_for_compiler(kernel_base(call.kernel))
-        self._snapshot = Snapshot(tensors.tensors)
-        header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
+        self._inputs = Inputs(call, tensors.tensors)
+        self.marks = self._inputs.marks
+        self.grids = grids
+        self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
+        header = {
+            "index": call.index,
+            "grids": grids,
+            "arguments": self._inputs.header,
+            "atomics": request.key.kernel.atomics,
+        }
         limits = request.limits
+        fds = (self._inputs.fd, self._witness)
         self._child = MeasuringChild(
-            header, blob, self._snapshot.fd, limits.run_timeout_s, fresh=limits.fresh_process
+            header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
         )
         self._child.begin()
         self.phases["transfer"] = time.monotonic() - begin
@@ -89,7 +100,8 @@ class LaunchBench:
             self._child.replace()
         if self._pool is not None:
             self._pool.close()
-        self._snapshot.close()
+        self._inputs.close()
+        os.close(self._witness)
 
     def compiled(
         self, configs: Sequence[int], timeout_s: float
@@ -150,14 +162,19 @@ class LaunchBench:
         with self._phase("start"):
             self._child.wait()
 
-    def measure(self, index: int, budget: Budget, phase: str = "measure") -> Outcome:
-        """Run one config in the measuring child; its time counts as `phase`."""
+    def measure(
+        self, index: int, budget: Budget, groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, Evidence | None]:
+        """Run one config in the measuring child; see `MeasuringChild.measure`."""
         self.wait()
-        with self._phase(phase):
-            outcome = self._child.measure(index, asdict(budget))
+        answer = self._child.measure(index, asdict(budget), groups)
         if self._fresh:
             self._child.replace()
-        return outcome
+        return answer
+
+    def replace(self) -> None:
+        """Measure with a fresh child from here on."""
+        self._child.replace()
 
     @property
     def compilations(self) -> int:
@@ -191,5 +208,6 @@ def _functions_of(request: TuningRequest) -> Iterator[Any]:
     call = request.call
     yield base_function(call.kernel)[1]
     yield from inner_heuristics(call.kernel).values()
-    yield from (call.hooks.pre_hook, call.hooks.post_hook, call.hooks.do_bench)
+    hooks = call.hooks
+    yield from (hooks.pre_hook, hooks.post_hook, hooks.do_bench, hooks.reference, hooks.inputs)
     yield from (config.pre_hook for config in request.configs)

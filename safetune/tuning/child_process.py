@@ -12,7 +12,7 @@ from typing import Any
 
 from safetune.errors import WorkerUnavailable
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import process, wire
+from safetune.tuning import devices, process, wire
 from safetune.tuning.fork_server import ForkServer, server, tail_of
 from safetune.tuning.surroundings import start_job
 
@@ -35,6 +35,7 @@ class Child:
     """One forked process and the private pipe to it.
 
     Args:
+        device: the one it uses, which is out of use while the child is killed but has not ended.
         forks: where it is forked from; `server` by default.
         started: wait until it has our surroundings; without, its first job has to be `start_job`.
 
@@ -43,8 +44,13 @@ class Child:
     """
 
     def __init__(
-        self, gpu_blind: bool, forks: ForkServer | None = None, started: bool = True
+        self,
+        gpu_blind: bool,
+        device: int | None = None,
+        forks: ForkServer | None = None,
+        started: bool = True,
     ) -> None:
+        self._device = device
         self._server = forks or server
         self.pipe, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
@@ -129,16 +135,22 @@ class Child:
         if not self._alive:
             return None
         self._close()
-        return self._server.reap(self.pid, kill=True)
+        return self._kill()
+
+    def _kill(self) -> int | None:
+        status = self._server.reap(self.pid, kill=True)
+        if status is None and self._device is not None:
+            devices.note_stuck(self._device, self.pid)
+        return status
 
     def _failed(self, verdict: Verdict, message: str) -> ChildFailed:
         self._alive = False
         self.pipe.close()
         died = verdict is Verdict.DIED
         # One whose pipe closed by itself is ending; killing it now would mask the cause.
-        status = self._server.reap(self.pid, kill=not died)
+        status = self._server.reap(self.pid, kill=False) if died else self._kill()
         if died and status is None:
-            self._server.reap(self.pid, kill=True)
+            self._kill()
         detail = process.describe_exit(status) if died else ""
         if died:
             message = message or f"the process ended with {detail}"

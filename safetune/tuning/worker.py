@@ -6,15 +6,18 @@ import atexit
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 from safetune.errors import WorkerUnavailable
 from safetune.outcome import CLEAN, Outcome, Verdict
-from safetune.tuning import process, wire
+from safetune.tuning import devices, process, wire
 from safetune.tuning.answers import reply_outcome
 from safetune.tuning.child import IDLE_EXIT_S
 from safetune.tuning.child_process import START_S, Child, ChildFailed
+from safetune.tuning.evidence import Evidence, Group, evidence_of
 from safetune.tuning.fork_server import compile_server
 from safetune.tuning.idle import IdleChildren
 from safetune.tuning.surroundings import start_job
@@ -39,13 +42,13 @@ class MeasuringChild:
         self,
         header: dict[str, Any],
         blob: bytes,
-        arguments_fd: int,
+        fds: tuple[int, ...],
         run_timeout_s: float,
         fresh: bool = False,
     ) -> None:
         self._header = {"op": "prepare", **header}
         self._blob = blob
-        self._fd = arguments_fd
+        self._fds = fds
         self._timeout_s = run_timeout_s
         self._child: Child | None = None
         self._coming: Future[Child] | None = None
@@ -56,15 +59,17 @@ class MeasuringChild:
     def begin(self) -> None:
         """Have the child come up while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
-        fd = os.dup(self._fd)  # the tuning may be over, and its file closed, before this is
+        # The tuning may be over, and its files closed, before this is.
+        fds = tuple(os.dup(fd) for fd in self._fds)
 
         def prepare() -> None:
             try:
-                coming.set_result(self._prepared(fd))
+                coming.set_result(self._prepared(fds))
             except BaseException as error:
                 coming.set_exception(error)
             finally:
-                os.close(fd)
+                for fd in fds:
+                    os.close(fd)
 
         self._coming = coming
         threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True).start()
@@ -75,16 +80,28 @@ class MeasuringChild:
 
     def resolve(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, or why that cannot be told."""
-        reply, blob = self._ask({"op": "resolve", "config": config})
-        return reply, blob
+        outcome, _, blob = self._ask({"op": "resolve", "config": config})
+        return outcome, blob
 
-    def measure(self, config: int, budget: dict[str, Any]) -> Outcome:
-        """Run and time one config. Whatever it does, the answer is an outcome."""
-        outcome, _ = self._ask({"op": "measure", "config": config, "budget": budget})
-        if outcome.ok and outcome.timing is None:
+    def measure(
+        self, config: int, budget: dict[str, Any], groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, Evidence | None]:
+        """Run and time one config. Whatever it does, the answer is an outcome.
+
+        With `groups`, its result is compared with theirs, and an outcome that is ok has evidence.
+        """
+        known = None if groups is None else [asdict(group) for group in groups]
+        job = {"op": "measure", "config": config, "budget": budget, "groups": known}
+        outcome, reply, _ = self._ask(job)
+        if not outcome.ok:
+            return outcome, None
+        try:
+            if outcome.timing is None:
+                raise wire.ProtocolError("a measurement without a time")
+            return outcome, None if known is None else evidence_of(reply.get("evidence"))
+        except wire.ProtocolError as error:
             self.replace()
-            return Outcome(Verdict.PROTOCOL_ERROR, message="a measurement without a time")
-        return outcome
+            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), None
 
     def replace(self) -> None:
         """Use a fresh child from here on."""
@@ -102,10 +119,12 @@ class MeasuringChild:
             return
         with contextlib.suppress(ChildFailed):
             self._child.ask({"op": "release"}, timeout_s=self._timeout_s)
-            _idle.keep(self._purpose, self._child, for_s=IDLE_EXIT_S - _MARGIN_S, most=1)
+            _idle.keep(
+                _measures_on(self._index), self._child, for_s=IDLE_EXIT_S - _MARGIN_S, most=1
+            )
         self._child = None
 
-    def _ask(self, job: dict[str, Any]) -> tuple[Outcome, bytes]:
+    def _ask(self, job: dict[str, Any]) -> tuple[Outcome, dict[str, Any], bytes]:
         child = self._ready()
         try:
             reply, blob = child.ask(job, timeout_s=self._timeout_s)
@@ -113,25 +132,27 @@ class MeasuringChild:
             self.compilations += _count_of(reply)
         except ChildFailed as failure:
             self._child = None
-            return failure.outcome, b""
+            return failure.outcome, {}, b""
         except wire.ProtocolError as error:
             self.replace()
-            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), b""
+            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), {}, b""
         if outcome.verdict not in CLEAN:
             self.replace()
-        return outcome, blob
+        return outcome, reply, blob
 
     def _ready(self) -> Child:
         if self._child is None:
             coming, self._coming = self._coming, None
-            self._child = self._prepared(self._fd) if coming is None else coming.result()
+            self._child = self._prepared(self._fds) if coming is None else coming.result()
         return self._child
 
-    def _prepared(self, fd: int) -> Child:
-        child = (None if self._fresh else self._left()) or Child(gpu_blind=self._index < 0)
+    def _prepared(self, fds: tuple[int, ...]) -> Child:
+        devices.check(self._index)
+        left = None if self._fresh else self._left()
+        child = left or Child(gpu_blind=self._index < 0, device=self._index)
         timeout_s = max(START_S, self._timeout_s)
         try:
-            reply, _ = child.ask(self._header, self._blob, (fd,), timeout_s=timeout_s)
+            reply, _ = child.ask(self._header, self._blob, fds, timeout_s=timeout_s)
         except ChildFailed as failure:
             raise WorkerUnavailable(
                 f"a tuning process could not rebuild the call: {failure.outcome.label} "
@@ -146,7 +167,7 @@ class MeasuringChild:
 
     def _left(self) -> Child | None:
         """The child that the last tuning on this device has left, in our surroundings."""
-        child = _idle.take(self._purpose)
+        child = _idle.take(_measures_on(self._index))
         if child is not None:
             try:
                 child.ask(start_job(gpu_blind=self._index < 0), timeout_s=START_S)
@@ -154,9 +175,9 @@ class MeasuringChild:
                 return None
         return child
 
-    @property
-    def _purpose(self) -> str:
-        return f"measure on {self._index}"
+
+def _measures_on(index: int) -> str:
+    return f"measures on {index}"
 
 
 def _kill_unwanted(coming: Future[Child]) -> None:
@@ -187,6 +208,13 @@ def compiler() -> tuple[Child, bool]:
     if child is not None:
         return child, True
     return Child(gpu_blind=True, forks=compile_server, started=False), False
+
+
+def drop_idle(index: int) -> None:
+    """End the idle child of a device now, so that its memory is free when this returns."""
+    child = _idle.take(_measures_on(index))
+    if child is not None:
+        child.kill()
 
 
 @atexit.register
