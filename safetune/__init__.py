@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
+    from safetune.background import sync
     from safetune.decorator import autotune, safetune
     from safetune.errors import (
         InvalidConfig,
         InvalidSetting,
         KernelNotTransferable,
         NoDevice,
+        NoMemory,
         NoWorkingConfig,
         PhantomKey,
         SafetuneError,
@@ -32,6 +34,7 @@ __all__ = [
     "InvalidSetting",
     "KernelNotTransferable",
     "NoDevice",
+    "NoMemory",
     "NoWorkingConfig",
     "Outcome",
     "PhantomKey",
@@ -46,10 +49,12 @@ __all__ = [
     "__version__",
     "autotune",
     "safetune",
+    "sync",
 ]
 
 _MODULES = {
     "autotuner": ("Autotuner",),
+    "background": ("sync",),
     "decorator": ("autotune", "safetune"),
     "outcome": ("Outcome", "Timing", "Verdict"),
     "workload": ("Workload",),

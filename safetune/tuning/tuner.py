@@ -62,15 +62,19 @@ def tune(
     store: Store,
     observe: Observer = lambda progress: None,
     on_grid_read: Callable[[set[str]], None] = lambda names: None,
+    bench: LaunchBench | None = None,
 ) -> TuningResult:
     """Measure what has not been measured for this key, choose, and store both.
+
+    Args:
+        bench: made from the request earlier, while the caller's tensors were what they were.
 
     Raises:
         NoWorkingConfig: every config failed; no choice is stored.
         KernelNotTransferable: the call cannot be rebuilt in a child.
         WorkerUnavailable: no child can be started.
     """
-    return _Tuning(request, store, observe, on_grid_read).run()
+    return _Tuning(request, store, observe, on_grid_read, bench).run()
 
 
 class _Tuning:
@@ -82,8 +86,10 @@ class _Tuning:
         store: Store,
         observe: Observer,
         on_grid_read: Callable[[set[str]], None],
+        bench: LaunchBench | None,
     ) -> None:
         self._request = request
+        self._bench = bench
         self._store = store
         self._observe = observe
         self._on_grid_read = on_grid_read
@@ -135,7 +141,10 @@ class _Tuning:
 
     def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
         device = self._request.call.index
-        with device_lock(device), LaunchBench(self._request, self._on_grid_read) as bench:
+        with (
+            device_lock(device),
+            self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
+        ):
             for index, failure in bench.compiled(new, self._request.limits.compile_timeout_s):
                 self._announce(index, "screen")
                 self._settle(index, failure or bench.measure(index, self._budget()))
@@ -151,6 +160,7 @@ class _Tuning:
         else:
             budget = Budget(estimate_launches=choose.ROUND_LAUNCHES, time_ms=0)
         timings: dict[int, list[Timing]] = {index: [] for index in racers}
+        marks: dict[int, dict[str, None]] = {index: {} for index in racers}
         if incumbent is not None and incumbent not in new:
             timeout_s = self._request.limits.compile_timeout_s
             for index, failure in bench.compiled([incumbent], timeout_s):
@@ -167,12 +177,14 @@ class _Tuning:
                     racers.remove(index)
                 else:
                     timings[index].append(outcome.timing)
+                    marks[index].update(dict.fromkeys(outcome.marks))
             if choose.clear({index: timings[index] for index in racers}):
                 break
         for index in racers:
             final = choose.combine(timings[index])
             uuid = self._outcomes[index].gpu_uuid
-            self._settle(index, Outcome(Verdict.OK, timing=final, gpu_uuid=uuid), stage="final")
+            outcome = Outcome(Verdict.OK, final, gpu_uuid=uuid, marks=tuple(marks[index]))
+            self._settle(index, outcome, stage="final")
 
     def _settle(self, index: int, outcome: Outcome, stage: str = "screen") -> None:
         self._outcomes[index] = outcome
