@@ -46,8 +46,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-
-
 class Timed:
     """Configs whose times are known: hooks tell the benchmark which of them runs."""
 
