@@ -67,13 +67,13 @@ class Timed:
 
 
 @pytest.fixture
-def tuned(copies: Any, small: Device) -> Iterator[Any]:
+def tuned(copies: Any, small: Device) -> Any:
     """Chooses 128, then 64, 32, 16; FLAG is not in the key."""
     timed = Timed(128, 64, 32, 16)
     made = copies(*timed.hooks, blocks=BLOCKS, do_bench=timed.bench)
     assert made() == 128
     small.attempts.clear()
-    yield made
+    return made
 
 
 @pytest.fixture
