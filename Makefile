@@ -38,6 +38,14 @@ test: env  ## Pass the tests, with kernels in Triton's interpreter
 test-gpu: env  ## Pass the tests that need a GPU, one at a time
 	$(VENV)/bin/python -m pytest -m gpu
 
+.PHONY: faults
+faults: env  ## Run every named fault, print the table, and fail where one fails or has no test
+	$(VENV)/bin/python tests/faults/table.py $(FAULTS_ARGS)
+
+.PHONY: soak
+soak: env  ## Tune 300 times in one process, a third of the configs faulty, and look for leaks
+	$(VENV)/bin/python benchmarks/soak.py $(SOAK_ARGS)
+
 .PHONY: test-internals
 test-internals: $(OLDEST_VENV)/.made  ## Pass the tests that depend on Triton's internals, on the oldest Triton
 	TRITON_INTERPRET=1 $(OLDEST_VENV)/bin/python -m pytest -m internals $(PYTEST_ARGS)
@@ -50,6 +58,15 @@ lint: env  ## Check style, formatting and types
 	rm -rf build/types && mkdir -p build/types
 	cp -R safetune build/types/ && cp -R kernels cache build/types/safetune/
 	cd build/types && $(abspath $(VENV))/bin/mypy --config-file ../../pyproject.toml
+
+.PHONY: bench
+bench: env  ## Run the benchmarks that need a GPU; again goes on where the last run ended
+	PYTHON=$(abspath $(VENV))/bin/python benchmarks/run_on_gpu.sh bench
+
+# BARS='--device NAME' looks at another device's results.
+.PHONY: bars
+bars: env  ## Compare results with their bars and aims; GROUP=tuning looks at one group
+	$(VENV)/bin/python benchmarks/bars.py $(GROUP) $(BARS)
 
 .PHONY: clean
 clean:  ## Remove the environments and what tools left behind

@@ -19,18 +19,20 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 Row = dict[str, Any]
 Figures = dict[str, float]
+Part = TypeVar("Part")
 FIELDS = ("bench", "device", "versions", "date", "commit", "command", "rows", "figures")
 
 
@@ -205,6 +207,37 @@ def arguments(description: str) -> argparse.ArgumentParser:
         "--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"
     )
     return parser
+
+
+def part_arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser for a benchmark that runs in parts and goes on where it ended."""
+    parser = arguments(description)
+    parser.add_argument("--parts", type=int, default=None, help="parts to run now, at most")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, metavar="SECONDS", help="begin no part past it"
+    )
+    parser.add_argument("--fresh", action="store_true", help="do not go on with earlier rows")
+    return parser
+
+
+def parts_to_run(
+    every: Iterable[Part], rows: Sequence[Row], parsed: argparse.Namespace, expected_s: float
+) -> Iterator[Part]:
+    """Yield the parts that have no rows yet, at most `--parts`, while one more fits the budget.
+
+    Args:
+        expected_s: how long the first one will take; after that the longest so far is expected.
+    """
+    start, done = time.monotonic(), {row["part"] for row in rows}
+    longest = expected_s
+    for number, part in enumerate([part for part in every if part not in done][: parsed.parts]):
+        began = time.monotonic()
+        if began - start + longest > parsed.budget:
+            print(f"no part more fits in {parsed.budget:g} s: run again for the rest")
+            return
+        yield part
+        took = time.monotonic() - began
+        longest = took if number == 0 else max(longest, took)
 
 
 def output_folder(parsed: argparse.Namespace) -> Path:

@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in two commands of less than ten minutes each:
+# Everything that needs a GPU, in commands of less than ten minutes each:
 #
 #   OUT=results benchmarks/run_on_gpu.sh               tests, demo, launch overhead
-#   OUT=results benchmarks/run_on_gpu.sh tuning_time   tuning time; again goes on where it ended
+#   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up
+#   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
+#
+# The last two begin nothing that would end more than BUDGET seconds (default: 540) after the start,
+# the most important first; run them again, with the same OUT, until nothing is left: two or three
+# times for all of `bench`, about 16 minutes.
 #
 # Installs nothing. Results go to $OUT (default: benchmarks/results), one folder per kind of GPU, and
 # each step's whole output to $LOGS (default: $OUT/logs, or a folder of its own without $OUT). Every
@@ -14,8 +19,11 @@ cd "$(dirname "$0")/.."
 root=$PWD
 mode=${1:-checks}
 case $mode in
-    checks | tuning_time) ;;
-    *) echo "usage: $0 [checks | tuning_time [OPTION...]]" >&2 && exit 2 ;;
+    checks | bench | tuning_time | choice_quality | startup) ;;
+    *)
+        echo "usage: $0 [checks | bench | (tuning_time | choice_quality | startup) [OPTION...]]" >&2
+        exit 2
+        ;;
 esac
 python=${PYTHON:-python3}
 
@@ -81,8 +89,22 @@ checks() {
         --ignore=tests/test_packaging.py
 }
 
-tuning_time() {
-    step tuning_time 560 "$python" benchmarks/tuning_time.py --out "$OUT" --budget 450 "$@"
+# parts NAME BENCHMARK OPTION...: a benchmark that runs in parts, within what is left of the budget.
+parts() {
+    local name=$1 script=benchmarks/$2.py left=$((${BUDGET:-540} - SECONDS))
+    shift 2
+    if [ "$left" -lt 20 ]; then
+        printf '        %-16s not run: no time left\n' "$name" >>"$summary"
+        return
+    fi
+    step "$name" "$((left + 30))" "$python" "$script" --out "$OUT" --budget "$left" "$@"
+}
+
+bench() {
+    parts tuning_time tuning_time
+    parts choice_quality choice_quality
+    parts startup startup
+    parts isolation_cost tuning_time --isolation-cost
 }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv,noheader
@@ -90,7 +112,8 @@ nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv
 
 case $mode in
     checks) checks ;;
-    tuning_time) tuning_time "${@:2}" ;;
+    bench) bench ;;
+    *) parts "$mode" "$mode" "${@:2}" ;;
 esac
 
 printf '\n== steps (logs in %s)\n' "$logs"

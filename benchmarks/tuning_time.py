@@ -7,7 +7,8 @@ before the first call until the device has finished it. What each tuner chose is
 in turns, in one process.
 
 One alternation is one part (about two minutes); parts are kept as they end, so that the script can
-be run again and goes on: `--parts 1 --budget 450`.
+be run again and goes on: `--parts 1 --budget 450`. One part more, with `--isolation-cost`, is a
+cold tuning with a fresh process for every config; it is in no ratio.
 """
 
 from __future__ import annotations
@@ -16,25 +17,31 @@ import argparse
 import contextlib
 import functools
 import json
-import math
 import os
-import signal
 import sqlite3
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import device_time
+import fresh_process
 import recording
+import tuners
 from recording import Figures, Row
+from tuners import TUNERS
 
-TUNERS = ("safetune", "triton")
 STATES = ("cold", "warm")
 PROCESS_TIMEOUT_S = 240.0
+
+#: What the first part of a run is expected to take on an H100 with 16 cores.
+PART_S = 115.0
+ISOLATION_PART = "isolation"
+
+#: safetune with a fresh process for every config.
+ISOLATED = "safetune-isolated"
 ERROR_LIMIT = 1e-2
 
 #: The long measurement: rounds in turns, each of so many launches from a cold L2.
@@ -59,8 +66,21 @@ def figures(rows: Sequence[Row]) -> Figures:
     for tuner, regrets in _regrets(rows).items():
         found[f"regret_median_{tuner}"] = statistics.median(regrets)
         found[f"regret_worst_{tuner}"] = max(regrets)
+    for state, name, seconds in _phase_medians(firsts):
+        found[f"{name}_{state}"] = seconds
+    if isolated := [row for row in rows if row["kind"] == "isolation"]:
+        found["first_call_s_cold_isolated"] = recording.medians(isolated, "first_call_s")[()]
     found["alternations"] = float(len({row["part"] for row in firsts}))
     return found
+
+
+def _phase_medians(firsts: Sequence[Row]) -> Iterator[tuple[str, str, float]]:
+    """Yield (state, column, seconds) for each phase of safetune's that was recorded."""
+    names = sorted({name for row in firsts for name in row if name.startswith("phase_s_")})
+    for name in names:
+        timed = [row for row in firsts if name in row]
+        for (state,), seconds in recording.medians(timed, name, "state").items():
+            yield state, name, seconds
 
 
 def _regrets(rows: Sequence[Row]) -> dict[str, list[float]]:
@@ -75,6 +95,14 @@ def _regrets(rows: Sequence[Row]) -> dict[str, list[float]]:
         for (tuner,), median_ms in times.items():
             found.setdefault(tuner, []).append(median_ms / best - 1.0)
     return found
+
+
+def run_isolation_part(options: argparse.Namespace) -> list[Row]:
+    """Measure once, from empty caches, what a fresh process for every config costs."""
+    with tempfile.TemporaryDirectory(prefix="tuning-time-") as folder:
+        row = _measure_first_call(ISOLATED, "cold", Path(folder), options)
+    print(f"a process for every config: {row['first_call_s']:.2f} s", flush=True)
+    return [{"kind": "isolation", "part": ISOLATION_PART, **row}]
 
 
 def run_part(part: int, options: argparse.Namespace) -> list[Row]:
@@ -102,17 +130,16 @@ def _measure_first_call(
     if state == "cold":
         assert not compile_cache.exists(), "a cold process needs an empty compile cache"
     store = folder / f"store-{tuner}-{state}"
-    cache = {"TRITON_CACHE_DIR": str(compile_cache), "SAFETUNE_CACHE_DIR": str(store)}
-    start = time.monotonic()
-    report = _in_fresh_process(["first-call", tuner], cache, folder, options)
-    return {"tuner": tuner, "state": state, "process_s": time.monotonic() - start, **report}
+    caches = {"TRITON_CACHE_DIR": compile_cache, "SAFETUNE_CACHE_DIR": store}
+    report = _in_fresh_process(["first-call", tuner], caches, folder, options)
+    return {"tuner": tuner, "state": state, **report}
 
 
 def _measure_choices(
     chosen: dict[str, str], folder: Path, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    cache = {"TRITON_CACHE_DIR": str(folder / "triton-safetune")}
-    report = _in_fresh_process(["choices", json.dumps(chosen)], cache, folder, options)
+    caches = {"TRITON_CACHE_DIR": folder / "triton-safetune"}
+    report = _in_fresh_process(["choices", json.dumps(chosen)], caches, folder, options)
     return [
         {"tuner": tuner, "config": config, "median_ms": report["median_ms"][config]}
         for tuner, config in chosen.items()
@@ -120,40 +147,29 @@ def _measure_choices(
 
 
 def _in_fresh_process(
-    task: list[str], cache: dict[str, str], folder: Path, options: argparse.Namespace
+    task: list[str], caches: dict[str, Path], folder: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run this script on a task in a process, and a session, of its own; return its report."""
-    report = folder / "report.json"
-    report.unlink(missing_ok=True)
     size = ["--size", str(options.size), "--configs", str(options.configs)]
-    command = [sys.executable, __file__, *size, "--report", str(report), "--task", *task]
-    inherited = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
-    process = subprocess.Popen(command, env={**inherited, **cache}, start_new_session=True)
-    try:
-        status = process.wait(PROCESS_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{task} took more than {PROCESS_TIMEOUT_S:g} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if status != 0:
-        raise SystemExit(f"{task} ended with {status}")
-    return dict(json.loads(report.read_text()))
+    return fresh_process.run(__file__, [*size, "--task", *task], caches, folder, PROCESS_TIMEOUT_S)
 
 
 def first_call(tuner_name: str, options: argparse.Namespace) -> dict[str, Any]:
     """In a fresh process: tune the product once, and say how long that took."""
     import matmul
 
-    device = recording.torch_device()
-    tuner = _tuner(tuner_name, matmul, options)
-    a, b, c = matmul.operands(options.size, device)
-    _synchronize()
+    tuner = tuners.tuned(
+        tuner_name.removesuffix("-isolated"),
+        matmul.matmul_kernel,
+        matmul.configs(options.configs),
+        matmul.KEY,
+        **({"isolation": "config"} if tuner_name == ISOLATED else {}),
+    )
+    a, b, c = matmul.operands(options.size, recording.torch_device())
+    device_time.synchronize()
     began = time.time()
     start = time.perf_counter()
     matmul.launch(tuner, a, b, c)
-    _synchronize()
+    device_time.synchronize()
     seconds = time.perf_counter() - start
     error = matmul.relative_error(a, b, c)
     if not error < ERROR_LIMIT:
@@ -162,33 +178,14 @@ def first_call(tuner_name: str, options: argparse.Namespace) -> dict[str, Any]:
         "first_call_s": seconds,
         "config": str(tuner.best_config),
         "configs": len(tuner.configs),
-        "failed": sum(not math.isfinite(_median(t)) for t in tuner.configs_timings.values()),
-        **_phases(began, began + seconds),
+        "failed": tuners.failed(tuner),
+        **_moments(began, began + seconds),
+        **tuners.phases(tuner),
     }
 
 
-def _tuner(name: str, matmul: Any, options: argparse.Namespace) -> Any:
-    import triton
-
-    configs = matmul.configs(options.configs)
-    if name == "safetune":
-        from safetune import safetune
-
-        return safetune(configs=configs, key=matmul.KEY)(matmul.matmul_kernel)
-    settings = {}
-    if recording.interpreted():  # where triton.autotune itself needs a GPU to take times
-
-        def do_bench(launch: Any, quantiles: Any) -> list[float]:
-            start = time.perf_counter()
-            launch()
-            return [(time.perf_counter() - start) * 1e3] * 3
-
-        settings["do_bench"] = do_bench
-    return triton.autotune(configs=configs, key=matmul.KEY, **settings)(matmul.matmul_kernel)
-
-
-def _phases(began: float, ended: float) -> dict[str, float]:
-    """Return where safetune's time went, from when it stored each outcome; empty for Triton."""
+def _moments(began: float, ended: float) -> dict[str, float]:
+    """Return when safetune stored its first and last outcomes; empty for Triton."""
     database = Path(os.environ["SAFETUNE_CACHE_DIR"]) / "safetune.db"
     if not database.exists():
         return {}
@@ -217,68 +214,15 @@ def time_choices(chosen: dict[str, str], options: argparse.Namespace) -> dict[st
         for text in (*texts[turn % len(texts) :], *texts[: turn % len(texts)]):
             settings = by_text[text].all_kwargs()
             launch = functools.partial(matmul.launch, matmul.matmul_kernel, a, b, c, **settings)
-            samples[text] += _timed(launch)
+            samples[text] += device_time.timed(launch, ROUND_LAUNCHES)
     return {"median_ms": {text: statistics.median(times) for text, times in samples.items()}}
-
-
-def _timed(launch: Any) -> list[float]:
-    """Return the device milliseconds of ROUND_LAUNCHES launches, L2 flushed before each."""
-    if recording.interpreted():
-        start = time.perf_counter()
-        launch()
-        return [(time.perf_counter() - start) * 1e3]
-    import torch
-    from triton.runtime import driver
-
-    flush_buffer = driver.active.get_empty_cache_for_benchmark()
-    spans = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(ROUND_LAUNCHES)
-    ]
-    launch()
-    for start, end in spans:
-        driver.active.clear_cache(flush_buffer)
-        start.record()
-        launch()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in spans]
-
-
-def _synchronize() -> None:
-    import torch
-
-    if not recording.interpreted():
-        torch.cuda.synchronize()
-
-
-def _median(timing: Any) -> float:
-    return float(timing[0] if isinstance(timing, (list, tuple)) else timing)
-
-
-def _parts_to_run(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[int]:
-    """Yield the parts still to run, at most `--parts`, while the longest so far fits the budget."""
-    start, longest = time.monotonic(), 0.0
-    done = {row["part"] for row in rows}
-    missing = [part for part in range(options.alternations) if part not in done]
-    for part in missing[: options.parts]:
-        began = time.monotonic()
-        if began - start + longest > options.budget:
-            print(f"{options.budget:g} s are used up: run again for the rest")
-            return
-        yield part
-        longest = max(longest, time.monotonic() - began)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--alternations", type=int, default=3, help="in all, earlier runs included")
-    parser.add_argument("--parts", type=int, default=None, help="alternations to run now, at most")
-    parser.add_argument(
-        "--budget", type=float, default=1e9, metavar="SECONDS", help="begin no part past it"
-    )
-    parser.add_argument("--fresh", action="store_true", help="do not go on with earlier rows")
+    parser.add_argument("--isolation-cost", action="store_true", help="one part more: see above")
     parser.add_argument("--size", type=int, default=4096, help="M = N = K")
     parser.add_argument("--configs", type=int, default=72, help="fewer, for a trial run")
     parser.add_argument("--task", nargs="+", help=argparse.SUPPRESS)
@@ -303,8 +247,10 @@ def main() -> None:
     result = recording.begin("tuning_time")
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
-    for part in _parts_to_run(result.rows, options):
-        result.rows += run_part(part, options)
+    every = [*range(options.alternations), *[ISOLATION_PART] * options.isolation_cost]
+    for part in recording.parts_to_run(every, result.rows, options, PART_S):
+        isolated = part == ISOLATION_PART
+        result.rows += run_isolation_part(options) if isolated else run_part(part, options)
         result.save(folder, figures)
     path = result.save(folder, figures)
     timed = ["first_call_s", "process_s", "until_first_outcome_s", "until_last_screened_s"]

@@ -24,6 +24,7 @@ from safetune.outcome import Mark, Outcome
 from safetune.store.sqlite import Store
 from safetune.tuning import worker
 from safetune.tuning.bench import LaunchBench
+from safetune.tuning.evidence import Evidence
 from safetune.tuning.jobs import Call, TuningRequest
 from safetune.tuning.tuner import tune
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from safetune.settings import Settings
 
 logger = logging.getLogger("safetune")
-
-_COPY_LIMIT = 2 << 30
 
 #: How long the end of the process waits for the running tuning to let go of its children.
 _LEAVE_S = 10.0
@@ -95,7 +94,7 @@ class BackgroundBench(LaunchBench):
             yield found
         _worker.check()
 
-    def measure(self, *args: Any, **kwargs: Any) -> Outcome:
+    def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, Evidence | None]:
         """Measure as `LaunchBench` does, and mark what was timed beside the program's own work.
 
         Nobody can tell what runs on a GPU beside a measurement. In the interpreter, the program is
@@ -104,13 +103,13 @@ class BackgroundBench(LaunchBench):
         _worker.check()
         before = _others_ns()
         try:
-            outcome = super().measure(*args, **kwargs)
+            outcome, evidence = super().measure(*args, **kwargs)
         finally:
             _worker.check()
         at_rest = self.interpreted and _others_ns() - before < _AT_WORK_NS
         if outcome.timing is None or at_rest or outcome.marked(Mark.CONTENDED):
-            return outcome
-        return replace(outcome, marks=(*outcome.marks, Mark.CONTENDED.value))
+            return outcome, evidence
+        return replace(outcome, marks=(*outcome.marks, Mark.CONTENDED.value)), evidence
 
 
 def tune_meanwhile(
@@ -118,7 +117,7 @@ def tune_meanwhile(
 ) -> Config:
     """Copy the call's inputs, have it tuned in the background, and return the fallback."""
     tuner, call = miss.tuner, miss.call
-    size, limit = _input_bytes(call), getattr(settings, "copy_limit", _COPY_LIMIT)
+    size, limit = _input_bytes(call), settings.copy_limit
     config = fallback.fallback(request, store)
     if size > limit:
         logger.warning(

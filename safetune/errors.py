@@ -36,6 +36,10 @@ class KernelNotTransferable(SafetuneError):
     """The kernel, a hook or an argument cannot be rebuilt in another process."""
 
 
+class NotReproducible(KernelNotTransferable):
+    """The call's inputs cannot be had in another process: addresses, or more bytes than fit."""
+
+
 class WorkerUnavailable(SafetuneError):
     """No child process could be started; says nothing about any config."""
 
@@ -52,6 +56,10 @@ class NoMemory(WorkerUnavailable):
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+
+
+class DeviceUnavailable(WorkerUnavailable):
+    """A child must not use the device: its mode, MPS, or a process stuck on it forbids that."""
 
 
 class StoreError(SafetuneError):

@@ -112,12 +112,14 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     parts = [function.__name__, root, heuristics]
     if any(around):
         parts.append([graph.describe(item) for item in around])
+    everything = [*parts, graph.functions]
     return KernelIdentity(
         name=function.__name__,
-        digest=canonical.digest([*parts, graph.functions]),
+        digest=canonical.digest(everything),
         source=source_of(jit) or "",
         file=function.__code__.co_filename,
         line=definition_line(jit),
+        atomics="atomic" in canonical.dumps(everything),
     )
 
 

@@ -17,6 +17,7 @@ class KernelIdentity:
     Attributes:
         name: the function's name, without module or class.
         digest: over the sources of the kernel and of everything it calls or reads.
+        atomics: whether it, or something it calls, has atomic operations.
         file, line: where it is defined, for people; not part of the identity.
     """
 
@@ -25,6 +26,7 @@ class KernelIdentity:
     source: str = ""
     file: str = ""
     line: int = 0
+    atomics: bool = False
 
 
 @dataclass(frozen=True)

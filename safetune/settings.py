@@ -7,6 +7,7 @@ environment at any time before a key is first seen.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -50,6 +51,20 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
         raise InvalidSetting(f"{name}={value!r} is not known; use one of: {valid}") from None
 
 
+_SIZE = re.compile(r"([0-9]+)\s*(?:([KMG])(?:iB)?)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(name: str, value: str) -> int:
+    """Return the bytes that `value` says, e.g. `4096` or `512MiB`; raises `InvalidSetting`."""
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise InvalidSetting(
+            f"{name}={value!r} is no size; give bytes, or a number with KiB, MiB or GiB, e.g. 2GiB"
+        )
+    return int(match[1]) * _UNITS[(match[2] or "").upper()]
+
+
 @dataclass(frozen=True)
 class Settings:
     """The process-wide settings.
@@ -60,11 +75,14 @@ class Settings:
         cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
         world_size: WORLD_SIZE, which torchrun sets: in a world of several processes, what one has
             launched stays until `safetune.sync()`.
+        copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
+            float ones are drawn at random in the child instead of being copied.
     """
 
     mode: Mode
     phantom: PhantomPolicy
     cache_dir: Path
+    copy_limit: int
     world_size: int = 1
 
     @classmethod
@@ -80,6 +98,7 @@ class Settings:
             ),
             cache_dir=directory,
             world_size=_number(env.get("WORLD_SIZE")),
+            copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
         )
 
 

@@ -92,6 +92,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+        return
+    for item in items:
+        if item.get_closest_marker("two_gpus") and _cuda_devices() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 @pytest.fixture(scope="session")

@@ -108,6 +108,7 @@ def stored_trials() -> list[int]:
     return [len(trials) for _, trials in store.trials_of("step_kernel")]
 
 
+@pytest.mark.fault("two-threads")
 def test_one_key_missed_by_all_is_tuned_once(device: str, tuned: Tuned) -> None:
     def work(number: int) -> torch.Tensor:
         x = torch.full((N,), float(number), device=device)
@@ -125,6 +126,7 @@ def test_one_key_missed_by_all_is_tuned_once(device: str, tuned: Tuned) -> None:
         assert torch.equal(x, torch.full_like(x, number + 1))
 
 
+@pytest.mark.fault("two-threads")
 def test_keys_of_their_own_are_tuned_once_each(device: str, tuned: Tuned) -> None:
     def work(number: int) -> torch.Tensor:
         x = torch.zeros(N, device=device)
@@ -238,6 +240,7 @@ def test_a_config_hook_that_raises_at_launch_leaves_the_others_alone(device: str
     assert all(torch.equal(x, torch.full_like(x, 20)) for x in results)
 
 
+@pytest.mark.fault("autograd-backward")
 def test_tuning_in_a_backward_pass(device: str, tuned: Tuned) -> None:
     """On a GPU a backward pass runs in a thread of autograd's; here it gets one from us."""
     threads: list[int] = []

@@ -1,22 +1,83 @@
 """The child's copies of the caller's tensors: same bits, shapes, strides, alignment and aliasing.
 
 They are made from the memory file that the parent wrote (see `snapshot`), in memory of the child's
-own.
+own, each storage between two guard bands. What a launch has written is found by a checksum, so only
+that is kept twice and put back: the rest of the arguments is on the device once.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from safetune.tuning import regenerate
+from safetune.tuning.checksum import checksums
 from safetune.tuning.layout import ALIGNMENT, BlockSpec, TensorSpec
+
+#: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
+#: within it, and the bands of many small arguments stay small.
+_MIN_GUARD = 1 << 16
+_MAX_GUARD = 1 << 21
+#: Tame in every type: tiny as a float, far from a valid index as an integer.
+_GUARD_BYTE = 0xA5
+#: What a float output holds before a launch that should overwrite it; exact in every float type.
+_POISON = 1.5
+
+
+class Block:
+    """One storage, or several that overlap: its live bytes, and how to have the caller's again."""
+
+    def __init__(self, spec: BlockSpec, load: Callable[[torch.Tensor], None]) -> None:
+        guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
+        room, start = _room(spec, spec.device, guard)
+        self.spec = spec
+        self.live = room[start : start + spec.size]
+        self.guards = {"before": room[:start], "after": room[start + spec.size :]}
+        for band in self.guards.values():
+            band.fill_(_GUARD_BYTE)
+        self._load = load
+        self._pristine: torch.Tensor | None = None
+        self.written = False
+        load(self.live)
+
+    def restore(self) -> None:
+        """Put the caller's bits back."""
+        if self._pristine is None:
+            self._load(self.live)
+        else:
+            self.live.copy_(self._pristine)
+
+    def keep_pristine(self) -> None:
+        """Have the caller's bits at hand from here on: on the device, or pinned if that is full."""
+        self.written = True
+        if self.spec.device == "cpu":
+            return  # the memory file is as near
+        self._pristine = self.another()
+        self._load(self._pristine)
+
+    def pristine(self) -> torch.Tensor:
+        """Return the caller's bits: on the device if there is room."""
+        if self._pristine is not None:
+            return self._pristine
+        bits = self.another()
+        self._load(bits)
+        return bits
+
+    def another(self) -> torch.Tensor:
+        """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
+        try:
+            room, start = _room(self.spec, self.spec.device)
+        except torch.OutOfMemoryError:
+            room, start = _room(self.spec, "cpu", pinned=True)
+        return room[start : start + self.spec.size]
 
 
 class Arguments:
-    """The child's copies of the caller's tensors, which can be put back to the caller's bits."""
+    """The tensors of a call, which can be put back to the caller's bits."""
 
     def __init__(self, header: dict[str, Any], fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -24,32 +85,124 @@ class Arguments:
         memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         os.close(fd)
         file_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        blocks = [BlockSpec(**block) for block in header["blocks"]]
-        self._live = [_place(file_bytes, block) for block in blocks]
-        self._pristine = [live.clone() for live in self._live]
-        specs = [TensorSpec(**tensor) for tensor in header["tensors"]]
-        self.tensors = [_view(self._live[spec.block], spec) for spec in specs]
+        specs = [BlockSpec(**block) for block in header["blocks"]]
+        self.blocks = [Block(spec, _loader(file_bytes, spec)) for spec in specs]
+        self.views = [_spec(tensor) for tensor in header["tensors"]]
+        self.tensors = [view_of(self.blocks[view.block].live, view) for view in self.views]
+        self._sums = checksums([block.live for block in self.blocks])
 
     def restore(self) -> None:
         """Put every byte back to what the caller had when tuning began."""
-        for live, pristine in zip(self._live, self._pristine, strict=True):
-            live.copy_(pristine)
+        self.find_written()
+        for block in self.blocks:
+            if block.written:
+                block.restore()
+
+    def find_written(self) -> list[int]:
+        """Return the blocks that something has written since the beginning."""
+        unwritten = [index for index, block in enumerate(self.blocks) if not block.written]
+        sums = checksums([self.blocks[index].live for index in unwritten])
+        for index, now in zip(unwritten, sums, strict=True):
+            if now != self._sums[index]:
+                self.blocks[index].keep_pristine()
+        return [index for index, block in enumerate(self.blocks) if block.written]
+
+    def poison(self, tensors: Iterable[int]) -> bool:
+        """Overwrite those of these that are written floats; return whether there is one."""
+        chosen = [
+            self.tensors[index]
+            for index in tensors
+            if self.blocks[self.views[index].block].written
+            and self.tensors[index].dtype.is_floating_point
+        ]
+        for tensor in chosen:
+            tensor.fill_(_POISON)
+        return bool(chosen)
+
+    def breached(self) -> list[tuple[int, str]]:
+        """Return each (block, `before` or `after`) whose guard band something has written."""
+        sides = [(i, side) for i, block in enumerate(self.blocks) for side in block.guards]
+        bands = [self.blocks[index].guards[side] for index, side in sides]
+        touched = _gathered([(band != _GUARD_BYTE).any() for band in bands])
+        return [side for side, is_touched in zip(sides, touched, strict=True) if is_touched]
+
+    def unowned(self) -> list[int]:
+        """Return the written blocks of which bytes have changed that no tensor covers."""
+        suspects = [i for i, block in enumerate(self.blocks) if block.written and self._gaps(i)]
+        return [index for index in suspects if self._gap_changed(index)]
+
+    def _views_of(self, block: int) -> Iterator[TensorSpec]:
+        return (view for view in self.views if view.block == block)
+
+    def _gaps(self, block: int) -> bool:
+        size = self.blocks[block].spec.size
+        return not any(_is_dense(view, size) for view in self._views_of(block))
+
+    def _gap_changed(self, index: int) -> bool:
+        block = self.blocks[index]
+        uncovered = torch.ones(block.spec.size, dtype=torch.bool)
+        for view in self._views_of(index):
+            itemsize = getattr(torch, view.dtype).itemsize
+            shape = (*view.shape, itemsize)
+            stride = (*(step * itemsize for step in view.stride), 1)
+            if 0 not in shape:
+                uncovered.as_strided(shape, stride, view.byte_offset).fill_(False)
+        changed = block.live != block.pristine().to(block.live.device)
+        return bool((changed & uncovered.to(changed.device)).any())
 
 
-def _place(file_bytes: torch.Tensor, block: BlockSpec) -> torch.Tensor:
-    """Copy a block to its device, at the caller's alignment."""
-    room = torch.empty(block.size + 2 * ALIGNMENT, dtype=torch.uint8, device=block.device)
-    shift = (block.misalignment - room.data_ptr()) % ALIGNMENT
-    live = room[shift : shift + block.size]
-    live.copy_(file_bytes[block.offset : block.offset + block.size])
-    return live
+def _spec(data: dict[str, Any]) -> TensorSpec:
+    """JSON has no tuples."""
+    return TensorSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 
 
-def _view(live: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _gathered(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Return flags from any devices, with one wait for each device."""
+    found: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        here = [index for index, flag in enumerate(flags) if flag.device == device]
+        values = torch.stack([flags[index] for index in here]).tolist()
+        found.update(zip(here, values, strict=True))
+    return [found[index] for index in range(len(flags))]
+
+
+def _room(
+    spec: BlockSpec, device: str, guard: int = 0, pinned: bool = False
+) -> tuple[torch.Tensor, int]:
+    """Return memory around a block's bytes, and where they begin in it."""
+    size = spec.size + 2 * guard + ALIGNMENT
+    room = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return room, guard + (spec.misalignment - room.data_ptr() - guard) % ALIGNMENT
+
+
+def _loader(file_bytes: torch.Tensor, spec: BlockSpec) -> Callable[[torch.Tensor], None]:
+    def load(target: torch.Tensor) -> None:
+        if spec.noise is not None:
+            regenerate.draw(target, spec)
+        else:
+            target.copy_(file_bytes[spec.offset : spec.offset + spec.size])
+
+    return load
+
+
+def _is_dense(view: TensorSpec, size: int) -> bool:
+    """Whether a view covers a whole block, without looking at each element."""
+    itemsize = getattr(torch, view.dtype).itemsize
+    expected = 1
+    for length, step in sorted(zip(view.shape, view.stride, strict=True), key=lambda pair: pair[1]):
+        if length != 1:
+            if step != expected:
+                return False
+            expected *= length
+    return expected * itemsize == size
+
+
+def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor as its view of a block's bytes."""
     dtype = getattr(torch, spec.dtype)
-    offset = live.storage_offset() + spec.byte_offset
-    itemsize = torch.empty(0, dtype=dtype).element_size()
+    offset = block_bytes.storage_offset() + spec.byte_offset
+    itemsize = dtype.itemsize
     if offset % itemsize:
         raise ValueError(f"a {spec.dtype} tensor at a byte offset of {offset}")
-    view = torch.empty(0, dtype=dtype, device=live.device)
-    return view.set_(live.untyped_storage(), offset // itemsize, spec.shape, spec.stride)
+    view = torch.empty(0, dtype=dtype, device=block_bytes.device)
+    return view.set_(block_bytes.untyped_storage(), offset // itemsize, spec.shape, spec.stride)

@@ -12,11 +12,12 @@ from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref
 from safetune.tuning.compile_pool import CompilePool
+from safetune.tuning.evidence import Evidence, Group
+from safetune.tuning.inputs import Inputs
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
-from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.worker import MeasuringChild
 
 _device_locks: dict[int, threading.Lock] = {}
@@ -52,11 +53,21 @@ class LaunchBench:
         if not self.interpreted:
             function = base_function(call.kernel)[1]
             self._kernel = kernel_ref.pack(kernel_base(call.kernel), name, by_value=[function])
-        self._snapshot = Snapshot(tensors.tensors)
-        header = {"index": call.index, "grids": grids, "arguments": self._snapshot.header()}
+        self._inputs = Inputs(call, tensors.tensors)
+        self.marks = self._inputs.marks
+        self.grids = grids
+        self.phases: dict[str, float] = {}
+        self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
+        header = {
+            "index": call.index,
+            "grids": grids,
+            "arguments": self._inputs.header,
+            "atomics": request.key.kernel.atomics,
+        }
         limits = request.limits
+        fds = (self._inputs.fd, self._witness)
         self._child = MeasuringChild(
-            header, blob, self._snapshot.fd, limits.run_timeout_s, fresh=limits.fresh_process
+            header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
         )
 
     def __enter__(self) -> LaunchBench:
@@ -67,7 +78,8 @@ class LaunchBench:
             self._child.release()
         else:
             self._child.replace()
-        self._snapshot.close()
+        self._inputs.close()
+        os.close(self._witness)
 
     def compiled(
         self, configs: Sequence[int], timeout_s: float
@@ -91,12 +103,18 @@ class LaunchBench:
         for result in CompilePool(self._kernel, timeout_s).compile(specs):
             yield result.config, None if result.outcome.ok else result.outcome
 
-    def measure(self, index: int, budget: Budget) -> Outcome:
-        """Run one config in the measuring child."""
-        outcome = self._child.measure(index, asdict(budget))
+    def measure(
+        self, index: int, budget: Budget, groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, Evidence | None]:
+        """Run one config in the measuring child; see `MeasuringChild.measure`."""
+        answer = self._child.measure(index, asdict(budget), groups)
         if self._fresh:
             self._child.replace()
-        return outcome
+        return answer
+
+    def replace(self) -> None:
+        """Measure with a fresh child from here on."""
+        self._child.replace()
 
     def _grid(
         self, request: TuningRequest, index: int, on_read: Callable[[set[str]], None]
@@ -117,5 +135,6 @@ def _functions_of(request: TuningRequest) -> Iterator[Any]:
     call = request.call
     yield base_function(call.kernel)[1]
     yield from inner_heuristics(call.kernel).values()
-    yield from (call.hooks.pre_hook, call.hooks.post_hook, call.hooks.do_bench)
+    hooks = call.hooks
+    yield from (hooks.pre_hook, hooks.post_hook, hooks.do_bench, hooks.reference, hooks.inputs)
     yield from (config.pre_hook for config in request.configs)

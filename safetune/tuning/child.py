@@ -91,7 +91,7 @@ def _prepare(
     from safetune.tuning.session import Session
 
     try:
-        return Session(job, blob, fds[0]), {"ok": True}
+        return Session(job, blob, *fds), {"ok": True}
     except BaseException as error:
         outcome = failures.of_launch(error)
         return None, {"error": outcome.message, "verdict": outcome.verdict.value}

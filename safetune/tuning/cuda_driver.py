@@ -1,7 +1,7 @@
 """The few calls of the CUDA driver that torch and Triton do not expose, through ctypes.
 
 Every function works on a machine without the driver: nothing is captured there, no address is a
-device's and no device is exclusive.
+device's, no device is exclusive or shared, and there is none to name.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import uuid
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
 # Values of cuda.h: CUdevice_attribute, CUpointer_attribute, CUstreamCaptureMode.
 _ATTRIBUTE_COMPUTE_MODE = 20
+_ATTRIBUTE_MPS_ENABLED = 133
 _POINTER_MEMORY_TYPE = 2
 _CAPTURE_RELAXED = 2
 
@@ -49,6 +51,35 @@ def device_attribute(attribute: int, index: int) -> int:
 def compute_mode(index: int) -> ComputeMode:
     """Return the compute mode of a device."""
     return ComputeMode(device_attribute(_ATTRIBUTE_COMPUTE_MODE, index))
+
+
+def is_shared_by_mps(index: int) -> bool:
+    """Whether contexts on a device are clients of an MPS server; drivers before 12.0 do not say."""
+    return bool(device_attribute(_ATTRIBUTE_MPS_ENABLED, index))
+
+
+def device_uuids() -> tuple[str, ...]:
+    """Return the UUID of each device of this process in order; none where one is a MIG partition.
+
+    Torch counts by CUDA_VISIBLE_DEVICES as it is now; the driver listed its devices when it was
+    initialised.
+    """
+    cuda = library()
+    count, device = ctypes.c_int(), ctypes.c_int()
+    name, identifier = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    found = []
+    for index in range(count.value):
+        if (
+            cuda.cuDeviceGet(ctypes.byref(device), index)
+            or cuda.cuDeviceGetName(name, len(name), device)
+            or cuda.cuDeviceGetUuid(ctypes.byref(identifier), device)
+            or b" MIG " in name.value
+        ):
+            return ()
+        found.append(str(uuid.UUID(bytes=bytes(identifier))))
+    return tuple(found)
 
 
 def is_known_pointer(address: int) -> bool:

@@ -27,11 +27,16 @@ def of_launch(error: BaseException) -> Outcome:
         return _outcome(Verdict.OUT_OF_RESOURCES, error)
     if isinstance(error, (CompilationError, CompileTimeAssertionFailure, PTXASError)):
         return _outcome(Verdict.COMPILE_ERROR, error)
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _is_out_of_memory(error):
         return _outcome(Verdict.NO_MEMORY, error)
     if not _context_works():
         return _outcome(Verdict.ILLEGAL_ACCESS, error)
     return _outcome(Verdict.LAUNCH_ERROR, error)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """The driver's refusal as torch and Triton pass it on: no context, no module, no scratch."""
+    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
 
 
 def _context_works() -> bool:

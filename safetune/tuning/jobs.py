@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from triton.runtime.autotuner import Config
 
 from safetune.key import TuningKey
+from safetune.store.records import KeyRecord
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,43 @@ class TuningRequest:
     declared: str
     limits: Limits = field(default_factory=Limits)
     force: bool = False
+
+
+def key_record(request: TuningRequest) -> KeyRecord:
+    """Return the row that a request's trials and choice point at."""
+    key = request.key
+    return KeyRecord(
+        digest=key.digest,
+        kernel_name=key.kernel.name,
+        kernel_digest=key.kernel.digest,
+        kernel_source=key.kernel.source,
+        kernel_file=key.kernel.file,
+        kernel_line=key.kernel.line,
+        device_digest=key.device.digest,
+        device=key.device.record(),
+        toolchain=key.toolchain.record(),
+        call=key.record(),
+    )
+
+
+def owners_of(named: dict[str, Any], tensors: Sequence[Any]) -> list[str]:
+    """Return the arguments that each tensor is or is part of, as `x, y`; nothing for a hook's."""
+    owners: dict[int, list[str]] = {id(tensor): [] for tensor in tensors}
+    for name, value in named.items():
+        for leaf in leaves(value):
+            if name not in owners.get(id(leaf), [name]):
+                owners[id(leaf)].append(name)
+    return [", ".join(owners[id(tensor)]) for tensor in tensors]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield an argument's tensors and plain values: of a tuple, or a descriptor's base."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from leaves([getattr(value, field.name) for field in fields(value)])
+    else:
+        yield value

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from triton.runtime.autotuner import Config
 from triton.runtime.jit import JITFunction
 
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.tuning import compilation, failures, kernel_ref
+from safetune.tuning import compilation, factory, failures
 from safetune.tuning.answers import outcome_reply
-from safetune.tuning.arguments import Arguments
-from safetune.tuning.jobs import Call
+from safetune.tuning.evidence import group_of
+from safetune.tuning.jobs import Call, owners_of
 from safetune.tuning.measure import (
     Budget,
     DeviceTimer,
@@ -21,23 +22,33 @@ from safetune.tuning.measure import (
     from_do_bench,
     measure,
 )
+from safetune.tuning.witness import OutOfBounds, Witness, WrongResult
 
 
 class Session:
     """The child's copy of a call: same kernel, same argument bits, memory of its own."""
 
-    def __init__(self, job: dict[str, Any], blob: bytes, arguments_fd: int) -> None:
+    def __init__(
+        self, job: dict[str, Any], blob: bytes, arguments_fd: int, witness_fd: int
+    ) -> None:
         self._uuid = ""
         if job["index"] >= 0:
             self._uuid = _use_device(job["index"])
-        self._arguments = Arguments(job["arguments"], arguments_fd)
-        call, configs = kernel_ref.unpack(blob, self._arguments.tensors)
-        self._call: Call = call
-        self._configs: list[Config] = configs
+        rebuilt = factory.rebuild(job["arguments"], blob, arguments_fd)
+        self._arguments = rebuilt.arguments
+        self._call = call = rebuilt.call
+        self._configs: list[Config] = rebuilt.configs
+        self._kept = rebuilt.kept
         self._grids: list[Any] = job["grids"]
         self._named = call.named()
         self._restored = self._copies(call.hooks.restore_value)
         self._timer: Timer = Timer() if call.interpreted else DeviceTimer()
+        names = owners_of(self._named, self._arguments.tensors)
+        self._witness = Witness(
+            self._arguments, names, call.hooks.scratch, job["atomics"], witness_fd
+        )
+        if call.hooks.reference is not None:
+            self._witness.expect(call.hooks.reference(dict(self._named)))
 
     def resolve(self, index: int) -> tuple[dict[str, Any], bytes]:
         """Return what a compiler needs for one config, after its heuristics and hooks have run."""
@@ -53,20 +64,37 @@ class Session:
         return outcome_reply(Outcome(Verdict.OK)), spec
 
     def measure(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Run one config from the caller's bits and time it; the verdict is the answer."""
+        """Run one config from the caller's bits and time it; the verdict is the answer.
+
+        With `groups` in the job its result is compared, too, and `evidence` is in the answer.
+        """
         index = job["config"]
         launch = _Launch(self._call, self._configs[index], self._grids[index], self._restored)
+        evidence = None
         try:
+            if job["groups"] is not None:
+                groups = [group_of(group) for group in job["groups"]]
+                evidence = self._witness.examine(lambda: self._finished(launch), groups)
             self._arguments.restore()
-            launch.with_hooks()
-            self._timer.synchronize()
+            if evidence is None:
+                self._finished(launch)
             timing = self._time(launch, Budget(**job["budget"]))
             self._timer.synchronize()
+            self._witness.check_guards()
         except InvalidTime as error:
             return outcome_reply(Outcome(Verdict.INVALID_TIME, message=str(error)))
+        except OutOfBounds as error:
+            return outcome_reply(Outcome(Verdict.OUT_OF_BOUNDS, message=str(error)))
+        except WrongResult as error:
+            return outcome_reply(Outcome(Verdict.WRONG_RESULT, message=str(error)))
         except BaseException as error:
             return outcome_reply(failures.of_launch(error))
-        return outcome_reply(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid))
+        reply = outcome_reply(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid))
+        return reply if evidence is None else {**reply, "evidence": asdict(evidence)}
+
+    def _finished(self, launch: _Launch) -> None:
+        launch.with_hooks()
+        self._timer.synchronize()
 
     def _time(self, launch: _Launch, budget: Budget) -> Timing:
         do_bench = self._call.hooks.do_bench

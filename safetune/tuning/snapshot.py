@@ -6,34 +6,57 @@ CUDA memory is shared between the processes: nothing that a candidate writes can
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from safetune.errors import KernelNotTransferable
+from safetune.tuning import regenerate, room
 from safetune.tuning.layout import ALIGNMENT, BlockSpec, TensorSpec, aligned
+from safetune.tuning.storages import (
+    Span,
+    block_of,
+    merged_spans,
+    reading,
+    span_of,
+    storage_bytes,
+    tensor_spec,
+)
 
 
 class Snapshot:
     """The bytes behind some tensors, in a memory file that children can map.
 
+    Args:
+        owners: the argument that each tensor belongs to, or nothing for a hook's. Only tensors of
+            arguments are drawn at random.
+        limit: the bytes to copy before float blocks are drawn at random; None copies all.
+
+    Attributes:
+        regenerated: the arguments with a tensor that is not copied but drawn.
+
     Raises:
         KernelNotTransferable: a tensor has no plain storage (sparse, fake, a wrapper subclass).
+        NotReproducible: the host has no memory left for the copy.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        spans = sorted({_span(tensor) for tensor in tensors})
-        merged = _merge(spans)
-        self.blocks, starts = _lay_out(merged)
-        self.tensors = tuple(_tensor_spec(tensor, merged, starts) for tensor in tensors)
-        size = sum(aligned(block.size) for block in self.blocks)
-        self.fd = os.memfd_create("safetune-arguments", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, max(size, 1))
-        self._copy(tensors, merged)
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[str] = (), limit: int | None = None
+    ) -> None:
+        names = tuple(owners) or ("",) * len(tensors)
+        merged = merged_spans(tensors)
+        self.tensors = tuple(tensor_spec(tensor, merged) for tensor in tensors)
+        drawn = _drawn(self.tensors, names, merged, limit)
+        noises = {block: _noise(block, self.tensors, tensors) for block in drawn}
+        self.blocks = tuple(_lay_out(merged, noises))
+        self.regenerated = _owners(self.tensors, names, drawn)
+        self.fd = self._copy(
+            tensors, merged, room.sizes(names, [merged[spec.block].size for spec in self.tensors])
+        )
 
     def header(self) -> dict[str, Any]:
         """Return what a child needs besides the memory file, as plain JSON data."""
@@ -46,96 +69,83 @@ class Snapshot:
         """Let go of the memory file; children that mapped it keep their view."""
         os.close(self.fd)
 
-    def _copy(self, tensors: Iterable[torch.Tensor], merged: Sequence[_Span]) -> None:
-        with mmap.mmap(self.fd, 0) as memory:
-            seen: set[_Span] = set()
-            for tensor in tensors:
-                span = _span(tensor)
-                if span in seen or span.end == span.start:
-                    continue
-                seen.add(span)
-                index = _block_of(span, merged)
-                offset = self.blocks[index].offset + span.start - merged[index].start
-                target = torch.frombuffer(
-                    memory, dtype=torch.uint8, count=span.end - span.start, offset=offset
-                )
-                target.copy_(_storage_bytes(tensor))
-                del target  # the mapping cannot be closed under a tensor
+    def _copy(
+        self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: dict[str, int]
+    ) -> int:
+        """Return a memory file with the blocks that are not drawn."""
+        size = max(1, sum(aligned(block.size) for block in self.blocks if block.noise is None))
+        # What is on the CPU here is on the CPU there: once more, beside the file.
+        needed = size + sum(block.size for block in self.blocks if block.device == "cpu")
+        room.check_host(needed, sizes)
+        with contextlib.ExitStack() as on_error:
+            try:
+                fd = os.memfd_create("safetune-arguments", os.MFD_CLOEXEC)
+                on_error.callback(os.close, fd)
+                os.posix_fallocate(fd, 0, size)  # to write without memory there is a SIGBUS
+                memory = mmap.mmap(fd, size)
+            except OSError as error:
+                free = room.host_free()
+                raise room.too_large("host memory", needed, free, sizes, error) from error
+            with memory:
+                self._fill(memory, tensors, merged)
+            on_error.pop_all()
+        return fd
+
+    def _fill(
+        self, memory: mmap.mmap, tensors: Iterable[torch.Tensor], merged: Sequence[Span]
+    ) -> None:
+        seen: set[Span] = set()
+        for tensor in tensors:
+            span = span_of(tensor)
+            index = block_of(span, merged)
+            block = self.blocks[index]
+            if span in seen or not span.size or block.noise is not None:
+                continue
+            seen.add(span)
+            offset = block.offset + span.start - merged[index].start
+            target = torch.frombuffer(memory, dtype=torch.uint8, count=span.size, offset=offset)
+            with reading(tensor.device):
+                target.copy_(storage_bytes(tensor))
+            del target  # the mapping cannot be closed under a tensor
 
 
-@dataclass(frozen=True, order=True)
-class _Span:
-    """A range of addresses on one device."""
-
-    device: str
-    start: int
-    end: int
-
-
-def _span(tensor: torch.Tensor) -> _Span:
-    try:
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-    except (RuntimeError, NotImplementedError) as error:
-        raise _not_plain(tensor) from error
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise _not_plain(tensor)
-    return _Span(str(tensor.device), start, start + storage.nbytes())
-
-
-def _not_plain(tensor: torch.Tensor) -> KernelNotTransferable:
-    return KernelNotTransferable(
-        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} on {tensor.device} has no plain "
-        'storage to copy; pass its plain tensor, or tune this kernel with isolation="inline"'
-    )
-
-
-def _merge(spans: Iterable[_Span]) -> list[_Span]:
-    merged: list[_Span] = []
-    for span in spans:
-        last = merged[-1] if merged else None
-        if last is not None and last.device == span.device and span.start < last.end:
-            merged[-1] = _Span(last.device, last.start, max(last.end, span.end))
-        else:
-            merged.append(span)
-    return merged
-
-
-def _lay_out(merged: Sequence[_Span]) -> tuple[tuple[BlockSpec, ...], list[int]]:
-    blocks = []
-    offset = 0
-    for span in merged:
-        size = span.end - span.start
-        blocks.append(BlockSpec(span.device, offset, size, span.start % ALIGNMENT))
-        offset += aligned(size)
-    return tuple(blocks), [span.start for span in merged]
-
-
-def _block_of(span: _Span, merged: Sequence[_Span]) -> int:
-    return next(
+def _drawn(
+    specs: Sequence[TensorSpec], owners: Sequence[str], merged: Sequence[Span], limit: int | None
+) -> list[int]:
+    """The blocks to draw at random."""
+    if limit is None or sum(span.size for span in merged) <= limit:
+        return []
+    of_hooks = {spec.block for spec, owner in zip(specs, owners, strict=True) if not owner}
+    drawable = [
         index
-        for index, block in enumerate(merged)
-        if block.device == span.device and block.start <= span.start and span.end <= block.end
-    )
+        for index, span in enumerate(merged)
+        if index not in of_hooks
+        and regenerate.is_drawable(
+            [spec for spec in specs if spec.block == index], span.start % ALIGNMENT
+        )
+    ]
+    return regenerate.chosen([span.size for span in merged], drawable, limit)
 
 
-def _tensor_spec(
-    tensor: torch.Tensor, merged: Sequence[_Span], starts: Sequence[int]
-) -> TensorSpec:
-    span = _span(tensor)
-    block = _block_of(span, merged)
-    begin = span.start + tensor.storage_offset() * tensor.element_size()
-    return TensorSpec(
-        block=block,
-        byte_offset=begin - starts[block],
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-    )
+def _noise(
+    block: int, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """How to draw a block: like its largest view."""
+    views = [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.block == block]
+    return regenerate.noise_like(max(views, key=torch.numel), seed=block)
 
 
-def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage behind a tensor, as bytes; no copy."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+def _owners(
+    specs: Sequence[TensorSpec], owners: Sequence[str], blocks: Sequence[int]
+) -> tuple[str, ...]:
+    """The arguments that have a tensor in one of these blocks, each once."""
+    pairs = zip(specs, owners, strict=True)
+    return tuple(dict.fromkeys(owner for spec, owner in pairs if spec.block in blocks))
+
+
+def _lay_out(merged: Sequence[Span], noises: dict[int, dict[str, Any]]) -> Iterator[BlockSpec]:
+    offset = 0
+    for index, span in enumerate(merged):
+        noise = noises.get(index)
+        yield BlockSpec(span.device, offset, span.size, span.start % ALIGNMENT, noise)
+        offset += 0 if noise else aligned(span.size)

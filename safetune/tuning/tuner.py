@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NoWorkingConfig
-from safetune.outcome import TRANSIENT, Outcome, Timing, Verdict
-from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+from safetune.outcome import TRANSIENT, Mark, Outcome, Timing, Verdict
+from safetune.store.records import ChoiceRecord, TrialRecord
 from safetune.store.sqlite import Store
 from safetune.tuning import choose
 from safetune.tuning.bench import LaunchBench, device_lock
-from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.jobs import TuningRequest, key_record
+from safetune.tuning.judge import Results, notes_of
 from safetune.tuning.measure import Budget
+from safetune.tuning.race import race
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,16 @@ class TuningResult:
         outcomes: for every config in the request, in order; from this tuning or an earlier one.
         measured: how many configs were compiled or launched in this tuning.
         seconds: wall time.
+        notes: what the user should hear of, a sentence each.
+        phases: where the time went, in seconds; they overlap.
     """
 
     choice: Config
     outcomes: tuple[tuple[Config, Outcome], ...]
     measured: int
     seconds: float
+    notes: tuple[str, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 Observer = Callable[[Progress], None]
@@ -66,8 +73,7 @@ def tune(
 ) -> TuningResult:
     """Measure what has not been measured for this key, choose, and store both.
 
-    Args:
-        bench: made from the request earlier, while the caller's tensors were what they were.
+    `bench` is one made from the request earlier, when the caller's tensors were what they were.
 
     Raises:
         NoWorkingConfig: every config failed; no choice is stored.
@@ -96,7 +102,11 @@ class _Tuning:
         self._configs = request.configs
         self._digests = [config_digest(config) for config in request.configs]
         self._outcomes: dict[int, Outcome] = {}
+        self._results = Results()
+        self._notes: list[str] = []
+        self._phases: dict[str, float] = {}
         self._measured: set[int] = set()
+        self._marks: tuple[str, ...] = ()
         self._total = 0
 
     def run(self) -> TuningResult:
@@ -116,6 +126,8 @@ class _Tuning:
             ),
             measured=len(self._measured),
             seconds=time.perf_counter() - start,
+            notes=tuple(self._notes),
+            phases=dict(self._phases),
         )
 
     def _recall(self) -> int | None:
@@ -145,48 +157,75 @@ class _Tuning:
             device_lock(device),
             self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
         ):
-            for index, failure in bench.compiled(new, self._request.limits.compile_timeout_s):
-                self._announce(index, "screen")
-                self._settle(index, failure or bench.measure(index, self._budget()))
-            self._race(bench, new, incumbent)
+            self._marks = bench.marks
+            with self._clock("measure"):
+                self._screen(bench, new)
+                no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
+                if no_memory:  # what others held is free now
+                    bench.replace()
+                    self._screen(bench, no_memory)
+                self._judge(bench, new, incumbent)
+            with self._clock("finals"):
+                self._race(bench, new, incumbent)
+            self._phases.update(bench.phases)
+
+    def _screen(self, bench: LaunchBench, configs: Sequence[int]) -> None:
+        """Run configs as they are compiled: each is examined and gets a first time."""
+        for index, failure in bench.compiled(configs, self._request.limits.compile_timeout_s):
+            self._announce(index, "screen")
+            if failure is not None:
+                self._settle(index, failure)
+                continue
+            outcome, evidence = bench.measure(index, self._budget(), self._results.groups())
+            if evidence is not None:
+                self._results.add(index, evidence)
+                marks = tuple(Mark.UNOWNED.of(name) for name in evidence.unowned)
+                outcome = replace(outcome, marks=(*outcome.marks, *marks))
+            self._settle(index, outcome)
+
+    def _judge(self, bench: LaunchBench, new: Sequence[int], incumbent: int | None) -> None:
+        """Reject what a majority of configs contradicts.
+
+        What could win but was measured earlier, by a tuning that has ended, is examined now.
+        """
+        racers = choose.finalists(self._timings(), new, incumbent)
+        if len(racers) > 1:
+            self._screen(bench, [index for index in racers if not self._results.knows(index)])
+        alive = [index for index in self._timings() if self._results.knows(index)]
+        judgement = self._results.judge({index: bench.grids[index] for index in alive})
+        for index, (verdict, reason) in judgement.rejected.items():
+            uuid = self._outcomes[index].gpu_uuid
+            self._settle(index, Outcome(verdict, message=reason, gpu_uuid=uuid))
+        for index, reason in judgement.disputed.items():
+            outcome = self._outcomes[index]
+            marks = (*outcome.marks, Mark.DISPUTED.of(reason))
+            self._settle(index, replace(outcome, marks=marks))
+        self._notes += notes_of(judgement, self._results.unowned())
 
     def _race(self, bench: LaunchBench, new: Sequence[int], incumbent: int | None) -> None:
-        """Run the near-best in turns, so that drift of the clock hits all alike."""
-        racers = choose.finalists(self._timings(), new, incumbent)
+        timings = self._timings()
+        racers = choose.finalists(timings, new, incumbent)
         if len(racers) < 2:
             return
-        if bench.interpreted:
-            budget = Budget(estimate_launches=3, time_ms=0)
-        else:
-            budget = Budget(estimate_launches=choose.ROUND_LAUNCHES, time_ms=0)
-        timings: dict[int, list[Timing]] = {index: [] for index in racers}
-        marks: dict[int, dict[str, None]] = {index: {} for index in racers}
-        if incumbent is not None and incumbent not in new:
-            timeout_s = self._request.limits.compile_timeout_s
-            for index, failure in bench.compiled([incumbent], timeout_s):
-                if failure is not None:
-                    self._settle(index, failure)
-                    racers.remove(index)
-        for turn in range(choose.MAX_ROUNDS):
-            for index in choose.rotated(racers, turn):
-                self._announce(index, "final")
-                outcome = bench.measure(index, budget)
-                self._measured.add(index)
-                if outcome.timing is None:
-                    self._settle(index, outcome)
-                    racers.remove(index)
-                else:
-                    timings[index].append(outcome.timing)
-                    marks[index].update(dict.fromkeys(outcome.marks))
-            if choose.clear({index: timings[index] for index in racers}):
-                break
-        for index in racers:
-            final = choose.combine(timings[index])
-            uuid = self._outcomes[index].gpu_uuid
-            outcome = Outcome(Verdict.OK, final, gpu_uuid=uuid, marks=tuple(marks[index]))
+
+        def measure(index: int, budget: Budget) -> Outcome:
+            self._announce(index, "final")
+            self._measured.add(index)
+            outcome, known = bench.measure(index, budget)[0], self._outcomes[index]
+            marks = tuple(dict.fromkeys((*known.marks, *outcome.marks)))
+            self._outcomes[index] = replace(known, marks=marks)
+            return outcome
+
+        short = bench.interpreted or self._request.call.hooks.do_bench is not None
+        screened = {index: timings[index] for index in racers}
+        finals, failed = race(screened, measure, short)
+        for index, timing in finals.items():
+            self._settle(index, replace(self._outcomes[index], timing=timing), stage="final")
+        for index, outcome in failed.items():
             self._settle(index, outcome, stage="final")
 
     def _settle(self, index: int, outcome: Outcome, stage: str = "screen") -> None:
+        outcome = replace(outcome, marks=tuple(dict.fromkeys((*outcome.marks, *self._marks))))
         self._outcomes[index] = outcome
         self._measured.add(index)
         self._store.put_trial(
@@ -212,6 +251,12 @@ class _Tuning:
                 total=self._total,
             )
         )
+
+    @contextmanager
+    def _clock(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def _budget(self) -> Budget:
         best = min((timing.median_ms for timing in self._timings().values()), default=None)
@@ -253,20 +298,3 @@ class _Tuning:
                 created=time.time(),
             )
         )
-
-
-def key_record(request: TuningRequest) -> KeyRecord:
-    """Return the row that a request's trials and choice point at."""
-    key = request.key
-    return KeyRecord(
-        digest=key.digest,
-        kernel_name=key.kernel.name,
-        kernel_digest=key.kernel.digest,
-        kernel_source=key.kernel.source,
-        kernel_file=key.kernel.file,
-        kernel_line=key.kernel.line,
-        device_digest=key.device.digest,
-        device=key.device.record(),
-        toolchain=key.toolchain.record(),
-        call=key.record(),
-    )

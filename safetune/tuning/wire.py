@@ -21,6 +21,10 @@ _MAX_HEADER = 1 << 24
 _MAX_BLOB = 1 << 34
 _MAX_FDS = 4
 
+#: A Ctrl-C that comes just before a wait, or to another thread, does not end that wait; Python
+#: looks for it after this long.
+_SIGNAL_S = 1.0
+
 
 class ProtocolError(Exception):
     """What arrived is not a frame."""
@@ -103,9 +107,11 @@ class _Source:
         return b"".join(parts)
 
     def _wait(self) -> None:
-        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        ready = self._poll.poll(None if left is None else left * 1000)
-        if not ready:
-            raise TimeoutError("no answer in time")
+        ready: list[tuple[int, int]] = []
+        while not ready:
+            left = _SIGNAL_S if self._deadline is None else self._deadline - time.monotonic()
+            ready = self._poll.poll(max(0.0, min(left, _SIGNAL_S)) * 1000)
+            if not ready and left <= 0:
+                raise TimeoutError("no answer in time")
         if all(fd != self._sock.fileno() for fd, _ in ready):
             raise EOFError("the other end is gone")

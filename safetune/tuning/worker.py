@@ -6,19 +6,22 @@ import atexit
 import contextlib
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from safetune.errors import WorkerUnavailable
 from safetune.outcome import CLEAN, Outcome, Verdict
-from safetune.tuning import process, wire
+from safetune.tuning import devices, process, wire
 from safetune.tuning.answers import reply_outcome
 from safetune.tuning.child import IDLE_EXIT_S
+from safetune.tuning.evidence import Evidence, Group, evidence_of
 from safetune.tuning.fork_server import ForkServer, tail_of
+from safetune.tuning.surroundings import start_job
 
 #: A measuring child idle for longer is replaced, not reused: it may be on its way out.
 REUSE_S = IDLE_EXIT_S / 2
@@ -42,11 +45,15 @@ class ChildFailed(Exception):
 class Child:
     """One forked process and the private pipe to it.
 
+    Args:
+        device: the one it uses, which is out of use while the child is killed but has not ended.
+
     Raises:
         WorkerUnavailable: it cannot be started.
     """
 
-    def __init__(self, gpu_blind: bool) -> None:
+    def __init__(self, gpu_blind: bool, device: int | None = None) -> None:
+        self._device = device
         self.pipe, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._mark = 0
@@ -64,7 +71,7 @@ class Child:
         with contextlib.suppress(OSError):  # it may have ended, which the pipe then tells
             self._pidfd = os.pidfd_open(self.pid)
         try:
-            self.ask(_surroundings(gpu_blind), timeout_s=_START_S)
+            self.ask(start_job(gpu_blind), timeout_s=_START_S)
         except ChildFailed as failure:
             raise WorkerUnavailable(
                 f"a tuning process ended before its first job: {failure.outcome.label} "
@@ -114,7 +121,13 @@ class Child:
         if not self._alive:
             return None
         self._close()
-        return server.reap(self.pid, kill=True)
+        return self._kill()
+
+    def _kill(self) -> int | None:
+        status = server.reap(self.pid, kill=True)
+        if status is None and self._device is not None:
+            devices.note_stuck(self._device, self.pid)
+        return status
 
     def _failed(self, verdict: Verdict, message: str) -> ChildFailed:
         stderr = tail_of(self._output, self._mark)
@@ -124,7 +137,7 @@ class Child:
             self._close()
             status = server.reap(self.pid, kill=False)
             if status is None:
-                server.reap(self.pid, kill=True)
+                self._kill()
             detail = process.describe_exit(status)
             message = message or f"the process ended with {detail}"
         else:
@@ -152,13 +165,13 @@ class MeasuringChild:
         self,
         header: dict[str, Any],
         blob: bytes,
-        arguments_fd: int,
+        fds: tuple[int, ...],
         run_timeout_s: float,
         fresh: bool = False,
     ) -> None:
         self._header = {"op": "prepare", **header}
         self._blob = blob
-        self._fd = arguments_fd
+        self._fds = fds
         self._timeout_s = run_timeout_s
         self._child: Child | None = None
         self._index = int(header["index"])
@@ -166,16 +179,28 @@ class MeasuringChild:
 
     def resolve(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, or why that cannot be told."""
-        reply, blob = self._ask({"op": "resolve", "config": config})
-        return reply, blob
+        outcome, _, blob = self._ask({"op": "resolve", "config": config})
+        return outcome, blob
 
-    def measure(self, config: int, budget: dict[str, Any]) -> Outcome:
-        """Run and time one config. Whatever it does, the answer is an outcome."""
-        outcome, _ = self._ask({"op": "measure", "config": config, "budget": budget})
-        if outcome.ok and outcome.timing is None:
+    def measure(
+        self, config: int, budget: dict[str, Any], groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, Evidence | None]:
+        """Run and time one config. Whatever it does, the answer is an outcome.
+
+        With `groups`, its result is compared with theirs, and an outcome that is ok has evidence.
+        """
+        known = None if groups is None else [asdict(group) for group in groups]
+        job = {"op": "measure", "config": config, "budget": budget, "groups": known}
+        outcome, reply, _ = self._ask(job)
+        if not outcome.ok:
+            return outcome, None
+        try:
+            if outcome.timing is None:
+                raise wire.ProtocolError("a measurement without a time")
+            return outcome, None if known is None else evidence_of(reply.get("evidence"))
+        except wire.ProtocolError as error:
             self.replace()
-            return Outcome(Verdict.PROTOCOL_ERROR, message="a measurement without a time")
-        return outcome
+            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), None
 
     def replace(self) -> None:
         """Use a fresh child from here on."""
@@ -191,29 +216,30 @@ class MeasuringChild:
                 _keep(self._index, self._child)
             self._child = None
 
-    def _ask(self, job: dict[str, Any]) -> tuple[Outcome, bytes]:
+    def _ask(self, job: dict[str, Any]) -> tuple[Outcome, dict[str, Any], bytes]:
         child = self._ready()
         try:
             reply, blob = child.ask(job, timeout_s=self._timeout_s)
             outcome = reply_outcome(reply)
         except ChildFailed as failure:
             self._child = None
-            return failure.outcome, b""
+            return failure.outcome, {}, b""
         except wire.ProtocolError as error:
             self.replace()
-            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), b""
+            return Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), {}, b""
         if outcome.verdict not in CLEAN:
             self.replace()
-        return outcome, blob
+        return outcome, reply, blob
 
     def _ready(self) -> Child:
         if self._child is not None:
             return self._child
+        devices.check(self._index)
         idle = None if self._fresh else _take(self._index)
-        child = idle or Child(gpu_blind=self._index < 0)
+        child = idle or Child(gpu_blind=self._index < 0, device=self._index)
         try:
             reply, _ = child.ask(
-                self._header, self._blob, (self._fd,), timeout_s=max(_START_S, self._timeout_s)
+                self._header, self._blob, self._fds, timeout_s=max(_START_S, self._timeout_s)
             )
         except ChildFailed as failure:
             raise WorkerUnavailable(
@@ -250,10 +276,18 @@ def _take(index: int) -> Child | None:
         entry[2].kill()
         return None
     try:
-        entry[2].ask(_surroundings(gpu_blind=index < 0), timeout_s=_START_S)
+        entry[2].ask(start_job(gpu_blind=index < 0), timeout_s=_START_S)
     except ChildFailed:
         return None
     return entry[2]
+
+
+def drop_idle(index: int) -> None:
+    """End the idle child of a device now, so that its memory is free when this returns."""
+    with _idle_lock:
+        entry = _idle.pop(index, None)
+    if entry is not None and entry[0] == os.getpid():
+        entry[2].kill()
 
 
 @atexit.register
@@ -261,34 +295,3 @@ def _drop_idle() -> None:
     for _, _, child in _idle.values():
         child.abandon()
     _idle.clear()
-
-
-def _surroundings(gpu_blind: bool) -> dict[str, Any]:
-    """The job that puts a child where this process is now: environment, paths, Triton's knobs."""
-    environment = process.child_environment()
-    if gpu_blind:
-        environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="")
-    return {
-        "op": "start",
-        "environment": environment,
-        "path": [path or os.getcwd() for path in sys.path],
-        "directory": os.getcwd(),
-        "knobs": _knobs(),
-    }
-
-
-def _knobs() -> dict[str, dict[str, Any]]:
-    """Triton's knobs that were set in code; those set by environment travel with it."""
-    from triton import knobs
-
-    groups = {}
-    for name, group in vars(knobs).items():
-        if isinstance(group, knobs.base_knobs):
-            plain = {
-                knob: value
-                for knob, value in vars(group).items()
-                if isinstance(value, (bool, int, str)) and not knob.startswith("_")
-            }
-            if plain:
-                groups[name] = plain
-    return groups

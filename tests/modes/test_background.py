@@ -213,7 +213,7 @@ class TestMarks:
 def test_inputs_over_the_limit_are_left_to_offline_tuning(
     copies: Any, logged: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_COPY_LIMIT", 2 * 4 * 100 - 1)
+    monkeypatch.setenv("SAFETUNE_COPY_LIMIT", str(2 * 4 * 100 - 1))
     made = copies(None, None)
     assert [made(), made()] == [16, 16]
     assert background._worker.jobs == []

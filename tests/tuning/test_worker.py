@@ -60,13 +60,20 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     tensors = kernel_ref.TensorTable()
     blob = kernel_ref.pack((call, configs), "a call", tensors, by_value=hooks)
     snapshot = Snapshot(tensors.tensors)
-    header = {"index": -1, "grids": [(1,)] * len(hooks), "arguments": snapshot.header()}
-    made = MeasuringChild(header, blob, snapshot.fd, timeout_s)
+    header = {
+        "index": -1,
+        "grids": [(1,)] * len(hooks),
+        "arguments": snapshot.header(),
+        "atomics": False,
+    }
+    witness = os.memfd_create("results")
+    made = MeasuringChild(header, blob, (snapshot.fd, witness), timeout_s)
     try:
         yield made
     finally:
         made.replace()
         snapshot.close()
+        os.close(witness)
 
 
 def ended(pid: int, within_s: float = 20.0) -> bool:
@@ -169,7 +176,7 @@ class TestAMeasuringChild:
         hook = writer(tmp_path / "pids")
         with measuring(hook, hook) as child:
             for config in (0, 1, 0):
-                outcome = child.measure(config, BUDGET)
+                outcome = child.measure(config, BUDGET)[0]
                 assert outcome.verdict is Verdict.OK, outcome
                 assert outcome.timing is not None
                 assert outcome.timing.median_ms > 0
@@ -183,7 +190,7 @@ class TestAMeasuringChild:
             raise ValueError("once")
 
         with measuring(note, raises) as child:
-            verdicts = [child.measure(config, BUDGET).verdict for config in (0, 1, 0, 1)]
+            verdicts = [child.measure(config, BUDGET)[0].verdict for config in (0, 1, 0, 1)]
         assert verdicts == [Verdict.OK, Verdict.LAUNCH_ERROR] * 2
         pids = list(dict.fromkeys((tmp_path / "pids").read_text().split()))
         assert len(pids) == 2
@@ -201,12 +208,12 @@ class TestAMeasuringChild:
             os.abort()
 
         with measuring(chats, dies, dies_in_silence) as child:
-            assert child.measure(0, BUDGET).stderr == ""
-            outcome = child.measure(1, BUDGET)
+            assert child.measure(0, BUDGET)[0].stderr == ""
+            outcome = child.measure(1, BUDGET)[0]
             assert outcome.stderr.endswith("x the end")
             assert len(outcome.stderr) == 2000
-            assert child.measure(0, BUDGET).ok
-            assert child.measure(2, BUDGET).stderr == ""
+            assert child.measure(0, BUDGET)[0].ok
+            assert child.measure(2, BUDGET)[0].stderr == ""
 
     def test_with_a_frame_that_never_ends_is_out_of_time(self) -> None:
         """It announces more than it sends: waiting for the rest is bounded, too."""
@@ -222,7 +229,7 @@ class TestAMeasuringChild:
                 pass
 
         with measuring(announces, timeout_s=1.0) as child:
-            outcome = child.measure(0, BUDGET)
+            outcome = child.measure(0, BUDGET)[0]
         assert outcome.verdict is Verdict.TIMEOUT
 
     def test_of_another_call_forgets_the_last(self, tmp_path: Path) -> None:
@@ -233,10 +240,10 @@ class TestAMeasuringChild:
             raise ValueError("of the first call")
 
         with measuring(fails, hook) as first:
-            assert first.measure(1, BUDGET).ok
+            assert first.measure(1, BUDGET)[0].ok
             first.release()
             with measuring(hook) as second:
-                assert second.measure(0, BUDGET).ok
+                assert second.measure(0, BUDGET)[0].ok
         assert len(set((tmp_path / "pids").read_text().split())) == 1
 
 

@@ -1,0 +1,328 @@
+"""How good the configs are that safetune and triton.autotune choose, on seven problems.
+
+For each problem, in one process on one GPU:
+
+- *compile*: one tuning of safetune's, whose pool fills the compile cache. It is not counted.
+- *truth*: every config is launched in rounds over all configs, another one first each round, from a
+  cold L2, until it has run for 200 ms on the device; its time is the median. A config that takes
+  more than three times as long as the best cannot be the best, and stops after 40 ms.
+- *tunings*: ten choices of each tuner with the compile cache warm, each by a fresh tuner,
+  safetune's with an empty store. Half of safetune's come before triton.autotune's and half after,
+  so that a drift of the clock hits both.
+
+A choice's regret is its true time over that of the best config, less one. Every choice counts as
+much as any other. A problem judges nothing if good configs are easy to find: a space needs 24
+configs, and a median of at least 1.3 times the best; `narrow_spaces` counts those that are not so.
+
+One problem is one part (about a minute on an H100); parts are kept as they end, so that the script
+can be run again and goes on: `--parts 3 --budget 240`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import device_time
+import recording
+import tuners
+from recording import Figures, Row
+from tuners import TUNERS
+
+if TYPE_CHECKING:
+    from choice_problems import Problem, Work
+
+ERROR_LIMIT = 2e-2
+
+#: Of the truth: kernel time in all, in one round, and of a config over HOPELESS times the best.
+TRUTH_MS, ROUND_MS, HOPELESS_MS = 200.0, 20.0, 40.0
+HOPELESS = 3.0
+ROUND_LAUNCHES = 2000
+ESTIMATE_LAUNCHES = 5
+
+LEAST_CONFIGS, LEAST_SPREAD = 24, 1.3
+
+#: Below this a mean regret is noise, and a ratio of two says nothing.
+REGRET_FLOOR = 1e-4
+
+#: What one problem is expected to take on an H100 with 16 cores.
+PART_S = 70.0
+
+#: What its first tuning is expected to take there: in all, and for each config.
+COMPILE_S, CONFIG_S = 2.0, 0.12
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return shares, regrets and how often the same config was chosen; triton's with a suffix."""
+    found: Figures = {}
+    for tuner in TUNERS:
+        regrets = [row["regret"] for row in judged(rows) if row["tuner"] == tuner]
+        if not regrets:
+            continue
+        suffix = "" if tuner == "safetune" else f"_{tuner}"
+        found[f"share_within_2pct{suffix}"] = _share(regret <= 0.02 for regret in regrets)
+        found[f"share_within_1pct{suffix}"] = _share(regret <= 0.01 for regret in regrets)
+        found[f"mean_regret{suffix}"] = statistics.fmean(regrets)
+        found[f"worst_regret{suffix}"] = max(regrets)
+        found[f"most_common_share{suffix}"] = _most_common_share(rows, tuner)
+        seconds = [row["seconds"] for row in judged(rows) if row["tuner"] == tuner]
+        found[f"median_tuning_s{suffix}"] = statistics.median(seconds)
+    if {"mean_regret", "mean_regret_triton"} <= set(found):
+        ours, theirs = found["mean_regret"], found["mean_regret_triton"]
+        found["mean_regret_ratio"] = max(ours, REGRET_FLOOR) / max(theirs, REGRET_FLOOR)
+    spaces = summary(rows)
+    found["problems"] = float(len(spaces))
+    found["narrow_spaces"] = float(
+        sum(s["configs"] < LEAST_CONFIGS or s["median_to_best"] < LEAST_SPREAD for s in spaces)
+    )
+    return found
+
+
+def judged(rows: Sequence[Row]) -> list[Row]:
+    """Return the choices, each with its `regret`."""
+    times = _truth(rows)
+    return [
+        {
+            **row,
+            "regret": times[row["part"]][row["config"]] / min(times[row["part"]].values()) - 1.0,
+        }
+        for row in rows
+        if row["kind"] == "choice"
+    ]
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Return one line for each problem: its space, and what each tuner made of it."""
+    lines = []
+    choices = judged(rows)
+    for part, times in _truth(rows).items():
+        best = min(times, key=lambda config: times[config])
+        line = {
+            "problem": part,
+            "configs": len(times),
+            "best_ms": times[best],
+            "median_to_best": statistics.median(times.values()) / times[best],
+            "within_2pct": sum(time_ms <= 1.02 * times[best] for time_ms in times.values()),
+        }
+        for tuner in TUNERS:
+            own = [row for row in choices if row["part"] == part and row["tuner"] == tuner]
+            if own:
+                line[f"regret_{tuner}"] = statistics.fmean(row["regret"] for row in own)
+                line[f"worst_{tuner}"] = max(row["regret"] for row in own)
+                line[f"seconds_{tuner}"] = statistics.median(row["seconds"] for row in own)
+        lines.append({**line, "best": best})
+    return lines
+
+
+def _truth(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return each problem's times in milliseconds by config, of the configs that run."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["kind"] == "truth" and "median_ms" in row:
+            times.setdefault(row["part"], {})[row["config"]] = row["median_ms"]
+    return times
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return statistics.fmean(map(float, flags))
+
+
+def _most_common_share(rows: Sequence[Row], tuner: str) -> float:
+    """Return how often a problem's most common choice was chosen, on average over problems."""
+    chosen: dict[str, list[str]] = {}
+    for row in rows:
+        if row["kind"] == "choice" and row["tuner"] == tuner:
+            chosen.setdefault(row["part"], []).append(row["config"])
+    return statistics.fmean(
+        Counter(configs).most_common(1)[0][1] / len(configs) for configs in chosen.values()
+    )
+
+
+def run_part(problem: Problem, options: argparse.Namespace, folder: Path) -> list[Row]:
+    """Measure one problem: compile, find the truth, and let both tuners choose."""
+    work = problem.prepare(recording.torch_device())
+    configs = problem.configs[: options.configs]
+    stores = (folder / f"{problem.name}-{number}" for number in range(options.repetitions + 1))
+    seconds = {}
+
+    print(f"{problem.name}: compile: about {COMPILE_S + len(configs) * CONFIG_S:.0f} s", flush=True)
+    start = time.monotonic()
+    _choose("safetune", problem, work, configs, next(stores))
+    seconds["compile"] = time.monotonic() - start
+    print(f"{problem.name}: compile: {seconds['compile']:.1f} s", flush=True)
+
+    start = time.monotonic()
+    rows = _find_truth(problem.name, configs, work, problem.kernel, options)
+    seconds["truth"] = time.monotonic() - start
+    print(f"{problem.name}: truth: {seconds['truth']:.1f} s", flush=True)
+
+    for number, tuner in enumerate(_turns(options.repetitions)):
+        start = time.monotonic()
+        choice = _choose(
+            tuner, problem, work, configs, next(stores) if tuner == "safetune" else None
+        )
+        took = time.monotonic() - start
+        if seconds.setdefault(tuner, 0.0) == 0.0:
+            print(f"{problem.name}: {tuner}: about {took * options.repetitions:.0f} s", flush=True)
+        seconds[tuner] += took
+        rows.append({"kind": "choice", "tuner": tuner, "order": number, **choice})
+    spent = {f"{name}_s": value for name, value in seconds.items()}
+    rows.append({"kind": "cost", **spent, "part_s": sum(seconds.values())})
+    print(f"{problem.name}: {sum(seconds.values()):.1f} s in all", flush=True)
+    return [{"part": problem.name, **row} for row in rows]
+
+
+def _turns(repetitions: int) -> list[str]:
+    """Return whose turn it is: half of safetune's, all of Triton's, the other half."""
+    before = (repetitions + 1) // 2
+    return ["safetune"] * before + ["triton"] * repetitions + ["safetune"] * (repetitions - before)
+
+
+def _choose(
+    name: str, problem: Problem, work: Work, configs: Sequence[Any], store: Path | None
+) -> dict[str, Any]:
+    """Tune once with a fresh tuner and, for safetune, an empty store; return what it chose."""
+    ours: dict[str, Any] = {}
+    if name == "safetune":
+        assert store is not None
+        assert not store.exists(), "an independent tuning needs an empty store"
+        os.environ["SAFETUNE_CACHE_DIR"] = str(store)
+        ours["scratch"] = problem.scratch
+    tuner = tuners.tuned(name, problem.kernel, configs, problem.key, **ours)
+    device_time.synchronize()
+    start = time.perf_counter()
+    work.launch(tuner)
+    device_time.synchronize()
+    seconds = time.perf_counter() - start
+    _check(work, f"{name}'s choice for {problem.name}, {tuner.best_config}")
+    return {
+        "config": str(tuner.best_config),
+        "seconds": seconds,
+        "failed": tuners.failed(tuner),
+        **tuners.phases(tuner),
+    }
+
+
+def _check(work: Work, what: str) -> None:
+    error = work.error()
+    if not error < ERROR_LIMIT:
+        raise SystemExit(f"{what}, is wrong: relative error {error}")
+
+
+def _find_truth(
+    name: str, configs: Sequence[Any], work: Work, kernel: Any, options: argparse.Namespace
+) -> list[Row]:
+    """Return one row for each config: its long and interleaved time, or why it has none."""
+    rows: dict[str, Row] = {
+        str(config): {"kind": "truth", "config": str(config)} for config in configs
+    }
+    launches: dict[str, Callable[[], object]] = {}
+    samples: dict[str, list[float]] = {}
+    for config in configs:
+        text = str(config)
+        launch = functools.partial(work.launch, kernel, **config.all_kwargs())
+        try:
+            samples[text] = device_time.timed(launch, ESTIMATE_LAUNCHES)
+        except _out_of_resources() as error:
+            rows[text]["failed"] = str(error)
+        else:
+            _check(work, f"{name}, {text}")
+            launches[text] = launch
+    estimates = {text: statistics.median(times) for text, times in samples.items()}
+    print(f"{name}: truth: about {_truth_seconds(estimates, options):.0f} s", flush=True)
+    samples = {text: [] for text in launches}
+    turn = 0
+    while wanting := list(_wanting(samples, options.truth_ms)):
+        first = turn % len(wanting)
+        for text in (*wanting[first:], *wanting[:first]):
+            count = max(1, min(ROUND_LAUNCHES, round(ROUND_MS / estimates[text])))
+            samples[text] += device_time.timed(launches[text], count)
+        turn += 1
+    for text, times in samples.items():
+        rows[text].update(_summarized(times))
+    return list(rows.values())
+
+
+def _wanting(samples: dict[str, list[float]], truth_ms: float) -> Iterator[str]:
+    """Yield the configs that have not run for long enough."""
+    best = min((statistics.median(times) for times in samples.values() if times), default=0.0)
+    for text, times in samples.items():
+        hopeless = times and statistics.median(times) > HOPELESS * best
+        if sum(times) < (min(HOPELESS_MS, truth_ms) if hopeless else truth_ms):
+            yield text
+
+
+def _truth_seconds(estimates: dict[str, float], options: argparse.Namespace) -> float:
+    """Return what the truth will take, with 60 us around each launch for flush and events."""
+    best = min(estimates.values())
+    return sum(
+        (HOPELESS_MS if time_ms > HOPELESS * best else options.truth_ms)
+        / time_ms
+        * (time_ms + 0.06)
+        / 1e3
+        for time_ms in estimates.values()
+    )
+
+
+def _summarized(times: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "median_ms": statistics.median(ordered),
+        "p20_ms": ordered[int(0.2 * (len(ordered) - 1))],
+        "p80_ms": ordered[int(0.8 * (len(ordered) - 1))],
+        "launches": len(ordered),
+        "measured_ms": sum(ordered),
+    }
+
+
+def _out_of_resources() -> type[Exception]:
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--repetitions", type=int, default=10, help="tunings by each tuner")
+    parser.add_argument("--configs", type=int, default=None, help="fewer, for a trial run")
+    parser.add_argument(
+        "--truth-ms", type=float, default=TRUTH_MS, help="kernel time of each config"
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Run the parts that are still missing, print and record."""
+    options = parse()
+    recording.require_device()
+    folder = recording.output_folder(options)
+    result = recording.begin("choice_quality")
+    if not options.fresh:
+        recording.resume(result, [folder, recording.RESULTS])
+    with tempfile.TemporaryDirectory(prefix="choice-quality-") as caches:
+        os.environ["TRITON_CACHE_DIR"] = str(Path(caches) / "triton")
+        import choice_problems
+
+        problems = {problem.name: problem for problem in choice_problems.PROBLEMS}
+        for part in recording.parts_to_run(problems, result.rows, options, PART_S):
+            result.rows += run_part(problems[part], options, Path(caches))
+            result.save(folder, figures)
+    path = result.save(folder, figures)
+    told = [f"{what}_{tuner}" for tuner in TUNERS for what in ("regret", "worst", "seconds")]
+    columns = ["problem", "configs", "best_ms", "median_to_best", "within_2pct", *told, "best"]
+    print(recording.table(summary(result.rows), columns))
+    print()
+    print(recording.figures_table(result, path))
+
+
+if __name__ == "__main__":
+    main()

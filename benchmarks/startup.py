@@ -1,0 +1,143 @@
+"""How long a model's start-up takes: 60 small tunings in a row, safetune against triton.autotune.
+
+Twelve small kernels with four configs each are called with five shapes each, one call after the
+other, in a fresh process with nothing started beforehand: `cold` with an empty compile cache and an
+empty store, `warm` (with `--warm`) with the compile cache that the same tuner's cold process filled
+and an empty store. The time is from just before the first call until the device has finished the
+last. The two tuners alternate, and change who goes first.
+
+One alternation is one part (under 100 seconds on an H100 with 16 cores, without `--warm`); parts
+are kept as they end, so that the script can be run again and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import device_time
+import fresh_process
+import recording
+import tuners
+from recording import Figures, Row
+from tuners import TUNERS
+
+STATES = ("cold", "warm")
+PROCESS_TIMEOUT_S = 240.0
+
+#: What the first part of a run is expected to take on an H100 with 16 cores.
+PART_S = 110.0
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return the ratio of medians and the medians, by how many tunings there were in a row."""
+    found: Figures = {}
+    times = recording.medians(rows, "seconds", "tunings", "state", "tuner")
+    for count, state, tuner in sorted(times):
+        suffix = "" if state == "cold" else f"_{state}"
+        seconds = times[count, state, tuner]
+        found[f"startup_{count}_s_{tuner}{suffix}"] = seconds
+        if tuner == "safetune" and (count, state, "triton") in times:
+            ratio = seconds / times[count, state, "triton"]
+            found[f"startup_{count}_ratio{suffix}"] = ratio
+    found["alternations"] = float(len({row["part"] for row in rows}))
+    return found
+
+
+def run_part(part: int, options: argparse.Namespace) -> list[Row]:
+    """Measure both tuners once in each state."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="startup-") as name:
+        folder = Path(name)
+        for state in STATES[: 1 + options.warm]:
+            for order, tuner in enumerate(TUNERS if part % 2 == 0 else TUNERS[::-1]):
+                compile_cache = folder / f"triton-{tuner}"
+                assert compile_cache.exists() == (state == "warm")
+                store = folder / f"store-{tuner}-{state}"
+                caches = {"TRITON_CACHE_DIR": compile_cache, "SAFETUNE_CACHE_DIR": store}
+                task = ["--tunings", str(options.tunings), "--task", tuner]
+                report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
+                row = {"part": part, "order": order, "state": state, "tuner": tuner, **report}
+                print(f"part {part}: {tuner} {state}: {row['seconds']:.2f} s", flush=True)
+                rows.append(row)
+    return rows
+
+
+def start_up(tuner_name: str, most: int) -> dict[str, Any]:
+    """In a fresh process: make every tuner and tune each shape once; say how long that took."""
+    import startup_kernels
+    import torch
+
+    torch.manual_seed(0)
+    device = recording.torch_device()
+    tiny = recording.interpreted()
+    columns = startup_kernels.TINY_COLUMNS if tiny else startup_kernels.COLUMNS
+    work = []
+    for layer in startup_kernels.LAYERS:
+        tuner = tuners.tuned(tuner_name, layer.kernel, layer.configs, layer.key)
+        work += [(tuner, call) for call in layer.calls(device, columns)]
+    # By shape and not by kernel, as layers of a model follow each other.
+    shapes = len(columns)
+    work = [pair for shape in range(shapes) for pair in work[shape::shapes]][:most]
+    device_time.synchronize()
+    failed, moments = 0, [time.perf_counter()]
+    for tuner, call in work:
+        call.launch(tuner)
+        device_time.synchronize()
+        moments.append(time.perf_counter())
+        failed += tuners.failed(tuner)
+    each = [after - before for before, after in itertools.pairwise(moments)]
+    for tuner, call in work:
+        if not torch.allclose(call.output, call.expected(), rtol=1e-3, atol=1e-3):
+            raise SystemExit(f"{tuner_name} gave a wrong result of {tuner.base_fn.__name__}")
+    return {
+        "tunings": len(work),
+        "seconds": moments[-1] - moments[0],
+        "first_s": each[0],
+        "median_s": statistics.median(each),
+        "longest_s": max(each),
+        "failed": failed,
+    }
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--alternations", type=int, default=3, help="in all, earlier runs included")
+    parser.add_argument("--warm", action="store_true", help="measure with warm compile caches, too")
+    parser.add_argument("--tunings", type=int, default=60, help="fewer, for a trial run")
+    parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Run the task of a measuring process, or the parts that are still missing."""
+    options = parse()
+    if options.task:
+        options.report.write_text(json.dumps(start_up(options.task, options.tunings)))
+        return
+    recording.require_device()
+    folder = recording.output_folder(options)
+    result = recording.begin("startup")
+    if not options.fresh:
+        recording.resume(result, [folder, recording.RESULTS])
+    for part in recording.parts_to_run(range(options.alternations), result.rows, options, PART_S):
+        result.rows += run_part(part, options)
+        result.save(folder, figures)
+    path = result.save(folder, figures)
+    timed = ["seconds", "first_s", "median_s", "longest_s", "process_s"]
+    print(recording.table(result.rows, ["part", "state", "tuner", "tunings", *timed, "failed"]))
+    print()
+    print(recording.figures_table(result, path))
+
+
+if __name__ == "__main__":
+    main()

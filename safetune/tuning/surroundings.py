@@ -1,0 +1,42 @@
+"""What a child takes over from this process at its start and whenever it is used again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from safetune.tuning import devices, process
+
+
+def start_job(gpu_blind: bool) -> dict[str, Any]:
+    """The job that puts a child where this process is now: environment, paths, Triton's knobs."""
+    environment = process.child_environment()
+    if gpu_blind:
+        environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="")
+    else:
+        environment.update(devices.child_visibility())
+    return {
+        "op": "start",
+        "environment": environment,
+        "path": [path or os.getcwd() for path in sys.path],
+        "directory": os.getcwd(),
+        "knobs": _knobs(),
+    }
+
+
+def _knobs() -> dict[str, dict[str, Any]]:
+    """Triton's knobs that were set in code; those set by environment travel with it."""
+    from triton import knobs
+
+    groups = {}
+    for name, group in vars(knobs).items():
+        if isinstance(group, knobs.base_knobs):
+            plain = {
+                knob: value
+                for knob, value in vars(group).items()
+                if isinstance(value, (bool, int, str)) and not knob.startswith("_")
+            }
+            if plain:
+                groups[name] = plain
+    return groups
