@@ -123,7 +123,12 @@ def log_config(progress: Progress) -> None:
 
 
 def log_result(request: TuningRequest, result: TuningResult) -> None:
-    """Log a finished tuning, at INFO: what it took, what it chose, and what failed of what."""
+    """Log a finished tuning, at INFO: what it took, what it chose, and what failed of what.
+
+    What the user should hear of comes as warnings.
+    """
+    for note in result.notes:
+        warnings.warn(f"{request.key.kernel.name}: {note}", stacklevel=3)
     counts = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
     failures = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     logger.info(

@@ -83,6 +83,7 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
         yield found
 
 
+@pytest.mark.fault("stored-choice-fails")
 def test_the_next_best_that_can_be_launched_is(
     tuned: Any, small: Device, caught: list[warnings.WarningMessage]
 ) -> None:
