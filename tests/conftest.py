@@ -246,8 +246,8 @@ def _no_process_is_left(triton_cache_dir: Path) -> Iterator[None]:
     if sys.platform != "linux":
         return
     left = _end_of([process for process in _running() if not process.stays_on_purpose])
-    if worker := sys.modules.get("safetune.tuning.worker"):
-        worker.server.stop()
+    if fork_server := sys.modules.get("safetune.tuning.fork_server"):
+        fork_server.stop_servers()
     left += _end_of(
         [process for process in _running() if "resource_tracker" not in process.command]
     )
