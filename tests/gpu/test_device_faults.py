@@ -47,8 +47,7 @@ def faulty_kernel(x, out, count, n, FAULT: tl.constexpr, BLOCK: tl.constexpr):
         launches = tl.load(count)
         tl.store(count, launches + 1)
         if FAULT == "late":
-            if launches > 20:
-                tl.store(out + FAR, 1.0)
+            tl.store(out + FAR, 1.0, mask=launches > 20)
 
 
 def grid(meta: dict[str, Any]) -> tuple[int]:

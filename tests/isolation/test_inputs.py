@@ -550,6 +550,7 @@ print(kernel.configs_timings and "tuned", os.listdir("/dev/shm"))
 """
 
 
+@pytest.mark.fault("small-dev-shm")
 def test_a_small_dev_shm_is_enough(records: Any, tmp_path: Path) -> None:
     """The tensors of 100 MB travel in a memory file, which is in no mounted file system."""
     unshare = shutil.which("unshare")

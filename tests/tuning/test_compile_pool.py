@@ -327,6 +327,7 @@ def test_kernels_may_ask_for_their_target(pool: Pool) -> None:
     assert pool.run({0: "target"})[0].outcome == Outcome(Verdict.OK)
 
 
+@pytest.mark.fault("compile-memory")
 class TestMemory:
     def test_a_compiler_that_eats_it_costs_its_config(self, pool: Pool) -> None:
         kinds = {0: "ok", 1: "eats", 2: "ok", 3: "ok"}
@@ -382,6 +383,7 @@ def ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 
 
 class TestAnAssembler:
+    @pytest.mark.fault("ptxas-failure")
     @pytest.mark.parametrize(
         ("code", "said"),
         [
@@ -399,6 +401,7 @@ class TestAnAssembler:
         assert said.lower() in outcome.message.lower()
         assert len(pool.pids()) == 1, "the compiler itself is well"
 
+    @pytest.mark.fault("compile-hang")
     def test_that_never_ends_leaves_no_orphan(
         self, pool: Pool, ptxas: Callable[[str], None]
     ) -> None:
