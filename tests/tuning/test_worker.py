@@ -63,7 +63,7 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     header = {
         "index": -1,
         "grids": [(1,)] * len(hooks),
-        "arguments": snapshot.header(),
+        "arguments": {**snapshot.header(), "absent": {}},
         "atomics": False,
     }
     witness = os.memfd_create("results")
