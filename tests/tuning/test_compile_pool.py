@@ -38,6 +38,8 @@ def at_compile_time(kind, number):
         os.abort()
     if kind == "exit":
         os._exit(1)
+    if kind == "segfault":
+        __import__("ctypes").string_at(0)
     if kind == "raise":
         raise ZeroDivisionError("no such tile")
     if kind == "grandchild":
@@ -59,6 +61,10 @@ def kernel(x, n, KIND: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr =
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if KIND == "type":
         offset = offset + tl.full((3,), 1, tl.int32)
+    if KIND == "llvm":
+        offset = tl.inline_asm_elementwise(
+            "mov.b32 $9, $1;", "=r,r", [offset], dtype=tl.int32, is_pure=True, pack=1
+        )
     tl.store(x + offset, offset + SHIFT, mask=offset < n)
 
 
@@ -91,7 +97,10 @@ class Pool:
     def start(self, kinds: Mapping[int, str], **options: Any) -> Iterator[Compiled]:
         options = {"timeout_s": TIMEOUT_S, "size": 2, **options}
         specs = {number: spec(kind, number) for number, kind in kinds.items()}
-        return CompilePool(self.kernel, **options).compile(specs)
+        with CompilePool(self.kernel, **options) as pool:
+            for number, packed in specs.items():
+                pool.add(number, packed)
+            yield from pool.results()
 
     def run(self, kinds: Mapping[int, str], **options: Any) -> dict[int, Compiled]:
         """Compile all; fail if a config is answered for twice."""
@@ -116,24 +125,15 @@ class Pool:
         return int(Path(f"{self._log}.grandchild").read_text())
 
 
-@pytest.fixture(scope="module")
-def _a_server_that_does_not_interpret() -> Iterator[None]:
-    """Triton's own library is interpreted or compiled as the variable says at its import."""
-    worker.server.stop()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "0")
-        yield
-    worker.server.stop()
-
-
 @pytest.fixture
-def pool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _a_server_that_does_not_interpret: None
-) -> Pool:
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    # Triton's own library is interpreted or compiled as this says when it is imported.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("POOL_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    return Pool(tmp_path / "log", tmp_path / "cache")
+    yield Pool(tmp_path / "log", tmp_path / "cache")
+    worker._drop_idle()  # the next test starts its own
 
 
 def ended(*pids: int, within_s: float = 20.0) -> bool:
@@ -174,6 +174,11 @@ def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:
     assert pool.seen() == compilations
 
 
+@pytest.mark.fault("compile-exception")
+@pytest.mark.fault("static-assert")
+@pytest.mark.fault("compiler-abort")
+@pytest.mark.fault("compiler-exit")
+@pytest.mark.fault("compiler-segfault")
 def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
     kinds = {
         0: "ok",
@@ -186,6 +191,8 @@ def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
         7: "ok",
         8: "abort",
         9: "ok",
+        10: "segfault",
+        11: "llvm",
     }
     results = pool.run(kinds)
 
@@ -196,6 +203,8 @@ def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
         "raise": "compile_error",
         "abort": "compile_crash",
         "exit": "compile_crash",
+        "segfault": "compile_crash",
+        "llvm": "compile_crash",
     }
     assert {n: r.outcome.verdict.value for n, r in results.items()} == {
         n: verdicts[kind] for n, kind in kinds.items()
@@ -205,6 +214,9 @@ def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
     assert "SIGABRT" in messages[2]
     assert results[2].outcome.detail == "SIGABRT"
     assert "exit code 1" in messages[4]
+    assert results[10].outcome.detail == "SIGSEGV"
+    assert results[11].outcome.detail == "SIGABRT"
+    assert "LLVM ERROR" in results[11].outcome.stderr
     assert messages[5]
     assert "no such tile" in messages[6]
     assert sorted(number for _, number, _ in pool.seen()) == sorted(kinds), "each is begun once"
@@ -224,6 +236,7 @@ def test_the_job_that_waited_behind_a_crash_is_not_lost(pool: Pool) -> None:
     assert len(pool.pids()) == 3
 
 
+@pytest.mark.fault("compile-hang")
 def test_a_compiler_that_never_ends(pool: Pool) -> None:
     """Killed with what it has started; the job that waited behind it goes to another child."""
     results = pool.run({0: "hang", 1: "grandchild", 2: "ok", 3: "ok"}, timeout_s=5.0)
