@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import compilation, failures, kernel_ref
+from safetune.tuning import compilation, devices, failures, kernel_ref
 from safetune.tuning.compile_pool import Compiled, CompilePool
 from safetune.tuning.evidence import Evidence, Group
 from safetune.tuning.fork_server import start_servers
@@ -42,8 +42,8 @@ class LaunchBench:
 
     Attributes:
         phases: seconds that the caller spent in `transfer` (packing and copying the call),
-            `resolve`, `compile` (waiting for a config to be compiled), `start` (waiting for the
-            measuring child) and `measure`.
+            `resolve`, `compile` (waiting for a config to be compiled) and `start` (waiting for
+            the measuring child).
         facts: what the compiler said of each config that compiled: `shared` and `global_scratch`,
             in bytes, and the `hash` of its entry in Triton's disk cache.
     """
@@ -52,6 +52,7 @@ class LaunchBench:
         begin = time.monotonic()
         call = request.call
         self.interpreted = call.interpreted
+        devices.check(call.index)
         start_servers(compiling=not self.interpreted)
         self.phases: dict[str, float] = {}
         self.facts: dict[int, dict[str, Any]] = {}

@@ -83,7 +83,9 @@ class Child:
         """Whether the process has ended, or was let go."""
         if not self._alive or self._pidfd is None:
             return not self._alive
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def unanswered(self) -> int:
@@ -133,11 +135,11 @@ class Child:
         if not self._alive:
             return None
         self._close()
-        return self._reap(kill=True)
+        return self._kill()
 
-    def _reap(self, kill: bool) -> int | None:
-        status = self._server.reap(self.pid, kill)
-        if kill and status is None and self._device is not None:
+    def _kill(self) -> int | None:
+        status = self._server.reap(self.pid, kill=True)
+        if status is None and self._device is not None:
             devices.note_stuck(self._device, self.pid)
         return status
 
@@ -146,9 +148,9 @@ class Child:
         self.pipe.close()
         died = verdict is Verdict.DIED
         # One whose pipe closed by itself is ending; killing it now would mask the cause.
-        status = self._reap(kill=not died)
+        status = self._server.reap(self.pid, kill=False) if died else self._kill()
         if died and status is None:
-            self._reap(kill=True)
+            self._kill()
         detail = process.describe_exit(status) if died else ""
         if died:
             message = message or f"the process ended with {detail}"

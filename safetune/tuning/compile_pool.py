@@ -178,9 +178,10 @@ class CompilePool:
         if config is None and not alive and not slot.used:
             self._size = len(self._slots)
             if not self._size:
+                outcome = compiled.outcome
                 raise WorkerUnavailable(
-                    f"a compile process ended before its first job: {compiled.outcome.label} "
-                    f"{compiled.outcome.stderr}"
+                    "a compile process did not get to its first job: "
+                    f"{outcome.message} {outcome.stderr}".strip()
                 )
         return [] if config is None else [compiled]
 

@@ -1,4 +1,4 @@
-"""The job that puts a child where this process is now."""
+"""What a child takes over from this process at its start and whenever it is used again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_
 
 
 def start_job(gpu_blind: bool, memory_bytes: int = 0) -> dict[str, Any]:
-    """Return the `start` job: environment, paths, arguments of the program, Triton's knobs.
+    """Return the job that puts a child where this process is now: environment,
+    paths, arguments of the program, Triton's knobs.
 
     `memory_bytes` limits what the child, and each process that it starts, may allocate; 0 does not.
     """

@@ -68,15 +68,18 @@ def tune(
     store: Store,
     observe: Observer = lambda progress: None,
     on_grid_read: Callable[[set[str]], None] = lambda names: None,
+    bench: LaunchBench | None = None,
 ) -> TuningResult:
     """Measure what has not been measured for this key, choose, and store both.
+
+    `bench` is one made from the request earlier, when the caller's tensors were what they were.
 
     Raises:
         NoWorkingConfig: every config failed; no choice is stored.
         KernelNotTransferable: the call cannot be rebuilt in a child.
         WorkerUnavailable: no child can be started.
     """
-    return _Tuning(request, store, observe, on_grid_read).run()
+    return _Tuning(request, store, observe, on_grid_read, bench).run()
 
 
 class _Tuning:
@@ -88,8 +91,10 @@ class _Tuning:
         store: Store,
         observe: Observer,
         on_grid_read: Callable[[set[str]], None],
+        bench: LaunchBench | None,
     ) -> None:
         self._request = request
+        self._bench = bench
         self._store = store
         self._observe = observe
         self._on_grid_read = on_grid_read
@@ -147,7 +152,10 @@ class _Tuning:
 
     def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
         device = self._request.call.index
-        with device_lock(device), LaunchBench(self._request, self._on_grid_read) as bench:
+        with (
+            device_lock(device),
+            self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
+        ):
             self._marks = bench.marks
             self._screen(bench, new)
             no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
@@ -200,7 +208,10 @@ class _Tuning:
         def measure(index: int, budget: Budget) -> Outcome:
             self._announce(index, "final")
             self._measured.add(index)
-            return bench.measure(index, budget)[0]
+            outcome, known = bench.measure(index, budget)[0], self._outcomes[index]
+            marks = tuple(dict.fromkeys((*known.marks, *outcome.marks)))
+            self._outcomes[index] = replace(known, marks=marks)
+            return outcome
 
         short = bench.interpreted or self._request.call.hooks.do_bench is not None
         screened = {index: timings[index] for index in racers}

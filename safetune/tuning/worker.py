@@ -59,7 +59,8 @@ class MeasuringChild:
     def begin(self) -> None:
         """Have the child come up while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
-        fds = tuple(map(os.dup, self._fds))  # the tuning may be over before this is
+        # The tuning may be over, and its files closed, before this is.
+        fds = tuple(os.dup(fd) for fd in self._fds)
 
         def prepare() -> None:
             try:
@@ -124,7 +125,9 @@ class MeasuringChild:
             return
         with contextlib.suppress(ChildFailed):
             self._child.ask({"op": "release"}, timeout_s=self._timeout_s)
-            _idle.keep(self._purpose, self._child, for_s=IDLE_EXIT_S - _MARGIN_S, most=1)
+            _idle.keep(
+                _measures_on(self._index), self._child, for_s=IDLE_EXIT_S - _MARGIN_S, most=1
+            )
         self._child = None
 
     def _ask(self, job: dict[str, Any]) -> tuple[Outcome, dict[str, Any], bytes]:
@@ -151,8 +154,8 @@ class MeasuringChild:
 
     def _prepared(self, fds: tuple[int, ...]) -> Child:
         devices.check(self._index)
-        child = None if self._fresh else self._left()
-        child = child or Child(gpu_blind=self._index < 0, device=self._index)
+        left = None if self._fresh else self._left()
+        child = left or Child(gpu_blind=self._index < 0, device=self._index)
         timeout_s = max(START_S, self._timeout_s)
         try:
             reply, _ = child.ask(self._header, self._blob, fds, timeout_s=timeout_s)
@@ -170,7 +173,7 @@ class MeasuringChild:
 
     def _left(self) -> Child | None:
         """The child that the last tuning on this device has left, in our surroundings."""
-        child = _idle.take(self._purpose)
+        child = _idle.take(_measures_on(self._index))
         if child is not None:
             try:
                 child.ask(start_job(gpu_blind=self._index < 0), timeout_s=START_S)
@@ -178,20 +181,9 @@ class MeasuringChild:
                 return None
         return child
 
-    @property
-    def _purpose(self) -> str:
-        return _measuring_on(self._index)
 
-
-def _measuring_on(index: int) -> str:
-    return f"measure on {index}"
-
-
-def drop_idle(index: int) -> None:
-    """End the idle child of a device now, so that its memory is free when this returns."""
-    child = _idle.take(_measuring_on(index))
-    if child is not None:
-        child.kill()
+def _measures_on(index: int) -> str:
+    return f"measures on {index}"
 
 
 def _kill_unwanted(coming: Future[Child]) -> None:
@@ -222,6 +214,13 @@ def compiler() -> tuple[Child, bool]:
     if child is not None:
         return child, True
     return Child(gpu_blind=True, forks=compile_server, started=False), False
+
+
+def drop_idle(index: int) -> None:
+    """End the idle child of a device now, so that its memory is free when this returns."""
+    child = _idle.take(_measures_on(index))
+    if child is not None:
+        child.kill()
 
 
 @atexit.register

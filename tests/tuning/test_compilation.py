@@ -22,10 +22,11 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune.device import Device, Toolchain
+from safetune.errors import WorkerUnavailable
 from safetune.kernel_source import kernel_identity
 from safetune.key import TuningKey
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import kernel_ref, worker
+from safetune.tuning import devices, kernel_ref, worker
 from safetune.tuning.arguments import Arguments
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.compilation import CallerResolver, capture_spec
@@ -43,6 +44,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's launch path asks for the device, stream and target; there is no driver here."""
     from triton.runtime import driver
 
+    monkeypatch.setattr(devices, "check", lambda index: None)
     made = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
@@ -319,3 +321,5 @@ def test_what_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
         }
         assert made.phases.keys() == {"transfer", "resolve", "compile"}, "no child was waited for"
         assert all(seconds > 0 for seconds in made.phases.values())
+        with pytest.raises(WorkerUnavailable, match="could not rebuild the call"):
+            made.wait()  # for the child that had begun meanwhile: there is no device for it
