@@ -151,7 +151,8 @@ class CompilePool:
         for fd in self._slots:
             poll.register(fd, select.POLLIN)
         soonest = min(slot.deadline for slot in self._slots.values())
-        ready = {fd for fd, _ in poll.poll(max(0.0, soonest - time.monotonic()) * 1000)}
+        wait_s = min(max(0.0, soonest - time.monotonic()), wire.SIGNAL_S)
+        ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
         now = time.monotonic()
         done = []
         for fd, slot in list(self._slots.items()):

@@ -23,7 +23,7 @@ _MAX_FDS = 4
 
 #: A Ctrl-C that comes just before a wait, or to another thread, does not end that wait; Python
 #: looks for it after this long.
-_SIGNAL_S = 1.0
+SIGNAL_S = 1.0
 
 
 class ProtocolError(Exception):
@@ -113,8 +113,8 @@ class _Source:
     def _wait(self) -> None:
         ready: list[tuple[int, int]] = []
         while not ready:
-            left = _SIGNAL_S if self._deadline is None else self._deadline - time.monotonic()
-            ready = self._poll.poll(max(0.0, min(left, _SIGNAL_S)) * 1000)
+            left = SIGNAL_S if self._deadline is None else self._deadline - time.monotonic()
+            ready = self._poll.poll(max(0.0, min(left, SIGNAL_S)) * 1000)
             if not ready and left <= 0:
                 raise TimeoutError("no answer in time")
         if all(fd != self._sock.fileno() for fd, _ in ready):
