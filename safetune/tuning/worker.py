@@ -71,8 +71,13 @@ class MeasuringChild:
                 for fd in fds:
                     os.close(fd)
 
-        self._coming = coming
-        threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True).start()
+        thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
+        try:
+            thread.start()
+            self._coming = coming
+        except RuntimeError:  # as many threads as the system allows: the first job starts the child
+            for fd in fds:
+                os.close(fd)
 
     def wait(self) -> None:
         """Return when the child is ready for a job; raises `WorkerUnavailable`."""

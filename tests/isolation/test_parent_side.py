@@ -76,6 +76,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 from safetune.tuning import kernel_ref
+from safetune.tuning.compilation import pack_for_compiler
 from safetune.tuning.compile_pool import CompilePool
 
 @triton.constexpr_function
@@ -95,8 +96,9 @@ target = GPUTarget("cuda", 90, 32)
 options = make_backend(target).parse_options({}).__dict__
 signature = {"x": "*i32", "FIFO": "constexpr"}
 spec = kernel_ref.pack((signature, {(1,): sys.argv[1]}, {}, dict(options), target), "constants")
-pool = CompilePool(kernel_ref.pack(JITFunction(kernel), "kernel"), timeout_s=1000.0, size=1)
-list(pool.compile({0: spec}))
+pool = CompilePool(pack_for_compiler(JITFunction(kernel)), timeout_s=1000.0, size=1)
+pool.add(0, spec)
+list(pool.results())
 """
 
     @pytest.mark.fault("parent-killed")
