@@ -167,7 +167,8 @@ class LaunchBench:
     ) -> tuple[Outcome, Evidence | None]:
         """Run one config in the measuring child; see `MeasuringChild.measure`."""
         self.wait()
-        answer = self._child.measure(index, asdict(budget), groups)
+        with self._phase("finals" if groups is None else "measure"):
+            answer = self._child.measure(index, asdict(budget), groups)
         if self._fresh:
             self._child.replace()
         return answer

@@ -41,6 +41,7 @@ class ForkServer:
         self._output: IO[bytes] | None = None
         self._ready = False
         self._interpret: str | None = None
+        self._closed = False
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.stop)
 
@@ -82,6 +83,14 @@ class ForkServer:
         with self._lock:
             self._discard()
 
+    def close(self) -> None:
+        """End the server for good: this process is ending, and no tuning may start another."""
+        self._closed = True
+        starting = self._process
+        if starting is not None and starting.poll() is None:
+            process.kill_group(starting.pid)  # whoever waits for it holds the lock
+        self.stop()
+
     def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
         with self._lock:
             for attempt in (1, 2):
@@ -120,6 +129,8 @@ class ForkServer:
     def _launched(self) -> socket.socket:
         if self._owner == os.getpid() and self._control is not None:
             return self._control
+        if self._closed:
+            raise WorkerUnavailable("no tuning process is started: this process is ending")
         ours, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         command = [

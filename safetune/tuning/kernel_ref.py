@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import triton.language
 from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune.errors import KernelNotTransferable
@@ -142,7 +143,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         state: tuple[Any, ...]
         if _is_interpreted(obj):
             source = _source_lines(obj.fn)
-            state = (obj.fn, dict(obj.kwargs), source, None, _signature_globals(obj.fn, source))
+            names = {**_languages(obj.fn), **_signature_globals(obj.fn, source)}
+            state = (obj.fn, dict(obj.kwargs), source, None, names)
             return _new, (type(obj),), state, None, None, _init
         if isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
@@ -205,6 +207,12 @@ def _signature_globals(
     assert isinstance(definition, ast.FunctionDef)
     names = {n.id for n in ast.walk(definition.args) if isinstance(n, ast.Name)}
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _languages(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names of `triton.language`: the interpreter wants one, though the body may need none."""
+    modules = (triton.language, triton.language.core)
+    return {n: v for n, v in function.__globals__.items() if any(v is m for m in modules)}
 
 
 def _new(cls: Any) -> Any:

@@ -74,10 +74,11 @@ class MeasuringChild:
         thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
         try:
             thread.start()
-            self._coming = coming
-        except RuntimeError:  # as many threads as the system allows: the first job starts the child
+        except RuntimeError:  # no thread can be had; the first job does it
             for fd in fds:
                 os.close(fd)
+        else:
+            self._coming = coming
 
     def wait(self) -> None:
         """Return when the child is ready for a job; raises `WorkerUnavailable`."""

@@ -47,6 +47,8 @@ def at_compile_time(kind, number):
         os.abort()
     if kind == "exit":
         os._exit(1)
+    if kind == "segfault":
+        __import__("ctypes").string_at(0)
     if kind == "eats":
         held = []
         while True:
@@ -78,6 +80,10 @@ def kernel(x, n, KIND: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr =
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if KIND == "type":
         offset = offset + tl.full((3,), 1, tl.int32)
+    if KIND == "llvm":
+        offset = tl.inline_asm_elementwise(
+            "mov.b32 $9, $1;", "=r,r", [offset], dtype=tl.int32, is_pure=True, pack=1
+        )
     tl.store(x + offset, offset + SHIFT, mask=offset < n)
 
 
@@ -187,6 +193,11 @@ def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:
     assert pool.seen() == compilations
 
 
+@pytest.mark.fault("compile-exception")
+@pytest.mark.fault("static-assert")
+@pytest.mark.fault("compiler-abort")
+@pytest.mark.fault("compiler-exit")
+@pytest.mark.fault("compiler-segfault")
 def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
     kinds = {
         0: "ok",
@@ -199,6 +210,8 @@ def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
         7: "ok",
         8: "abort",
         9: "ok",
+        10: "segfault",
+        11: "llvm",
     }
     results = pool.run(kinds)
 
@@ -209,6 +222,8 @@ def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
         "raise": "compile_error",
         "abort": "compile_crash",
         "exit": "compile_crash",
+        "segfault": "compile_crash",
+        "llvm": "compile_crash",
     }
     assert {n: r.outcome.verdict.value for n, r in results.items()} == {
         n: verdicts[kind] for n, kind in kinds.items()
@@ -218,6 +233,9 @@ def test_bad_configs_cost_themselves_alone(pool: Pool) -> None:
     assert "SIGABRT" in messages[2]
     assert results[2].outcome.detail == "SIGABRT"
     assert "exit code 1" in messages[4]
+    assert results[10].outcome.detail == "SIGSEGV"
+    assert results[11].outcome.detail == "SIGABRT"
+    assert "LLVM ERROR" in results[11].outcome.stderr
     assert messages[5]
     assert "no such tile" in messages[6]
     assert sorted(number for _, number, _ in pool.seen()) == sorted(kinds), "each is begun once"
@@ -237,6 +255,7 @@ def test_the_job_that_waited_behind_a_crash_is_not_lost(pool: Pool) -> None:
     assert len(pool.pids()) == 3
 
 
+@pytest.mark.fault("compile-hang")
 def test_a_compiler_that_never_ends(pool: Pool) -> None:
     """Killed with what it has started; the job that waited behind it goes to another child."""
     results = pool.run({0: "hang", 1: "grandchild", 2: "ok", 3: "ok"}, timeout_s=5.0)
