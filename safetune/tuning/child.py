@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from safetune.tuning.session import Session
 
 #: A child that nobody has needed for so long goes, so that its context does not sit on the
-#: caller's memory. The parent stops reusing it a little earlier (see `worker.REUSE_S`).
+#: caller's memory. The parent stops reusing it a little earlier.
 IDLE_EXIT_S = 2.0
 
 #: How many configs Triton has compiled in this process, not found in its disk cache.

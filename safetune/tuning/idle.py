@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safetune.tuning.worker import Child
+    from safetune.tuning.child_process import Child
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class IdleChildren:
     """Released children by what they are good for; safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._forget()
+        self._lock = threading.Lock()
+        self._kept: dict[str, list[_Kept]] = {}
         os.register_at_fork(after_in_child=self._forget)
 
     def keep(self, purpose: str, child: Child, for_s: float, most: int) -> None:
@@ -56,6 +57,6 @@ class IdleChildren:
                 entry.child.abandon()
 
     def _forget(self) -> None:
-        """At first; and in a forked copy of this process, where the children are not ours."""
+        """In a forked copy of this process, where the children are not ours."""
         self._lock = threading.Lock()
-        self._kept: dict[str, list[_Kept]] = {}
+        self._kept = {}

@@ -55,6 +55,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 from safetune.tuning import kernel_ref
+from safetune.tuning.compilation import pack_for_compiler
 from safetune.tuning.compile_pool import CompilePool
 
 @triton.constexpr_function
