@@ -25,7 +25,7 @@ from safetune.store.sqlite import Store
 from safetune.tuning import worker
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.evidence import Evidence
-from safetune.tuning.jobs import Call, TuningRequest
+from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.tuner import tune
 
 if TYPE_CHECKING:
@@ -117,9 +117,9 @@ def tune_meanwhile(
 ) -> Config:
     """Copy the call's inputs, have it tuned in the background, and return the fallback."""
     tuner, call = miss.tuner, miss.call
-    size, limit = _input_bytes(call), settings.copy_limit
+    size, limit = miss.input_bytes(), settings.copy_limit
     config = fallback.fallback(request, store)
-    if size > limit:
+    if size > limit and call.hooks.inputs is None:
         logger.warning(
             "%s is to be tuned offline for %s: its inputs are %d bytes, and no more than %d are "
             "copied while the program runs; it runs with %s",
@@ -134,6 +134,9 @@ def tune_meanwhile(
         bench = BackgroundBench(request, functools.partial(announce.warn_of_grid, tuner))
     except KernelNotTransferable as error:
         return tuner.adopt(key, fallback.untuned(request, store, error))
+    except WorkerUnavailable as error:
+        fallback.postpone(tuner, key, request, config, error)
+        return config
     tuner.adopt(key, config)
     _worker.submit(
         Job(
@@ -148,22 +151,6 @@ def tune_meanwhile(
         )
     )
     return config
-
-
-def _input_bytes(call: Call) -> int:
-    """The size of the storages behind a call's tensors."""
-    values = [*call.args, *call.kwargs.values()]
-    storages = {}
-    while values:
-        value = values.pop()
-        if isinstance(value, (tuple, list)):
-            values += value
-        elif hasattr(value, "block_shape") and hasattr(value, "base"):
-            values.append(value.base)
-        elif hasattr(value, "untyped_storage"):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def sync() -> None:
@@ -194,17 +181,21 @@ class _Worker:
 
     def submit(self, job: Job) -> None:
         with self._lock:
+            if self._thread is None and not self.stopping:
+                self._start()
             if self.stopping:
                 job.bench.discard()
                 return
             self.jobs.append(job)
             self._queue.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="safetune-background", daemon=True
-                )
-                self._thread.start()
-                threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="safetune-background", daemon=True)
+        try:
+            threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
+            self._thread.start()
+        except RuntimeError:  # too late in the life of the process, or no thread to be had
+            self.stopping = True
 
     def check(self) -> None:
         """Raise `Stopped` when the process is ending."""
@@ -236,7 +227,7 @@ class _Worker:
             self.stopping = True
         worker.server.close()
         self._queue.put(None)
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(_LEAVE_S)
 
 

@@ -296,3 +296,40 @@ def test_memory_that_is_known_to_be_needed_is_waited_for(
     for _ in range(20):
         later = later.again(config, 0)
     assert later.delay_s == fallback.MAX_RETRY_S
+
+
+def test_offline_tuning_needs_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a launch would be tuned in the caller, `safetune tune` says that it cannot."""
+    from safetune import WorkerUnavailable, Workload, offline
+
+    tuner = safetune(configs=[triton.Config({"BLOCK": b}) for b in BLOCKS], key=["n"])(scale_kernel)
+    (kernel,) = offline.find_kernels({"scale": tuner})
+    task = offline.Task(kernel, Workload("one", (1,), (torch.zeros(8), 8, 0), {}), "float32")
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(
+        WorkerUnavailable, match="scale_kernel cannot be tuned offline: there is no"
+    ):
+        offline.tune_task(task, lambda step: None)
+    assert open_lookup(Settings.current()).store.kernels() == []
+
+
+def test_a_tuning_that_says_how_much_memory_it_needs(
+    copies: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the background too, where the inputs are copied before the launch returns."""
+    from safetune import NoMemory
+    from safetune.tuning import bench
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise NoMemory("the card is full", needed_bytes=123)
+
+    for mode in ("tune", "background"):
+        monkeypatch.setenv("SAFETUNE_MODE", mode)
+        made = copies(None, None)
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.LaunchBench, "__init__", full)
+            with pytest.warns(UserWarning, match="tried again later: the card is full"):
+                assert made() == 16
+        (postponed,) = made.tuner.postponed.values()
+        assert postponed.needed_bytes == 123
+        assert made.tuner.cache == {}
