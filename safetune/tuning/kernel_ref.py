@@ -23,15 +23,17 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import torch
-from triton.runtime.interpreter import InterpretedFunction
+import triton.language
 from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune.errors import KernelNotTransferable
 from safetune.kernel_source import is_foreign
+
+if TYPE_CHECKING:
+    import torch
 
 
 def pack(
@@ -128,7 +130,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._tensors = tensors
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
+        if not _is_tensor(obj):
             return None
         if self._tensors is None:
             raise KernelNotTransferable(
@@ -139,9 +141,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         state: tuple[Any, ...]
-        if isinstance(obj, InterpretedFunction):
+        if _is_interpreted(obj):
             source = _source_lines(obj.fn)
-            state = (obj.fn, dict(obj.kwargs), source, None, _signature_globals(obj.fn, source))
+            names = {**_languages(obj.fn), **_signature_globals(obj.fn, source)}
+            state = (obj.fn, dict(obj.kwargs), source, None, names)
             return _new, (type(obj),), state, None, None, _init
         if isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
@@ -158,6 +161,16 @@ class _Unpacker(pickle.Unpickler):
 
     def persistent_load(self, number: Any) -> torch.Tensor:
         return self._tensors[number]
+
+
+def _is_tensor(obj: Any) -> bool:
+    torch = sys.modules.get("torch")  # a compile child has none, and imports none for this
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _is_interpreted(obj: Any) -> bool:
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    return interpreter is not None and isinstance(obj, interpreter.InterpretedFunction)
 
 
 def _jit_options(jit: JITCallable) -> dict[str, Any]:
@@ -194,6 +207,12 @@ def _signature_globals(
     assert isinstance(definition, ast.FunctionDef)
     names = {n.id for n in ast.walk(definition.args) if isinstance(n, ast.Name)}
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _languages(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names of `triton.language`: the interpreter wants one, though the body may need none."""
+    modules = (triton.language, triton.language.core)
+    return {n: v for n, v in function.__globals__.items() if any(v is m for m in modules)}
 
 
 def _new(cls: Any) -> Any:

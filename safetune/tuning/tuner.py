@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from triton.runtime.autotuner import Config
@@ -158,16 +157,14 @@ class _Tuning:
             self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
         ):
             self._marks = bench.marks
-            with self._clock("measure"):
-                self._screen(bench, new)
-                no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
-                if no_memory:  # what others held is free now
-                    bench.replace()
-                    self._screen(bench, no_memory)
-                self._judge(bench, new, incumbent)
-            with self._clock("finals"):
-                self._race(bench, new, incumbent)
-            self._phases.update(bench.phases)
+            self._screen(bench, new)
+            no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
+            if no_memory:  # what others held is free now
+                bench.replace()
+                self._screen(bench, no_memory)
+            self._judge(bench, new, incumbent)
+            self._race(bench, new, incumbent)
+            self._phases = bench.phases
 
     def _screen(self, bench: LaunchBench, configs: Sequence[int]) -> None:
         """Run configs as they are compiled: each is examined and gets a first time."""
@@ -251,12 +248,6 @@ class _Tuning:
                 total=self._total,
             )
         )
-
-    @contextmanager
-    def _clock(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def _budget(self) -> Budget:
         best = min((timing.median_ms for timing in self._timings().values()), default=None)

@@ -63,9 +63,9 @@ def receive(
     `ended` is a pidfd of the sender: a copy that it forked may hold the pipe open after its end.
 
     Raises:
-        EOFError: the other end closed, or ended, before a whole frame had come.
+        EOFError: the other end closed before a frame began, or ended.
         TimeoutError: no whole frame within `timeout_s`.
-        ProtocolError: the bytes are not a frame.
+        ProtocolError: the bytes are not a frame, or the other end closed in the middle of one.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     poll = select.poll()
@@ -92,6 +92,7 @@ class _Source:
         self._sock = sock
         self._poll = poll
         self._deadline = deadline
+        self._received = 0
         self.fds: list[int] = []
 
     def read(self, size: int) -> bytes:
@@ -100,8 +101,11 @@ class _Source:
             self._wait()
             data, new_fds, _, _ = socket.recv_fds(self._sock, min(size, 1 << 20), _MAX_FDS)
             self.fds.extend(new_fds)
+            if not data and self._received:
+                raise ProtocolError(f"the pipe closed after {self._received} bytes of a frame")
             if not data:
                 raise EOFError("the other end closed the pipe")
+            self._received += len(data)
             parts.append(data)
             size -= len(data)
         return b"".join(parts)

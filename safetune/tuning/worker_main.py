@@ -59,11 +59,12 @@ class _Server:
                 self._end()
             if events:
                 self._answer()
+                self._collect()
 
     def _answer(self) -> None:
         try:
             request, _, fds = wire.receive(self._control)
-        except (EOFError, OSError):
+        except (EOFError, OSError, wire.ProtocolError):
             self._end()
         if request["op"] == "fork":
             reply = self._fork(fds)
@@ -87,10 +88,10 @@ class _Server:
     def _collect(self) -> None:
         """Wait for the children that have left by themselves."""
         for pid in list(self._children):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                process.kill_group(pid)  # what it had started, while its number is still its own
                 self._children.discard(pid)
-                self._ended[pid] = status
+                self._ended[pid] = os.waitpid(pid, 0)[1]
 
     def _reap(self, pid: int, kill: bool) -> dict[str, Any]:
         """Wait for a child that is ending; bounded, for one stuck in a driver call may not end."""
