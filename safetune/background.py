@@ -22,9 +22,9 @@ from safetune.config import config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome
 from safetune.store.sqlite import Store
-from safetune.tuning import worker
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.evidence import Evidence
+from safetune.tuning.fork_server import close_servers
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.tuner import tune
 
@@ -75,10 +75,12 @@ class BackgroundBench(LaunchBench):
         KernelNotTransferable: the call cannot be rebuilt in a child.
     """
 
+    _begin_at_once = False  # a call that waits in the queue needs no process, nor its memory
     _entered = False
 
     def __enter__(self) -> BackgroundBench:
         self._entered = True
+        self._child.begin()
         return self
 
     def discard(self) -> None:
@@ -225,7 +227,7 @@ class _Worker:
             others[0].join()
         with self._lock:
             self.stopping = True
-        worker.server.close()
+        close_servers()
         self._queue.put(None)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(_LEAVE_S)
