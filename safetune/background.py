@@ -22,10 +22,10 @@ from safetune.config import config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome
 from safetune.store.sqlite import Store
-from safetune.tuning import worker
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.evidence import Evidence
-from safetune.tuning.jobs import Call, TuningRequest
+from safetune.tuning.fork_server import close_servers
+from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.tuner import tune
 
 if TYPE_CHECKING:
@@ -75,10 +75,12 @@ class BackgroundBench(LaunchBench):
         KernelNotTransferable: the call cannot be rebuilt in a child.
     """
 
+    _begin_at_once = False  # a call that waits in the queue needs no process, nor its memory
     _entered = False
 
     def __enter__(self) -> BackgroundBench:
         self._entered = True
+        self._child.begin()
         return self
 
     def discard(self) -> None:
@@ -117,9 +119,9 @@ def tune_meanwhile(
 ) -> Config:
     """Copy the call's inputs, have it tuned in the background, and return the fallback."""
     tuner, call = miss.tuner, miss.call
-    size, limit = _input_bytes(call), settings.copy_limit
+    size, limit = miss.input_bytes(), settings.copy_limit
     config = fallback.fallback(request, store)
-    if size > limit:
+    if size > limit and call.hooks.inputs is None:
         logger.warning(
             "%s is to be tuned offline for %s: its inputs are %d bytes, and no more than %d are "
             "copied while the program runs; it runs with %s",
@@ -134,6 +136,9 @@ def tune_meanwhile(
         bench = BackgroundBench(request, functools.partial(announce.warn_of_grid, tuner))
     except KernelNotTransferable as error:
         return tuner.adopt(key, fallback.untuned(request, store, error))
+    except WorkerUnavailable as error:
+        fallback.postpone(tuner, key, request, config, error)
+        return config
     tuner.adopt(key, config)
     _worker.submit(
         Job(
@@ -148,22 +153,6 @@ def tune_meanwhile(
         )
     )
     return config
-
-
-def _input_bytes(call: Call) -> int:
-    """The size of the storages behind a call's tensors."""
-    values = [*call.args, *call.kwargs.values()]
-    storages = {}
-    while values:
-        value = values.pop()
-        if isinstance(value, (tuple, list)):
-            values += value
-        elif hasattr(value, "block_shape") and hasattr(value, "base"):
-            values.append(value.base)
-        elif hasattr(value, "untyped_storage"):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def sync() -> None:
@@ -194,17 +183,21 @@ class _Worker:
 
     def submit(self, job: Job) -> None:
         with self._lock:
+            if self._thread is None and not self.stopping:
+                self._start()
             if self.stopping:
                 job.bench.discard()
                 return
             self.jobs.append(job)
             self._queue.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="safetune-background", daemon=True
-                )
-                self._thread.start()
-                threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="safetune-background", daemon=True)
+        try:
+            threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
+            self._thread.start()
+        except RuntimeError:  # too late in the life of the process, or no thread to be had
+            self.stopping = True
 
     def check(self) -> None:
         """Raise `Stopped` when the process is ending."""
@@ -234,9 +227,9 @@ class _Worker:
             others[0].join()
         with self._lock:
             self.stopping = True
-        worker.server.close()
+        close_servers()
         self._queue.put(None)
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(_LEAVE_S)
 
 

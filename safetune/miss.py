@@ -59,6 +59,21 @@ class Miss:
         """Return the configs that pruning leaves for the call."""
         return tuple(self.tuner.pruned_for(self._named, self._kwargs))
 
+    def input_bytes(self) -> int:
+        """Return the size of the storages behind the call's tensors."""
+        values = [*self.call.args, *self.call.kwargs.values()]
+        storages = {}
+        while values:
+            value = values.pop()
+            if isinstance(value, (tuple, list)):
+                values += value
+            elif hasattr(value, "block_shape") and hasattr(value, "base"):
+                values.append(value.base)
+            elif hasattr(value, "untyped_storage"):
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
     def readable_key(self) -> tuple[Any, ...]:
         """Return the key as Triton writes it."""
         return announce.readable_key(self.tuner, self.call.named())

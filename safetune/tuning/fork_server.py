@@ -86,9 +86,6 @@ class ForkServer:
     def close(self) -> None:
         """End the server for good: this process is ending, and no tuning may start another."""
         self._closed = True
-        starting = self._process
-        if starting is not None and starting.poll() is None:
-            process.kill_group(starting.pid)  # whoever waits for it holds the lock
         self.stop()
 
     def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -198,6 +195,12 @@ def stop_servers() -> None:
     """End both servers, and with them every child."""
     compile_server.stop()
     server.stop()
+
+
+def close_servers() -> None:
+    """End both servers for good, as this process is ending."""
+    compile_server.close()
+    server.close()
 
 
 def _interpret() -> str | None:
