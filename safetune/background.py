@@ -22,7 +22,7 @@ from safetune.config import config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome
 from safetune.store.sqlite import Store
-from safetune.tuning import worker
+from safetune.tuning import fork_server
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.evidence import Evidence
 from safetune.tuning.jobs import Call, TuningRequest
@@ -234,7 +234,8 @@ class _Worker:
             others[0].join()
         with self._lock:
             self.stopping = True
-        worker.server.close()
+        fork_server.compile_server.close()
+        fork_server.server.close()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(_LEAVE_S)

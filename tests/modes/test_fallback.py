@@ -19,7 +19,7 @@ from safetune.fallback import distance
 from safetune.miss import Miss
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning import worker
+from safetune.tuning import fork_server
 from safetune.tuning.tuner import tune
 
 BLOCKS = (16, 32, 64)
@@ -266,7 +266,7 @@ def test_no_process_can_be_started(
 ) -> None:
     """It is tried again: a limit may be raised, as a card may be emptied."""
     made = copies(None, None)
-    worker.server.stop()
+    fork_server.server.stop()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nonexistent/python")
         with pytest.warns(UserWarning, match=r"n=100 .*first config .*/nonexistent/python"):
