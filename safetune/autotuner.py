@@ -94,6 +94,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         super().__init__(fn, arg_names, configs, list(self.key_report.kept), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
+        #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
+        self.tuning_phases: dict[str, float] = {}
         hooks = self._hooks(options.get("do_bench") if interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)

@@ -206,6 +206,7 @@ def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store) -> Config:
         fallback.postpone(tuner, key, request, config, error)
         return config
     announce.log_result(request, result)
+    tuner.tuning_phases = dict(result.phases)
     seconds = result.seconds if result.measured else None
     timings = announce.timings_of(result.outcomes)
     announce.report(tuner, miss.readable_key(), result.choice, timings, seconds)

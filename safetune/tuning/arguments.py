@@ -192,7 +192,7 @@ class Arguments:
 
 def _spec(data: dict[str, Any]) -> TensorSpec:
     """JSON has no tuples."""
-    return TensorSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
 
 
 def _gathered(flags: Sequence[torch.Tensor]) -> list[bool]:

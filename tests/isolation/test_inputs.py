@@ -453,9 +453,9 @@ class TestAddresses:
 
     def test_no_child_is_asked(self, processes: Any) -> None:
         """It is found before: a new process would start a server for the first child."""
-        from safetune.tuning import worker
+        from safetune.tuning import fork_server
 
-        worker.server.stop()
+        fork_server.server.stop()
         kernel = safetune(configs=blocks(16, 32), key=["n"])(address_kernel)
         src, dst = torch.randn(N), torch.zeros(N)
         with pytest.warns(UserWarning, match="not tuned"):
