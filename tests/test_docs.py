@@ -290,7 +290,7 @@ class TestConfiguration:
             if isinstance(argument, ast.Constant)
         }
         assert "SAFETUNE_MODE" in read, "settings.py reads its variables otherwise now"
-        assert {name for name in rows if name.startswith("SAFETUNE_")} == read
+        assert {name for name in rows if name.startswith(("SAFETUNE_", "WORLD_SIZE"))} == read
 
     @pytest.mark.parametrize(
         ("variable", "kind", "field"),
