@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from safetune.tuning.tuner import Observer
@@ -32,7 +32,6 @@ class Line:
     def __init__(self, hidden: bool = False, redirect: bool = True) -> None:
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[failed]} failed  {task.fields[best]}", markup=False),
             TimeElapsedColumn(),

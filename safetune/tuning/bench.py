@@ -55,7 +55,6 @@ class LaunchBench:
         call = request.call
         self.interpreted = call.interpreted
         devices.check(call.index)
-        start_servers(compiling=not self.interpreted)
         self.phases: dict[str, float] = {}
         self.facts: dict[int, dict[str, Any]] = {}
         self._request = request
@@ -89,6 +88,7 @@ class LaunchBench:
         self._child = MeasuringChild(
             header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
         )
+        start_servers(compiling=not self.interpreted)
         if self._begin_at_once:
             self._child.begin()
         self.phases["transfer"] = time.monotonic() - begin
