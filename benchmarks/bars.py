@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,17 +91,11 @@ def expand(pattern: str) -> Iterator[str]:
     return map("".join, itertools.product(*pieces))
 
 
-def measured(folder: Path, bench: str) -> dict[str, float]:
-    """Return the figures of one benchmark in a device's folder; none where there is no result."""
-    path = folder / f"{bench}.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))["figures"]) if path.exists() else {}
-
-
 def report(bars: Sequence[Bar], folder: Path) -> list[dict[str, Any]]:
     """Return one line for each bar, against the results in a device's folder."""
     lines = []
     for bar in bars:
-        value = measured(folder, bar.bench).get(bar.figure)
+        value = recording.stored_figures(folder, bar.bench).get(bar.figure)
         lines.append(
             {
                 "group": bar.group,

@@ -1,46 +1,105 @@
 """The tables of figures in README.md, made from the committed results.
 
-`python benchmarks/readme_table.py` prints them; tests/test_benchmarks.py holds README.md to it.
+`python benchmarks/readme_table.py` prints them; tests/test_benchmarks.py holds README.md to it. A
+benchmark that has no result yet has no line.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+import recording
+
+DEVICE = "NVIDIA_H100_80GB_HBM3"
+Figures = recording.Figures
 
 
-def table(device: str = "NVIDIA_H100_80GB_HBM3") -> str:
-    """Return the Markdown table of one device's results."""
-    tuning, launch = _load(device, "tuning_time"), _load(device, "launch_overhead")
-    found = tuning["figures"]
-    lines = ["| what | triton.autotune | safetune | ratio |", "| --- | --- | --- | --- |"]
-    for cache, words in (("cold", "empty caches"), ("warm", "warm compile cache")):
-        stock, ours = (found[f"first_call_s_{cache}_{who}"] for who in ("triton", "safetune"))
-        ratio = found[f"wall_ratio_{cache}"]
-        lines.append(
-            f"| 72 matmul configs, {words}, first call in a fresh process "
-            f"| {stock:.1f} s | {ours:.1f} s | {ratio:.2f} |"
+def table(device: str = DEVICE, results: Path = recording.RESULTS) -> str:
+    """Return the Markdown tables of one device's results."""
+    folder = results / device
+    times = [
+        *_tuning(recording.stored_figures(folder, "tuning_time")),
+        *_startup(recording.stored_figures(folder, "startup")),
+    ]
+    tables = (
+        _table(["what", "triton.autotune", "safetune", "ratio"], times),
+        _table(["choices", "triton.autotune", "safetune"], _choices(folder)),
+        _table(
+            [
+                "host time of a launch whose choice is known",
+                *("triton.jit", "triton.autotune", "safetune", "the bare launcher"),
+            ],
+            _launches(recording.stored_figures(folder, "launch_overhead")),
+        ),
+    )
+    return "\n\n".join(filter(None, tables))
+
+
+def _tuning(found: Figures) -> list[list[str]]:
+    words = {"cold": "empty caches", "warm": "warm compile cache"}
+    return [
+        _compared(
+            f"72 matmul configs, {words[cache]}, first call in a fresh process",
+            found[f"first_call_s_{cache}_triton"],
+            found[f"first_call_s_{cache}_safetune"],
+            found[f"wall_ratio_{cache}"],
         )
-    found = launch["figures"]
-    lines += ["", "| host time of a launch whose choice is known | " + _heads()]
-    lines.append("| --- | --- | --- | --- | --- |")
-    for count in (3, 13, 24):
-        times = [found[f"us_{who}_{count}"] for who in ("jit", "autotune", "safetune", "run")]
-        cells = " | ".join(f"{time:.1f} us" for time in times)
-        lines.append(f"| {count} arguments | {cells} |")
-    return "\n".join(lines)
+        for cache in words
+        if f"wall_ratio_{cache}" in found
+    ]
 
 
-def _heads() -> str:
-    return "triton.jit | triton.autotune | safetune | the bare launcher |"
+def _startup(found: Figures) -> list[list[str]]:
+    words = {"": "empty caches", "_warm": "warm compile cache"}
+    return [
+        _compared(
+            f"60 small tunings in a row, {words[cache]}, in a fresh process",
+            found[f"startup_60_s_triton{cache}"],
+            found[f"startup_60_s_safetune{cache}"],
+            found[f"startup_60_ratio{cache}"],
+        )
+        for cache in words
+        if f"startup_60_ratio{cache}" in found
+    ]
 
 
-def _load(device: str, bench: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((RESULTS / device / f"{bench}.json").read_text())
-    return loaded
+def _compared(what: str, stock: float, ours: float, ratio: float) -> list[str]:
+    return [what, f"{stock:.1f} s", f"{ours:.1f} s", f"{ratio:.2f}"]
+
+
+def _choices(folder: Path) -> list[list[str]]:
+    found = recording.stored_figures(folder, "choice_quality")
+    if "mean_regret_ratio" not in found:
+        return []
+    words = {
+        "share_within_1pct": "within 1% of the best of an exhaustive, long measurement",
+        "share_within_2pct": "within 2% of it",
+        "mean_regret": "slower than it, on average",
+        "worst_regret": "slower than it, at worst",
+        "most_common_share": "the same as in most tunings of that problem",
+    }
+    return [
+        [text, f"{100 * found[f'{name}_triton']:.1f}%", f"{100 * found[name]:.1f}%"]
+        for name, text in words.items()
+    ]
+
+
+def _launches(found: Figures) -> list[list[str]]:
+    ways = ("jit", "autotune", "safetune", "run")
+    return [
+        [f"{count} arguments", *(f"{found[f'us_{way}_{count}']:.1f} us" for way in ways)]
+        for count in (3, 13, 24)
+        if f"us_jit_{count}" in found
+    ]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; nothing where it would have no rows."""
+    if not rows:
+        return ""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

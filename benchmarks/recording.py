@@ -94,6 +94,12 @@ def resume(result: Result, folders: Iterable[Path]) -> Result:
     return result
 
 
+def stored_figures(folder: Path, bench: str) -> Figures:
+    """Return the figures of a result in a device's folder; none where there is no result."""
+    path = folder / f"{bench}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))["figures"]) if path.exists() else {}
+
+
 def device_name() -> str:
     """Return the GPU's product name, or what stands in for one in Triton's interpreter.
 

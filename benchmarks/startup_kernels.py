@@ -154,9 +154,9 @@ class Call:
     output: torch.Tensor
     expected: Callable[[], torch.Tensor]
 
-    def launch(self, kernel: Any) -> None:
-        """Launch a tuned kernel."""
-        kernel[self.grid](*self.args, **self.constants)
+    def launch(self, kernel: Any, **options: Any) -> None:
+        """Launch a kernel, tuned or not."""
+        kernel[self.grid](*self.args, **self.constants, **options)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,13 @@ def _wall_clock(launch: Callable[[], object], quantiles: Any) -> list[float]:
 
 
 def failed(tuner: Any) -> int:
-    """Return how many configs of the last tuning got no time."""
+    """Return how many configs of the last tuning got no time.
+
+    Raises:
+        SystemExit: there was no tuning, and a fallback runs: that is no measurement.
+    """
+    if not hasattr(tuner, "configs_timings"):
+        raise SystemExit(f"{tuner.base_fn.__name__} was not tuned: see the warnings above")
     medians = [
         float(timing[0] if isinstance(timing, (list, tuple)) else timing)
         for timing in tuner.configs_timings.values()

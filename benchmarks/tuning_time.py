@@ -210,11 +210,12 @@ def time_choices(chosen: dict[str, str], options: argparse.Namespace) -> dict[st
     by_text = {str(config): config for config in matmul.configs(options.configs)}
     texts = sorted(set(chosen.values()))
     samples: dict[str, list[float]] = {text: [] for text in texts}
+    launches = 1 if recording.interpreted() else ROUND_LAUNCHES
     for turn in range(ROUNDS):
         for text in (*texts[turn % len(texts) :], *texts[: turn % len(texts)]):
             settings = by_text[text].all_kwargs()
             launch = functools.partial(matmul.launch, matmul.matmul_kernel, a, b, c, **settings)
-            samples[text] += device_time.timed(launch, ROUND_LAUNCHES)
+            samples[text] += device_time.timed(launch, launches)
     return {"median_ms": {text: statistics.median(times) for text, times in samples.items()}}
 
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
+    from safetune.background import sync
     from safetune.decorator import autotune, safetune
     from safetune.errors import (
         InvalidConfig,
         InvalidSetting,
         KernelNotTransferable,
         NoDevice,
+        NoMemory,
         NotReproducible,
         NoWorkingConfig,
         PhantomKey,
@@ -33,6 +35,7 @@ __all__ = [
     "InvalidSetting",
     "KernelNotTransferable",
     "NoDevice",
+    "NoMemory",
     "NoWorkingConfig",
     "NotReproducible",
     "Outcome",
@@ -48,10 +51,12 @@ __all__ = [
     "__version__",
     "autotune",
     "safetune",
+    "sync",
 ]
 
 _MODULES = {
     "autotuner": ("Autotuner",),
+    "background": ("sync",),
     "decorator": ("autotune", "safetune"),
     "outcome": ("Outcome", "Timing", "Verdict"),
     "workload": ("Workload",),

@@ -1,37 +1,45 @@
-"""What a tuning tells the world: Triton's attributes, listener and print knob, and warnings."""
+"""What a tuning tells the world: Triton's attributes, listener and print knob, the log, a line on
+a terminal, and warnings.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
 from triton.runtime.autotuner import Config
 
+from safetune.config import config_text
 from safetune.kernel_source import base_function
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
     from safetune.outcome import Outcome
-    from safetune.tuning.tuner import Progress
+    from safetune.tuning.jobs import TuningRequest
+    from safetune.tuning.tuner import Observer, Progress, TuningResult
+
+logger = logging.getLogger("safetune")
 
 
 def report(
     tuner: Autotuner,
-    arguments: Mapping[str, Any],
+    key: tuple[Any, ...],
     choice: Config,
     timings: dict[Config, list[float]],
     seconds: float | None = None,
 ) -> None:
     """Tell the world what Triton's tuner would: attributes, listener, TRITON_PRINT_AUTOTUNING.
 
-    `seconds` is what tuning took; None when the choice was known.
+    `key` is `readable_key`; `seconds` is what tuning took, None when the choice was known.
     """
     tuner.configs_timings = timings
     tuner.bench_time = seconds or 0.0
-    key = _readable_key(tuner, arguments)
     listener = getattr(knobs.autotuning, "listener", None)
     if listener is not None:
         listener(
@@ -49,8 +57,8 @@ def report(
         )
 
 
-def _readable_key(tuner: Autotuner, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The key as Triton writes it: the values, then the dtypes."""
+def readable_key(tuner: Autotuner, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the key as Triton writes it: the values, then the dtypes."""
     known = {name: value for name, value in arguments.items() if name in tuner.arg_names}
     dtypes = {name: str(value.dtype) for name, value in known.items() if hasattr(value, "dtype")}
     values = (dtypes.get(name, known[name]) for name in tuner.keys if name in known)
@@ -67,6 +75,74 @@ def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[
     }
 
 
+@contextlib.contextmanager
+def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
+    """Yield what a tuning reports its steps to.
+
+    That is the log; and TRITON_PRINT_AUTOTUNING, or else, where somebody watches and it is not
+    `quiet`, a line on the terminal.
+    """
+    if knobs.autotuning.print:
+        yield _both(log_config, print_config)
+        return
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield log_config
+        return
+    from safetune import progress  # rich is for those who watch
+
+    if not progress.on_terminal():
+        yield log_config
+        return
+    with progress.late_line(kernel) as show:
+        yield _both(log_config, show)
+
+
+def _both(first: Observer, second: Observer) -> Observer:
+    def observe(step: Progress) -> None:
+        first(step)
+        second(step)
+
+    return observe
+
+
+def log_config(progress: Progress) -> None:
+    """Log what became of a config, at DEBUG."""
+    outcome = progress.outcome
+    if outcome is not None and logger.isEnabledFor(logging.DEBUG):
+        time = f" {outcome.timing.median_ms:.4g} ms" if outcome.timing is not None else ""
+        reason = f": {outcome.message.splitlines()[0]}" if outcome.message else ""
+        logger.debug(
+            "%s: %s: %s %s%s%s",
+            progress.kernel,
+            progress.stage,
+            config_text(progress.config),
+            outcome.label,
+            time,
+            reason,
+        )
+
+
+def log_result(request: TuningRequest, result: TuningResult) -> None:
+    """Log a finished tuning, at INFO: what it took, what it chose, and what failed of what.
+
+    What the user should hear of comes as warnings.
+    """
+    for note in result.notes:
+        warnings.warn(f"{request.key.kernel.name}: {note}", stacklevel=3)
+    counts = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
+    failures = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    logger.info(
+        "%s tuned for %s in %.2f s: %s; %d of %d configs measured%s",
+        request.key.kernel.name,
+        request.key,
+        result.seconds,
+        config_text(result.choice),
+        result.measured,
+        len(result.outcomes),
+        f", failed: {failures}" if failures else "",
+    )
+
+
 def print_config(progress: Progress) -> None:
     """Print a step as Triton's tuner does under TRITON_PRINT_AUTOTUNING."""
     if progress.outcome is None and progress.stage == "screen":
@@ -75,10 +151,6 @@ def print_config(progress: Progress) -> None:
         sys.stdout.write(
             f"Autotuning failed with {progress.outcome.label}: {progress.outcome.message}\n"
         )
-
-
-def silent(progress: Progress) -> None:
-    """Tell nobody."""
 
 
 def warn_of_grid(tuner: Autotuner, names: set[str]) -> None:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
@@ -23,9 +23,13 @@ from safetune.config import check_configs
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import base_function
 from safetune.phantom import KeyReport, classify
-from safetune.settings import PhantomPolicy, Settings, parse_choice
+from safetune.rejection import CLEAN_FAILURES, Rejections, is_callers, relaunch
+from safetune.settings import Mode, PhantomPolicy, Settings, parse_choice
 from safetune.tuning.jobs import Hooks, Limits
 from safetune.workload import DeclaredWorkload, WorkloadFunction
+
+if TYPE_CHECKING:
+    from safetune.fallback import Postponed
 
 ISOLATIONS = ("worker", "config", "inline")
 
@@ -90,11 +94,15 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         super().__init__(fn, arg_names, configs, list(self.key_report.kept), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
+        #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
+        self.tuning_phases: dict[str, float] = {}
         hooks = self._hooks(options.get("do_bench") if interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
         self._key_locks: dict[Any, threading.Lock] = {}
+        self.rejections: dict[Any, Rejections] = {}
+        self.postponed: dict[Any, Postponed] = {}
         _alive.add(self)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,14 +119,22 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             key = form.key(args, kwargs)
             config = self.cache.get(key)
             if config is None:
-                config = self._miss(key, args, kwargs)
+                config = self._miss(key, form, args, kwargs)
         self.best_config = config
         if config.pre_hook is not None:
             named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
             config.pre_hook({**named, **config.all_kwargs()})
+        given_args, given_kwargs = args, kwargs
         if form.pins:
             args, kwargs = form.pinned(args, kwargs)
-        return self.fn.run(*args, **kwargs, **self._launch_options(config))
+        try:
+            return self.fn.run(*args, **kwargs, **self._launch_options(config))
+        except CLEAN_FAILURES as error:
+            if Settings.current().mode is Mode.OFF or len(self.configs) == 1:
+                raise
+            if is_callers(error, self, given_kwargs):
+                raise
+            return relaunch(self, key, form, config, error, (given_args, given_kwargs))
 
     def isolate(self, isolation: str) -> None:
         """Set `isolation` as the decorator would; raises `InvalidSetting`."""
@@ -193,15 +209,41 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             do_bench=do_bench,
         )
 
-    def _miss(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+    def adopt(self, key: Any, config: Config) -> Config:
+        """Launch `config` for this memory key from here on; return it."""
+        rejections = self.rejections.get(key)
+        if rejections is None or rejections.allow(config):
+            self.cache[key] = config
+        else:
+            rejections.choice = config
+        return config
+
+    def postpone(self, key: Any, postponed: Postponed) -> None:
+        """Have this memory key missed by each call until its tuning is due again."""
+        self.postponed[key] = postponed
+        self.cache.pop(key, None)
+        if key in self.rejections:
+            self.rejections[key].choice = None
+
+    def reject(self, key: Any, specialisation: Any, config: Config) -> Rejections:
+        """Take this memory key off the fast path: some calls of it cannot launch `config`."""
+        with self._key_locks.setdefault(key, threading.Lock()):
+            rejections = self.rejections.setdefault(key, Rejections())
+            rejections.reject(specialisation, config)
+            if self.cache.get(key) is config:
+                rejections.choice = self.cache.pop(key)
+        self._key_locks.pop(key, None)
+        return rejections
+
+    def _miss(
+        self, key: Any, form: call_form.CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Config:
         from safetune import miss  # the store and the tuning wait for the first miss
 
         with self._key_locks.setdefault(key, threading.Lock()):
             config = self.cache.get(key)
             if config is None:
-                config = miss.resolve(self, args, kwargs)
-                if not kwargs.get("warmup"):
-                    self.cache[key] = config
+                config = miss.resolve(self, key, form, args, kwargs)
         self._key_locks.pop(key, None)
         return config
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from safetune.outcome import TRANSIENT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -42,6 +44,20 @@ class WorkerUnavailable(SafetuneError):
     """No child process could be started; says nothing about any config."""
 
 
+class NoMemory(WorkerUnavailable):
+    """The device has no memory for a tuning now; says nothing about any config.
+
+    Attributes:
+        needed_bytes: free device memory below which trying again is pointless; 0 if unknown.
+    """
+
+    needed_bytes: int = 0
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
 class DeviceUnavailable(WorkerUnavailable):
     """A child must not use the device: its mode, MPS, or a process stuck on it forbids that."""
 
@@ -64,6 +80,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
     Attributes:
         outcomes: one (config as text, `Outcome`) pair per config tried.
         measured: how many of them were tried now; the others are known from earlier.
+        transient: for one of them at least, the reason may pass; for a lack of memory it does.
     """
 
     def __init__(
@@ -71,6 +88,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
     ) -> None:
         self.outcomes = tuple(outcomes)
         self.measured = measured
+        self.transient = any(outcome.verdict in TRANSIENT for _, outcome in self.outcomes)
         width = max((len(config) for config, _ in self.outcomes), default=0)
         rows = "\n".join(
             f"  {config:<{width}}  {outcome.label}  {outcome.message.splitlines()[0]}"

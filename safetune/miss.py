@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from triton import knobs
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import announce, call_form, canonical, device
-from safetune.config import check_conflicts, config_digest, config_text
-from safetune.errors import KernelNotTransferable, WorkerUnavailable
+from safetune import announce, call_form, canonical, device, fallback
+from safetune.config import check_conflicts, config_digest
+from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
+from safetune.inline import tune_inline
 from safetune.kernel_source import base_function, kernel_identity
 from safetune.key import KernelIdentity, TuningKey
-from safetune.outcome import TRANSIENT, Outcome
 from safetune.settings import Mode, Settings
+from safetune.specialisation import specialisation
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.store.sqlite import Store
 from safetune.tuning.jobs import Call, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
+    from safetune.call_form import CallForm
 
 _LAUNCH_KEYWORDS = ("grid", "warmup")
 
@@ -56,10 +55,33 @@ class Miss:
             index=self._device_index(),
         )
 
+    def configs(self) -> tuple[Config, ...]:
+        """Return the configs that pruning leaves for the call."""
+        return tuple(self.tuner.pruned_for(self._named, self._kwargs))
+
+    def input_bytes(self) -> int:
+        """Return the size of the storages behind the call's tensors."""
+        values = [*self.call.args, *self.call.kwargs.values()]
+        storages = {}
+        while values:
+            value = values.pop()
+            if isinstance(value, (tuple, list)):
+                values += value
+            elif hasattr(value, "block_shape") and hasattr(value, "base"):
+                values.append(value.base)
+            elif hasattr(value, "untyped_storage"):
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def readable_key(self) -> tuple[Any, ...]:
+        """Return the key as Triton writes it."""
+        return announce.readable_key(self.tuner, self.call.named())
+
     def request(self, force: bool = False) -> TuningRequest:
         """Return what a tuning needs; raises `NoDevice`, and what a prune function raises."""
         tuner = self.tuner
-        configs = tuple(tuner.pruned_for(self._named, self._kwargs))
+        configs = self.configs()
         for config in configs:
             check_conflicts(tuner.base_fn.__name__, config, {**self._named, **self._passed})
         return TuningRequest(
@@ -107,129 +129,103 @@ class Miss:
         return index if index >= 0 else int(device.active_driver().get_current_device())
 
 
-def resolve(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+def resolve(
+    tuner: Autotuner, key: Any, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Config:
     """Return the config to launch a call with: stored, or tuned now, or the fallback.
+
+    What is to last is kept under the memory key.
 
     Raises:
         NoWorkingConfig: every config failed.
         NoDevice: there is nothing to run the kernel on.
     """
+    rejections = tuner.rejections.get(key)
+    config = None if rejections is None else rejections.choice
+    if config is None:
+        config = _resolve(tuner, key, args, kwargs)
+    if rejections is None:
+        return config
+    return rejections.applied(config, specialisation(tuner, form, args, kwargs))
+
+
+def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
     settings = Settings.current()
-    if settings.mode is Mode.OFF or kwargs.get("warmup"):
+    if kwargs.get("warmup"):
         return tuner.configs[0]
+    if settings.mode is Mode.OFF:
+        return tuner.adopt(key, tuner.configs[0])
+    postponed = tuner.postponed.get(key)
+    if postponed is not None and not postponed.due(settings):
+        return postponed.config
     if tuner.isolation == "inline":
-        return _tune_inline(tuner, args, kwargs)
+        return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     miss = Miss(tuner, args, kwargs)
-    if not _isolatable(miss.call):
-        return _tune_inline(tuner, args, kwargs)
+    if reason := why_not_isolated(miss.call):
+        _warn_once(reason)
+        return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     request = miss.request()
     if len(request.configs) == 1:
-        return request.configs[0]
-    return _stored(miss, request, settings) or _tune(miss, request, settings)
-
-
-def _stored(miss: Miss, request: TuningRequest, settings: Settings) -> Config | None:
-    """The stored choice, if it was made from the list that the decorator declares now."""
+        return tuner.adopt(key, request.configs[0])
     lookup = open_lookup(settings)
+    stored = _stored(miss, request, lookup)
+    if stored is not None:
+        return tuner.adopt(key, stored)
+    if settings.mode is Mode.BACKGROUND:
+        from safetune.background import tune_meanwhile
+
+        return tune_meanwhile(miss, key, request, lookup.store, settings)
+    return _tune(miss, key, request, lookup.store)
+
+
+def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
+    """The stored choice, if it was made from the list that the decorator declares now."""
     choice = lookup.find(request.key.digest)
     configs = {config_digest(config): config for config in request.configs}
     if choice is None or choice.declared != request.declared or choice.config_digest not in configs:
         return None
     config = configs[choice.config_digest]
-    known = known_outcomes(request, lookup.store)
-    announce.report(miss.tuner, miss.call.named(), config, announce.timings_of(known))
+    known = fallback.known_outcomes(request, lookup.store)
+    announce.report(miss.tuner, miss.readable_key(), config, announce.timings_of(known))
     return config
 
 
-def _tune(miss: Miss, request: TuningRequest, settings: Settings) -> Config:
+def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store) -> Config:
     from safetune.tuning.tuner import tune
 
-    observe = announce.print_config if knobs.autotuning.print else announce.silent
+    tuner = miss.tuner
     try:
-        result = tune(
-            request,
-            open_lookup(settings).store,
-            observe,
-            functools.partial(announce.warn_of_grid, miss.tuner),
-        )
-    except (KernelNotTransferable, WorkerUnavailable) as error:
-        config = _fallback(request, open_lookup(settings))
-        place = "its first config" if config is request.configs[0] else "the best left"
-        warnings.warn(
-            f"{request.key.kernel.name} is not tuned for {request.key} and runs with {place} "
-            f"({config_text(config)}): {error}",
-            stacklevel=2,
-        )
+        with announce.observing(request.key.kernel.name) as observe:
+            result = tune(request, store, observe, functools.partial(announce.warn_of_grid, tuner))
+    except KernelNotTransferable as error:
+        return tuner.adopt(key, fallback.untuned(request, store, error))
+    except (WorkerUnavailable, NoWorkingConfig) as error:
+        if isinstance(error, NoWorkingConfig) and not error.transient:
+            raise
+        config = fallback.fallback(request, store)
+        fallback.postpone(tuner, key, request, config, error)
         return config
+    announce.log_result(request, result)
+    tuner.tuning_phases = dict(result.phases)
     seconds = result.seconds if result.measured else None
-    announce.report(
-        miss.tuner, miss.call.named(), result.choice, announce.timings_of(result.outcomes), seconds
-    )
-    return result.choice
+    timings = announce.timings_of(result.outcomes)
+    announce.report(tuner, miss.readable_key(), result.choice, timings, seconds)
+    return tuner.adopt(key, result.choice)
 
 
-def _fallback(request: TuningRequest, lookup: Lookup) -> Config:
-    """The best config known to work, else the first not known to fail, else the first."""
-    outcomes = known_outcomes(request, lookup.store)
-    times = {c: o.timing.median_ms for c, o in outcomes if o.ok and o.timing is not None}
-    if times:
-        return min(times, key=lambda config: times[config])
-    failed = [config for config, outcome in outcomes if not outcome.ok]
-    return next((c for c in request.configs if c not in failed), request.configs[0])
-
-
-def known_outcomes(request: TuningRequest, store: Store) -> list[tuple[Config, Outcome]]:
-    """Return what the store knows of a request's configs, the latest of each."""
-    configs = {config_digest(config): config for config in request.configs}
-    key = request.key.digest
-    found = {
-        trial.config_digest: trial.outcome
-        for generation in range(1, store.generation(key) + 1)
-        for trial in store.trials(key, generation)
-        if trial.config_digest in configs and trial.outcome.verdict not in TRANSIENT
-    }
-    return [(configs[digest], outcome) for digest, outcome in found.items()]
-
-
-def _tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
-    """Do as triton.autotune does: in this process, on the caller's tensors, kept in memory only."""
-    view = copy.copy(tuner)
-    view.nargs = named = dict(zip(tuner.arg_names, args, strict=False))
-    configs = view.prune_configs(kwargs)
-    if len(configs) == 1:
-        return configs[0]
-    if tuner.hooks.do_bench is None and isinstance(base_function(tuner.fn)[0], InterpretedFunction):
-        view.do_bench = _wall_clock
-    start = time.perf_counter()
-    timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
-    best = min(timings, key=lambda config: timings[config])
-    view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
-    announce.report(tuner, {**named, **kwargs}, best, timings, time.perf_counter() - start)
-    return best
-
-
-def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
-    """What stands in for Triton's `do_bench` in its interpreter, where that finds no device."""
-    from safetune.tuning.measure import Budget, Timer, measure
-
-    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
-    return [timing.median_ms, timing.p20_ms, timing.p80_ms]
-
-
-def _isolatable(call: Call) -> bool:
-    """Whether candidates for this call can run in a child; warns once per process where not."""
+def why_not_isolated(call: Call) -> str:
+    """Return why candidates for this call cannot run in a child; empty where they can."""
     if not hasattr(os, "memfd_create"):
-        return _warn_once(f"there is no isolation on {sys.platform} yet")
+        return f"there is no isolation on {sys.platform} yet"
     if call.interpreted:
-        return True
+        return ""
     backend = device.active_driver().get_current_target().backend
-    return backend == "cuda" or _warn_once(f"there is no isolation for the {backend} back end yet")
+    return "" if backend == "cuda" else f"there is no isolation for the {backend} back end yet"
 
 
 @functools.cache
-def _warn_once(reason: str) -> bool:
+def _warn_once(reason: str) -> None:
     warnings.warn(f"safetune: {reason}; kernels are tuned as triton.autotune does", stacklevel=2)
-    return False
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,14 +12,15 @@ import torch
 from triton.runtime.autotuner import Heuristics
 from triton.runtime.interpreter import InterpretedFunction
 
+from safetune import announce
 from safetune.autotuner import Autotuner
-from safetune.errors import TargetError, WorkloadError
+from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
 from safetune.kernel_source import base_function
-from safetune.miss import Miss
+from safetune.miss import Miss, why_not_isolated
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.jobs import TuningRequest
-from safetune.tuning.tuner import Observer, TuningResult, tune
+from safetune.tuning.tuner import Observer, Progress, TuningResult, tune
 from safetune.workload import Workload
 
 
@@ -81,7 +82,11 @@ def tasks(
 
 
 def request_for(task: Task, force: bool = False) -> TuningRequest:
-    """Return the tuning that a task asks for; raises `NoDevice` and `InvalidConfig`."""
+    """Return the tuning that a task asks for; raises `NoDevice` and `InvalidConfig`.
+
+    Raises:
+        WorkerUnavailable: configs cannot be tried in a child on this platform or back end.
+    """
     kwargs = {**task.workload.kwargs, "grid": task.workload.grid}
     outer = task.kernel.outer
     while isinstance(outer, Heuristics):
@@ -89,7 +94,10 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
             named = dict(zip(outer.arg_names, task.workload.args, strict=False))
             kwargs[name] = heuristic({**named, **kwargs})
         outer = outer.fn
-    return Miss(task.kernel.tuner, task.workload.args, kwargs).request(force)
+    miss = Miss(task.kernel.tuner, task.workload.args, kwargs)
+    if reason := why_not_isolated(miss.call):
+        raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")
+    return miss.request(force)
 
 
 def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
@@ -99,7 +107,15 @@ def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResul
         NoWorkingConfig: every config failed.
     """
     store = open_lookup(Settings.current()).store
-    return tune(request_for(task, force), store, observe)
+    request = request_for(task, force)
+
+    def both(step: Progress) -> None:
+        announce.log_config(step)
+        observe(step)
+
+    result = tune(request, store, both)
+    announce.log_result(request, result)
+    return result
 
 
 def _yielded(

@@ -19,9 +19,15 @@ from safetune.errors import InvalidSetting
 
 
 class Mode(str, Enum):
-    """What a miss does. `tune`: measure the configs. `off`: first config, nothing stored."""
+    """What a miss does.
+
+    TUNE: measure the configs, and wait for that.
+    BACKGROUND: launch a fallback now, measure meanwhile, and use the choice once it is there.
+    OFF: launch the first config; nothing is looked up or stored.
+    """
 
     TUNE = "tune"
+    BACKGROUND = "background"
     OFF = "off"
 
 
@@ -67,6 +73,8 @@ class Settings:
         mode: SAFETUNE_MODE, default `tune`.
         phantom: SAFETUNE_PHANTOM, default `drop`; a decorator's `phantom=` wins over it.
         cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
+        world_size: WORLD_SIZE, which torchrun sets: in a world of several processes, what one has
+            launched stays until `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
     """
@@ -75,6 +83,7 @@ class Settings:
     phantom: PhantomPolicy
     cache_dir: Path
     copy_limit: int
+    world_size: int = 1
 
     @classmethod
     def current(cls) -> Settings:
@@ -88,8 +97,14 @@ class Settings:
                 PhantomPolicy, "SAFETUNE_PHANTOM", env.get("SAFETUNE_PHANTOM") or "drop"
             ),
             cache_dir=directory,
+            world_size=_number(env.get("WORLD_SIZE")),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
         )
+
+
+def _number(text: str | None) -> int:
+    """A variable that is not ours: what means nothing is no error of the caller's."""
+    return int(text) if text and text.isdecimal() else 1
 
 
 def _default_cache_dir() -> Path:

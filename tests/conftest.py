@@ -17,8 +17,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,19 @@ def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     return directory
 
 
+@pytest.fixture
+def harmless(cache_dir: Path, device: str) -> Any:
+    """What holds after every fault: `tests/faults/harmless.py`."""
+    name = "safetune_tests_harmless"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, ROOT / "tests/faults/harmless.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name].Harmless(cache_dir, device)
+
+
 FreshProcess = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -232,8 +246,8 @@ def _no_process_is_left(triton_cache_dir: Path) -> Iterator[None]:
     if sys.platform != "linux":
         return
     left = _end_of([process for process in _running() if not process.stays_on_purpose])
-    if worker := sys.modules.get("safetune.tuning.worker"):
-        worker.server.stop()
+    if fork_server := sys.modules.get("safetune.tuning.fork_server"):
+        fork_server.stop_servers()
     left += _end_of(
         [process for process in _running() if "resource_tracker" not in process.command]
     )

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SCRIPTS = ["tuning_time", "launch_overhead"]
+SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 
@@ -100,6 +105,216 @@ def test_the_matrix_product_has_72_configs_and_no_two_alike() -> None:
     }
 
 
+def test_tuning_time_phases_and_isolation_cost() -> None:
+    """Both are told, and neither is in a ratio or among the alternations."""
+    phased = [
+        {**row, "phase_s_compile": row["first_call_s"] / 2}
+        if row["kind"] == "first_call" and row["tuner"] == "safetune"
+        else row
+        for row in TUNING_ROWS
+    ]
+    isolated = {**first_call(0, "cold", "safetune-isolated", 70.0, 75.0), "part": "isolation"}
+    module = importlib.import_module("tuning_time")
+    figures = module.figures([*phased, {**isolated, "kind": "isolation"}])
+    assert figures.pop("phase_s_compile_cold") == 4.5
+    assert figures.pop("phase_s_compile_warm") == 3.75
+    assert figures.pop("first_call_s_cold_isolated") == 70.0
+    assert figures == pytest.approx(module.figures(TUNING_ROWS))
+
+
+def truth(part: str, **medians_ms: float) -> list[dict[str, Any]]:
+    rows = [
+        {"part": part, "kind": "truth", "config": config, "median_ms": median_ms}
+        for config, median_ms in medians_ms.items()
+    ]
+    return [*rows, {"part": part, "kind": "truth", "config": "big", "failed": "out of resource"}]
+
+
+def choices(part: str, tuner: str, *configs: str) -> list[dict[str, Any]]:
+    row = {"part": part, "kind": "choice", "tuner": tuner, "seconds": 2.0, "failed": 1}
+    return [{**row, "order": number, "config": config} for number, config in enumerate(configs)]
+
+
+SLOW = {f"slow{number}": 2.0 for number in range(24)}
+CHOICE_ROWS = [
+    *truth("square", best=1.0, near=1.015, **SLOW),
+    *choices("square", "safetune", "best", "near", "best", "best"),
+    *choices("square", "triton", "near", "near", "slow1", "best"),
+    *truth("odd", best=4.0, close=4.1, near=4.4),
+    *choices("odd", "safetune", "near", "near", "near", "near"),
+    *choices("odd", "triton", "best", "best", "best", "close"),
+    {"part": "odd", "kind": "cost", "part_s": 60.0},
+]
+
+
+def test_choice_quality_figures() -> None:
+    figures = importlib.import_module("choice_quality").figures(CHOICE_ROWS)
+    assert figures["share_within_2pct"] == 4 / 8
+    assert figures["share_within_1pct"] == 3 / 8
+    assert figures["share_within_2pct_triton"] == 6 / 8
+    assert figures["share_within_1pct_triton"] == 4 / 8
+    assert figures["worst_regret"] == pytest.approx(0.1)
+    assert figures["mean_regret"] == pytest.approx((0.015 + 4 * 0.1) / 8)
+    assert figures["mean_regret_triton"] == pytest.approx((2 * 0.015 + 1.0 + 0.025) / 8)
+    assert figures["mean_regret_ratio"] == pytest.approx(0.415 / 1.055)
+    assert figures["most_common_share"] == pytest.approx((3 / 4 + 1) / 2)
+    assert figures["most_common_share_triton"] == pytest.approx((2 / 4 + 3 / 4) / 2)
+    assert figures["problems"] == 2.0
+    assert figures["narrow_spaces"] == 1.0  # three configs
+
+
+def test_choice_quality_where_nobody_is_ever_wrong() -> None:
+    """A ratio to nothing is not infinite, and no figure is made of a tuner that did not run."""
+    figures = importlib.import_module("choice_quality").figures
+    best = [*truth("square", best=1.0, near=1.015), *choices("square", "safetune", "best")]
+    assert "mean_regret_ratio" not in figures(best)
+    both = [*best, *choices("square", "triton", "best")]
+    assert figures(both)["mean_regret_ratio"] == 1.0
+    assert figures([*both, *choices("square", "safetune", "near")])["mean_regret_ratio"] > 50
+    assert figures([]) == {"problems": 0.0, "narrow_spaces": 0.0}
+
+
+def test_a_space_is_wide_by_its_size_and_its_spread() -> None:
+    figures = importlib.import_module("choice_quality").figures
+    few = {f"slow{number}": 2.0 for number in range(22)}
+    alike = {f"like{number}": 1.29 for number in range(24)}
+    assert figures(truth("p", best=1.0, **SLOW))["narrow_spaces"] == 0.0
+    assert figures(truth("p", best=1.0, **few))["narrow_spaces"] == 1.0
+    assert figures(truth("p", best=1.0, **alike))["narrow_spaces"] == 1.0
+
+
+def test_a_config_is_measured_until_it_is_sure() -> None:
+    """200 ms each, and 40 ms for what takes over three times as long as the best."""
+    wanting = importlib.import_module("choice_quality")._wanting
+    assert list(wanting({"a": [], "b": []}, 200.0)) == ["a", "b"]
+    assert list(wanting({"a": [1.0] * 150, "b": [2.9] * 60, "c": [3.1] * 13}, 200.0)) == ["a", "b"]
+    assert list(wanting({"a": [1.0] * 200, "b": [2.9] * 69, "c": [3.1] * 12}, 200.0)) == ["c"]
+
+
+def test_the_spaces_of_configs() -> None:
+    problems = importlib.import_module("choice_problems").PROBLEMS
+    assert len({problem.name for problem in problems}) == len(problems) == 7
+    for problem in problems:
+        texts = [str(config) for config in problem.configs]
+        assert 24 <= len(set(texts)) == len(texts) <= 40, problem.name
+        assert set(problem.key) | set(problem.scratch) <= set(problem.kernel.arg_names)
+
+
+def test_the_kernels_that_choices_are_judged_on_are_right(device: str) -> None:
+    """The judge's own check must not be one that anything passes: it fails before the launch."""
+    module = importlib.import_module("choice_quality")
+    for problem in importlib.import_module("choice_problems").PROBLEMS:
+        work = problem.prepare(device)
+        assert not work.error() < module.ERROR_LIMIT
+        work.launch(problem.kernel, **problem.configs[0].all_kwargs())
+        assert work.error() < module.ERROR_LIMIT, problem.name
+
+
+def startup(part: int, state: str, tuner: str, seconds: float) -> dict[str, Any]:
+    row = {"part": part, "state": state, "tuner": tuner, "seconds": seconds}
+    return {**row, "tunings": 60, "process_s": seconds + 5}
+
+
+STARTUP_ROWS = [
+    startup(0, "cold", "safetune", 40.0),
+    startup(0, "cold", "triton", 60.0),
+    startup(1, "cold", "triton", 70.0),
+    startup(1, "cold", "safetune", 48.0),
+    startup(1, "warm", "triton", 30.0),
+    startup(1, "warm", "safetune", 33.0),
+]
+
+
+def test_startup_figures() -> None:
+    figures = importlib.import_module("startup").figures
+    assert figures(STARTUP_ROWS) == pytest.approx(
+        {
+            "startup_60_ratio": 44.0 / 65.0,
+            "startup_60_ratio_warm": 1.1,
+            "startup_60_s_safetune": 44.0,
+            "startup_60_s_triton": 65.0,
+            "startup_60_s_safetune_warm": 33.0,
+            "startup_60_s_triton_warm": 30.0,
+            "alternations": 2.0,
+        }
+    )
+    # A trial run with fewer tunings is not mistaken for one with 60.
+    few = [{**row, "tunings": 12} for row in STARTUP_ROWS]
+    assert "startup_60_ratio" not in figures(few)
+    assert figures([]) == {"alternations": 0.0}
+
+
+def test_a_model_starts_with_60_tunings_of_at_most_eight_configs() -> None:
+    kernels = importlib.import_module("startup_kernels")
+    assert len(kernels.LAYERS) * len(kernels.COLUMNS) == 60
+    assert len(kernels.COLUMNS) == len(kernels.TINY_COLUMNS)
+    for layer in kernels.LAYERS:
+        assert 4 <= len(layer.configs) <= 8
+        assert len(set(map(str, layer.configs))) == len(layer.configs)
+        calls = list(layer.calls("cpu", kernels.TINY_COLUMNS))
+        named = [dict(zip(layer.kernel.arg_names, c.args, strict=False)) for c in calls]
+        keys = {
+            tuple({**arguments, **call.constants}[name] for name in layer.key)
+            for arguments, call in zip(named, calls, strict=True)
+        }
+        assert len(keys) == len(kernels.COLUMNS), "each call needs a tuning of its own"
+
+
+def test_the_startup_kernels_are_right(device: str) -> None:
+    kernels = importlib.import_module("startup_kernels")
+    torch = importlib.import_module("torch")
+    for layer in kernels.LAYERS:
+        call = next(layer.calls(device, kernels.TINY_COLUMNS[1:]))
+        call.output.fill_(float("nan"))
+        call.launch(layer.kernel, **layer.configs[0].all_kwargs())
+        torch.testing.assert_close(call.output, call.expected(), rtol=1e-3, atol=1e-3)
+
+
+TRIALS = {
+    "choice_quality": ["--parts", "1", "--configs", "3", "--repetitions", "1", "--truth-ms", "5"],
+    "startup": ["--alternations", "1", "--tunings", "2"],
+}
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU gets the real thing, by hand"
+)
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_trial_run(name: str, fresh_process: FreshProcess, tmp_path: Path) -> None:
+    """Real tunings by both tuners, in the interpreter; a second run has nothing left to do."""
+    command = [BENCHMARKS / f"{name}.py", "--out", tmp_path, *TRIALS[name]]
+    done = fresh_process(*command)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "interpreter" / f"{name}.json"
+    stored = json.loads(path.read_text())
+    figures = importlib.import_module(name).figures(stored["rows"])
+    assert stored["figures"] == pytest.approx(figures)
+    assert {"safetune", "triton"} <= {row["tuner"] for row in stored["rows"] if "tuner" in row}
+    if name != "choice_quality":  # the next part would begin
+        again = fresh_process(*command)
+        assert f"with its {len(stored['rows'])} rows" in again.stdout
+        assert json.loads(path.read_text())["rows"] == stored["rows"]
+
+
+def test_a_measuring_process_that_fails_or_hangs_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    run = importlib.import_module("fresh_process").run
+    script = tmp_path / "task.py"
+    script.write_text("import sys; sys.exit(3)")
+    with pytest.raises(SystemExit, match="ended with 3"):
+        run(str(script), [], {}, tmp_path, 60.0)
+    pid = tmp_path / "pid"
+    script.write_text(
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    with pytest.raises(SystemExit, match="more than 3 s"):
+        run(str(script), [], {}, tmp_path, 3.0)
+    status = Path(f"/proc/{pid.read_text()}/stat")  # killed; nobody may have reaped it yet
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def launch(count: int, variant: str, *times: float, style: str = "positional") -> list[Any]:
     row = {"arguments": count, "style": style, "variant": variant}
     return [{**row, "round": i, "microseconds": time} for i, time in enumerate(times)]
@@ -146,6 +361,107 @@ def test_no_key_of_the_launch_kernels_is_phantom() -> None:
         configs = [triton.Config({"BLOCK": block}) for block in (128, 256)]
         report = safetune(configs=configs, key=list(case.key))(case.kernel).explain_key()
         assert tuple(report.kept) == case.key
+
+
+SAMPLE_ROWS = {
+    "tuning_time": TUNING_ROWS,
+    "startup": STARTUP_ROWS,
+    "choice_quality": CHOICE_ROWS,
+    "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],
+}
+
+
+@pytest.fixture
+def bars() -> ModuleType:
+    pytest.importorskip("tomllib")
+    return importlib.import_module("bars")
+
+
+def test_a_bar_is_of_a_figure_that_its_benchmark_computes(bars: ModuleType) -> None:
+    benches = {bar.bench for bar in bars.load()}
+    written = {bench for bench in benches if (BENCHMARKS / f"{bench}.py").exists()}
+    assert written >= set(SAMPLE_ROWS)
+    for bench in written:
+        known = importlib.import_module(bench).figures(SAMPLE_ROWS[bench])
+        asked = {bar.figure for bar in bars.load() if bar.bench == bench}
+        assert asked <= set(known), bench
+
+
+def test_what_is_good_is_small_or_great(bars: ModuleType) -> None:
+    """A time or a ratio of times is good when it is small, a share or a speed when it is great."""
+    for bar in bars.load():
+        great = re.search(r"share|_vs_|alternations|problems", bar.figure)
+        assert bar.better == ("greater" if great else "smaller"), bar.figure
+    found = {bar.figure: bar for bar in bars.load()}
+    assert found["wall_ratio_cold"].verdict(0.25) == "met"
+    assert found["wall_ratio_cold"].verdict(0.26) == "missed"
+    assert found["wall_ratio_cold"].reached(0.125) == "yes"
+    assert found["wall_ratio_cold"].reached(0.2) == "no"
+    assert found["share_within_2pct"].verdict(0.95) == "met"
+    assert found["share_within_2pct"].verdict(0.94) == "missed"
+    assert found["share_within_2pct"].verdict(None) == "absent"
+    assert found["share_within_1pct"].verdict(0.5) == "no bar"
+    assert found["backward_share_D1024_rms"].bar == 0.80
+    assert found["backward_vs_best_peer_D32768_ln"].bar == 0.85
+    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * 3
+
+
+def write_figures(folder: Path, bench: str, **figures: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{bench}.json").write_text(json.dumps({"figures": figures}))
+
+
+def test_bars_say_what_is_met_missed_and_absent(
+    bars: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verdicts(*argv: str) -> tuple[int, dict[str, str]]:
+        status = bars.main(["--results", str(tmp_path), "--device", "A_GPU", *argv])
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        words = {"met", "missed", "absent", "bar"}
+        return status, {
+            line[2]: next(word for word in line[3:] if word in words)
+            for line in lines
+            if len(line) > 3 and line[0] == "launch"
+        }
+
+    names = [f"ratio_to_jit_{count}" for count in (3, 13, 24)]
+    assert verdicts("launch") == (1, dict.fromkeys(names, "absent"))
+    folder = tmp_path / "A_GPU"
+    write_figures(folder, "launch_overhead", **dict(zip(names, (0.9, 1.1, 1.0), strict=True)))
+    assert verdicts("launch") == (1, dict(zip(names, ("met", "missed", "met"), strict=True)))
+    write_figures(folder, "launch_overhead", ratio_to_jit_3=0.9, ratio_to_jit_13=0.5)
+    assert verdicts("launch") == (1, dict(zip(names, ("met", "met", "absent"), strict=True)))
+    write_figures(folder, "launch_overhead", **dict.fromkeys(names, 0.7))
+    assert verdicts("launch") == (0, dict.fromkeys(names, "met"))
+    assert verdicts()[0] == 1  # the other groups are absent
+    with pytest.raises(SystemExit):
+        bars.main(["lanch"])
+    assert "tuning, choice, launch, store, norms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("{ bar = 1.0 }", "better"),
+        ('{ better = "smaller" }', "needs a bar or an aim"),
+        ('{ better = "smaller", bar = 1.0, aim = 1.3 }', "no further than the bar"),
+    ],
+)
+def test_a_bar_that_makes_no_sense(
+    bars: ModuleType, limits: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bars.toml"
+    path.write_text(f"[group.bench]\nfigure = {limits}\n")
+    with pytest.raises(ValueError, match=message):
+        bars.load(path)
+
+
+def test_a_figure_has_one_bar(bars: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "bars.toml"
+    bar = '{ better = "smaller", bar = 1.0 }'
+    path.write_text(f'[group.bench]\n"a_{{x,y}}" = {bar}\na_y = {bar}\n')
+    with pytest.raises(ValueError, match="a_y"):
+        bars.load(path)
 
 
 def test_help(script: str) -> None:
@@ -197,15 +513,22 @@ def test_nan_is_no_result(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/*.json"))
 
 
-def test_parts_end_with_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    """Parts that are done are not run again, and none is begun that would overrun."""
-    module = importlib.import_module("tuning_time")
-    options = module.parse(["--alternations", "4", "--parts", "2"])
-    assert list(module._parts_to_run(TUNING_ROWS[:4], options)) == [1, 2]
-    options = module.parse(["--alternations", "4"])
-    assert list(module._parts_to_run(TUNING_ROWS, options)) == [2, 3]
-    options = module.parse(["--budget", "0"])
-    assert list(module._parts_to_run([], options)) == []
+def parts(*argv: str, done: tuple[Any, ...] = (), expected_s: float = 0.0) -> list[Any]:
+    recording = importlib.import_module("recording")
+    options = recording.part_arguments("").parse_args(argv)
+    rows = [{"part": part} for part in done]
+    return list(recording.parts_to_run(["a", "b", "c", "d"], rows, options, expected_s))
+
+
+def test_parts_that_are_done_are_not_run_again() -> None:
+    assert parts() == ["a", "b", "c", "d"]
+    assert parts(done=("a", "a", "c")) == ["b", "d"]
+    assert parts("--parts", "2", done=("a",)) == ["b", "c"]
+
+
+def test_no_part_is_begun_that_would_overrun(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parts("--budget", "100", expected_s=99.0) == ["a", "b", "c", "d"]  # they took no time
+    assert parts("--budget", "100", expected_s=101.0) == []
     assert "run again" in capsys.readouterr().out
 
 
@@ -228,6 +551,22 @@ def test_committed_results(path: Path) -> None:
     if not (BENCHMARKS / f"{path.stem}.py").exists():
         pytest.fail(f"{path} was written by no script in benchmarks/")
     check_file(path)
+
+
+def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
+    table = importlib.import_module("readme_table").table
+    folder = tmp_path / "A_GPU"
+    assert table("A_GPU", tmp_path) == ""
+    figures = importlib.import_module("startup").figures(STARTUP_ROWS)
+    write_figures(folder, "startup", **figures)
+    assert "| 60 small tunings in a row, empty caches, in a fresh process | 65.0 s | 44.0 s |" in (
+        table("A_GPU", tmp_path)
+    )
+    assert "matmul" not in table("A_GPU", tmp_path)
+    figures = importlib.import_module("choice_quality").figures(CHOICE_ROWS)
+    write_figures(folder, "choice_quality", **figures)
+    assert "| within 2% of it | 75.0% | 50.0% |" in table("A_GPU", tmp_path)
+    assert "arguments" not in table("A_GPU", tmp_path)
 
 
 def test_readme_shows_the_committed_figures() -> None:

@@ -22,9 +22,9 @@ LAYERS: list[list[str]] = [
     ["store"],
     ["sources", "kernel_source"],
     ["config"],
-    ["reads", "readers", "values", "grids", "phantom", "call_form", "workload"],
+    ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
     ["tuning"],
-    ["announce", "miss"],
+    ["progress", "announce", "inline", "fallback", "rejection", "background", "miss"],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
     ["integrations", "checks", "kernels", "offline"],

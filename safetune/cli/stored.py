@@ -15,12 +15,12 @@ from safetune.cli.tables import (
     call_words,
     config_words,
     empty_table,
-    milliseconds,
     outcome_data,
     print_outcomes,
     stdout_console,
 )
 from safetune.errors import TargetError
+from safetune.progress import milliseconds
 from safetune.settings import Settings
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from safetune.outcome import Outcome
+from safetune.progress import milliseconds
 
 #: (config as text, outcome, whether it is the choice)
 Row = tuple[str, Outcome, bool]
@@ -103,11 +104,6 @@ def call_words(call: Mapping[str, Any]) -> str:
     values = [f"{name}={_plain(value)}" for name, value in call["values"]]
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
     return " ".join([*values, *([dtypes] if dtypes else [])])
-
-
-def milliseconds(value: float) -> str:
-    """Return a time with three significant digits and its unit."""
-    return f"{value:.3g} ms" if value >= 0.1 else f"{value * 1e3:.3g} us"
 
 
 def _reason(message: str) -> str:

@@ -22,7 +22,7 @@ from safetune.store.sqlite import Store
 
 if TYPE_CHECKING:
     from safetune.settings import Settings
-    from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+    from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
 
 logger = logging.getLogger("safetune")
 
@@ -72,6 +72,11 @@ class GuardedStore(Store):
     def generation(self, key: str) -> int:
         """Return the highest generation, stored or in memory; 0 if none."""
         return max(self._read(Store.generation, key), default=0)
+
+    def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
+        """Return the choices of a kernel's keys on a device, stored and in memory."""
+        answers = self._read(Store.kin, kernel_digest, device_digest)
+        return [kin for answer in answers for kin in answer]
 
     def _write(self, method: Callable[[Store, Any], Answer], record: Any) -> Answer | None:
         try:

@@ -72,6 +72,15 @@ class ChoiceRecord:
 
 
 @dataclass(frozen=True)
+class KinChoice:
+    """A choice for a key of the same kernel on the same device, with what else is in that key."""
+
+    toolchain: dict[str, Any]
+    call: dict[str, Any]
+    choice: ChoiceRecord
+
+
+@dataclass(frozen=True)
 class StoredChoice:
     """A choice together with the key it answers, as `safetune list` shows it."""
 

@@ -17,7 +17,13 @@ from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT
 from safetune.store import rows
 from safetune.store.connection import Connection
-from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
+from safetune.store.records import (
+    ChoiceRecord,
+    KeyRecord,
+    KinChoice,
+    StoredChoice,
+    TrialRecord,
+)
 from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, CorruptRowError, Table
 
 if TYPE_CHECKING:
@@ -41,6 +47,12 @@ _OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ?1 IS NULL OR key.name = ?1"
 _KEYS = f"{KEY.select} WHERE ?1 IS NULL OR name = ?1 ORDER BY name, rowid"
 _CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} ORDER BY choice.generation DESC"
 _TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
+_KIN = "key.kernel = ? AND key.device = ?"
+_KIN_KEYS = f"{KEY.select} WHERE {_KIN} ORDER BY rowid"
+_KIN_CHOICES = (
+    f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} "
+    "ORDER BY choice.generation DESC"
+)
 _KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
 
 _CLEAR = (
@@ -144,6 +156,21 @@ class Store:
         choice = next(self._valid(CHOICE, choices, rows.choice_record), None)
         trial = next(self._valid(TRIAL, trials, rows.trial_record), None)
         return max(choice.generation if choice else 0, trial.generation if trial else 0)
+
+    def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
+        """Return the current choice of every key of a kernel on a device; raises `StoreError`."""
+        wanted = (rows.text(kernel_digest), rows.text(device_digest))
+        with self._connection.reading() as connection:
+            keys = _fetch(connection, _KIN_KEYS, *wanted)
+            found = _fetch(connection, _KIN_CHOICES, *wanted)
+        current: dict[str, ChoiceRecord] = {}
+        for choice in self._valid(CHOICE, found, rows.choice_record):
+            current.setdefault(choice.key, choice)
+        return [
+            KinChoice(key["toolchain"], key["call"], current[key["digest"]])
+            for key in self._valid(KEY, keys, KEY.unseal)
+            if key["digest"] in current
+        ]
 
     def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key, or of one kernel's keys, by kernel name.

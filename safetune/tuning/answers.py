@@ -38,11 +38,7 @@ def reply_outcome(reply: dict[str, Any]) -> Outcome:
 
 
 def _timing(data: dict[str, Any]) -> Timing:
-    times = [float(data[name]) for name in ("median_ms", "p20_ms", "p80_ms")]
-    if not all(math.isfinite(time) and time > 0 for time in times):
-        raise ValueError(f"times of {times} ms")
-    return Timing(
-        *times,
-        count=int(data["count"]),
-        stage=str(data["stage"]),
-    )
+    times = {name: float(data[name]) for name in ("median_ms", "p20_ms", "p80_ms")}
+    if not all(math.isfinite(time) and time > 0 for time in times.values()):
+        raise ValueError(f"times of {times}")
+    return Timing(count=int(data["count"]), stage=str(data["stage"]), **times)

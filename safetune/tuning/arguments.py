@@ -10,13 +10,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from safetune.tuning import regenerate
 from safetune.tuning.checksum import checksums
-from safetune.tuning.layout import ALIGNMENT, BlockSpec, TensorSpec
+from safetune.tuning.layout import ALIGNMENT, FLOATS, BlockSpec, TensorSpec
 
 #: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
 #: within it, and the bands of many small arguments stay small.
@@ -26,6 +27,8 @@ _MAX_GUARD = 1 << 21
 _GUARD_BYTE = 0xA5
 #: What a float output holds before a launch that should overwrite it; exact in every float type.
 _POISON = 1.5
+_PROBES = 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Block:
@@ -76,6 +79,17 @@ class Block:
         return room[start : start + self.spec.size]
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A few elements of a tensor: where they are, what the caller has there, and what is now."""
+
+    block: int
+    bits: torch.Tensor
+    place: tuple[torch.Tensor, ...]
+    values: torch.Tensor
+    poison: int
+
+
 class Arguments:
     """The tensors of a call, which can be put back to the caller's bits."""
 
@@ -112,12 +126,37 @@ class Arguments:
         chosen = [
             self.tensors[index]
             for index in tensors
-            if self.blocks[self.views[index].block].written
-            and self.tensors[index].dtype.is_floating_point
+            if self.blocks[self.views[index].block].written and self.views[index].dtype in FLOATS
         ]
         for tensor in chosen:
             tensor.fill_(_POISON)
         return bool(chosen)
+
+    def plant(self, tensors: Iterable[int]) -> list[Probe]:
+        """Overwrite a few elements of those of these that are floats and not known as written."""
+        probes = []
+        for index in tensors:
+            tensor, view = self.tensors[index], self.views[index]
+            repeats = 0 in view.stride or 0 in view.shape
+            if view.dtype not in FLOATS or repeats or self.blocks[view.block].written:
+                continue
+            # As integers of the same size: torch indexes those of every size.
+            bits = tensor.detach().view(_BITS[tensor.itemsize]).view(tensor.shape or (1,))
+            flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
+            place = torch.unravel_index(flat, bits.shape)
+            poison = torch.tensor([_POISON], dtype=tensor.dtype).view(bits.dtype).item()
+            probes.append(Probe(view.block, bits, place, bits[place], int(poison)))
+        for probe in probes:
+            probe.bits[probe.place] = probe.poison
+        return probes
+
+    def gather(self, probes: Iterable[Probe]) -> None:
+        """Put back what was planted; where something has overwritten it, that is an output."""
+        for probe in reversed(list(probes)):
+            block = self.blocks[probe.block]
+            if not block.written and bool((probe.bits[probe.place] != probe.poison).any()):
+                block.keep_pristine()
+            probe.bits[probe.place] = probe.values
 
     def breached(self) -> list[tuple[int, str]]:
         """Return each (block, `before` or `after`) whose guard band something has written."""
@@ -153,7 +192,7 @@ class Arguments:
 
 def _spec(data: dict[str, Any]) -> TensorSpec:
     """JSON has no tuples."""
-    return TensorSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
 
 
 def _gathered(flags: Sequence[torch.Tensor]) -> list[bool]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from triton.runtime.errors import OutOfResources
+
 from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import kernel_ref
-from safetune.tuning.compile_pool import CompilePool
+from safetune.tuning import compilation, devices, failures, kernel_ref
+from safetune.tuning.compile_pool import Compiled, CompilePool
 from safetune.tuning.evidence import Evidence, Group
+from safetune.tuning.fork_server import start_servers
 from safetune.tuning.inputs import Inputs
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.launch_grid import grid_of
@@ -33,11 +38,27 @@ if hasattr(os, "register_at_fork"):
 
 
 class LaunchBench:
-    """The compile pool and the measuring child of one tuning, and what they are fed."""
+    """The compile pool and the measuring child of one tuning, and what they are fed.
+
+    Attributes:
+        phases: seconds that the caller spent in `transfer` (packing and copying the call),
+            `resolve`, `compile` (waiting for a config to be compiled) and `start` (waiting for
+            the measuring child).
+        facts: what the compiler said of each config that compiled: `shared` and `global_scratch`,
+            in bytes, and the `hash` of its entry in Triton's disk cache.
+    """
+
+    _begin_at_once = True
 
     def __init__(self, request: TuningRequest, on_grid_read: Callable[[set[str]], None]) -> None:
+        begin = time.monotonic()
         call = request.call
         self.interpreted = call.interpreted
+        devices.check(call.index)
+        self.phases: dict[str, float] = {}
+        self.facts: dict[int, dict[str, Any]] = {}
+        self._request = request
+        self._pool: CompilePool | None = None
         self._fresh = request.limits.fresh_process
         name = request.key.kernel.name
         self._failures: dict[int, Outcome] = {}
@@ -51,12 +72,10 @@ class LaunchBench:
         )
         self._kernel = b""
         if not self.interpreted:
-            function = base_function(call.kernel)[1]
-            self._kernel = kernel_ref.pack(kernel_base(call.kernel), name, by_value=[function])
+            self._kernel = compilation.pack_for_compiler(kernel_base(call.kernel))
         self._inputs = Inputs(call, tensors.tensors)
         self.marks = self._inputs.marks
         self.grids = grids
-        self.phases: dict[str, float] = {}
         self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
         header = {
             "index": call.index,
@@ -69,6 +88,10 @@ class LaunchBench:
         self._child = MeasuringChild(
             header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
         )
+        start_servers(compiling=not self.interpreted)
+        if self._begin_at_once:
+            self._child.begin()
+        self.phases["transfer"] = time.monotonic() - begin
 
     def __enter__(self) -> LaunchBench:
         return self
@@ -78,6 +101,8 @@ class LaunchBench:
             self._child.release()
         else:
             self._child.replace()
+        if self._pool is not None:
+            self._pool.close()
         self._inputs.close()
         os.close(self._witness)
 
@@ -93,21 +118,60 @@ class LaunchBench:
             for index in alive:
                 yield index, None
             return
-        specs = {}
-        for index in alive:
-            outcome, spec = self._child.resolve(index)
-            if outcome.ok:
-                specs[index] = spec
-            else:
+        memory_bytes = self._request.limits.compile_memory_bytes
+        with CompilePool(self._kernel, timeout_s, memory_bytes=memory_bytes) as pool:
+            self._pool = pool
+            yield from self._resolved(alive, pool)
+            results = pool.results()
+            while (result := self._next(results)) is not None:
+                yield result.config, self._unfit(result)
+
+    def _resolved(self, configs: Sequence[int], pool: CompilePool) -> Iterator[tuple[int, Outcome]]:
+        """Give the pool each config that resolves; yield the others."""
+        unknown = []
+        with self._phase("resolve"):
+            resolver = compilation.CallerResolver(self._request.call)
+            for index in configs:
+                spec = resolver.resolve(self._request.configs[index])
+                if spec is None:
+                    unknown.append(index)
+                else:
+                    pool.add(index, spec)
+        for index in unknown:
+            self.wait()
+            with self._phase("resolve"):
+                outcome, spec = self._child.resolve(index)
+                if outcome.ok:
+                    pool.add(index, spec)
+            if not outcome.ok:
                 yield index, outcome
-        for result in CompilePool(self._kernel, timeout_s).compile(specs):
-            yield result.config, None if result.outcome.ok else result.outcome
+
+    def _next(self, results: Iterator[Compiled]) -> Compiled | None:
+        with self._phase("compile"):
+            return next(results, None)
+
+    def _unfit(self, result: Compiled) -> Outcome | None:
+        """Return what a launch would say, where the compiler's facts tell it beforehand."""
+        if not result.outcome.ok:
+            return result.outcome
+        self.facts[result.config] = result.facts
+        shared, limit = result.facts["shared"], self._request.key.device.shared_memory_bytes
+        if shared <= limit:
+            return None
+        return failures.of_compile(OutOfResources(shared, limit, "shared memory"))
+
+    def wait(self) -> None:
+        """Return when the measuring child is ready; raises `WorkerUnavailable`."""
+        with self._phase("start"):
+            self._child.wait()
 
     def measure(
         self, index: int, budget: Budget, groups: Sequence[Group] | None = None
     ) -> tuple[Outcome, Evidence | None]:
         """Run one config in the measuring child; see `MeasuringChild.measure`."""
-        answer = self._child.measure(index, asdict(budget), groups)
+        self.wait()
+        with self._phase("finals" if groups is None else "measure"):
+            answer = self._child.measure(index, asdict(budget), groups)
         if self._fresh:
             self._child.replace()
         return answer
@@ -115,6 +179,19 @@ class LaunchBench:
     def replace(self) -> None:
         """Measure with a fresh child from here on."""
         self._child.replace()
+
+    @property
+    def compilations(self) -> int:
+        """How many configs the measuring children had to compile themselves."""
+        return self._child.compilations
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - begin
 
     def _grid(
         self, request: TuningRequest, index: int, on_read: Callable[[set[str]], None]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from safetune.tuning.layout import FLOATS
+
 #: How far apart two right results may be, as a share of an element plus as much of the tensor's
 #: root mean square. Each is a small multiple of what the type can tell apart, as split-K sums of
 #: 16 to 32 terms kept in it need; float32 has room for tf32 products (10 bits).
@@ -24,6 +26,8 @@ _NARROW_TOLERANCE = 0.3  # the types of 8 bits and less
 #: A result may differ from another by so many times what it differs from itself.
 _SPREAD_FACTOR = 4.0
 _SLICE = 1 << 22
+#: Those of 1, 2, 4 and 8 bytes first.
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def rms(tensor: torch.Tensor) -> float:
     """Return the root mean square of a tensor's finite elements; 0 if it has none."""
     total, count = 0.0, 0
     for part in _slices(tensor):
-        values = _real(part).double() if part.numel() < 1024 else _real(part)
+        values = _real(part)
         values = values[torch.isfinite(values)]
         total += float(values.square().sum(dtype=torch.float64))
         count += values.numel()
@@ -95,7 +99,7 @@ def _close(
     same = _same(mine, theirs)
     if dtype in (torch.int8, torch.uint8):
         return same | ((mine - theirs).abs() <= 1)  # a quantised value may round the other way
-    if not dtype.is_floating_point and not dtype.is_complex:
+    if not mine.dtype.is_floating_point:
         return same
     share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
     limit = share * (theirs.abs() + scale.rms) + _SPREAD_FACTOR * scale.spread
@@ -111,12 +115,16 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as one that can be subtracted: complex as pairs, narrow floats and bools widened."""
+    """A tensor as one that can be subtracted: complex as pairs, narrow types widened, what torch
+    cannot convert as its bits.
+    """
     if tensor.dtype.is_complex:
-        return torch.view_as_real(tensor)
-    if tensor.dtype.is_floating_point:
+        tensor = torch.view_as_real(tensor)
+    if str(tensor.dtype).removeprefix("torch.") in FLOATS:
         return tensor if tensor.dtype is torch.float64 else tensor.float()
-    return tensor.long() if tensor.dtype is not torch.int64 else tensor
+    if tensor.dtype not in _INTEGERS:
+        tensor = tensor.view(_INTEGERS[tensor.itemsize.bit_length() - 1])
+    return tensor.long()
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -2,23 +2,26 @@
 
 Each child has one job at work and one waiting, so that it never idles while the parent is busy
 measuring. A child that dies or overruns its deadline costs the config it was compiling: another
-child takes its place, and the job that was waiting.
+child takes its place, and the job that was waiting. A child with nothing left to do is kept for the
+next tuning for some seconds.
 """
 
 from __future__ import annotations
 
+import re
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from safetune.errors import WorkerUnavailable
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import process, wire
+from safetune.tuning import process, wire, worker
 from safetune.tuning.answers import reply_outcome
-from safetune.tuning.worker import Child, ChildFailed
+from safetune.tuning.child_process import START_S, Child, ChildFailed
+from safetune.tuning.surroundings import start_job
 
 #: What a run-side verdict is called when it happens to a compiler.
 _COMPILE_VERDICTS = {
@@ -26,6 +29,14 @@ _COMPILE_VERDICTS = {
     Verdict.DIED: Verdict.COMPILE_CRASH,
 }
 _DEPTH = 2
+#: A job larger than this is not put behind another: the pipe might not take it.
+_QUEUED_BYTES = 1 << 15
+
+#: How Python, C++, LLVM and ptxas say that they were refused memory.
+_NO_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|LLVM ERROR: out of memory|[Mm]emory allocation failure"
+    r"|Cannot allocate memory"
+)
 
 
 @dataclass(frozen=True)
@@ -39,9 +50,12 @@ class Compiled:
 
 @dataclass
 class _Slot:
+    """A child and the jobs it has not answered: configs, or None for what only sets it up."""
+
     child: Child
-    jobs: deque[int] = field(default_factory=deque)
-    deadline: float = 0.0
+    deadline: float
+    used: bool
+    jobs: deque[int | None]
 
 
 def _pool_size(cpus: int) -> int:
@@ -50,95 +64,153 @@ def _pool_size(cpus: int) -> int:
 
 
 class CompilePool:
-    """Compiles the specs of one kernel.
+    """Compiles the specs of one kernel; compiling begins with the first `add`.
 
     Args:
-        kernel: the packed jit function (`kernel_ref.pack`).
+        kernel: the packed jit function (`compilation.pack_for_compiler`).
         timeout_s: for one config.
+        memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
     """
 
-    def __init__(self, kernel: bytes, timeout_s: float, size: int | None = None) -> None:
+    def __init__(
+        self, kernel: bytes, timeout_s: float, size: int | None = None, memory_bytes: int = 0
+    ) -> None:
         self._kernel = kernel
         self._timeout_s = timeout_s
         self._size = size or _pool_size(process.usable_cpus())
+        self._memory_bytes = memory_bytes
+        self._specs: dict[int, bytes] = {}
+        self._waiting: deque[int] = deque()
+        self._slots: dict[int, _Slot] = {}
 
-    def compile(self, specs: Mapping[int, bytes]) -> Iterator[Compiled]:
-        """Yield each config's result as it is done, in no particular order.
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is not compiled yet."""
+        self._waiting.clear()
+        while self._slots:
+            self._slots.popitem()[1].child.kill()
+
+    def add(self, config: int, spec: bytes) -> None:
+        """Have a config compiled.
 
         Raises:
             WorkerUnavailable: no child can be started.
         """
-        waiting = deque(specs)
-        slots: dict[int, _Slot] = {}
-        try:
-            while waiting or slots:
-                self._fill(slots, waiting, specs)
-                yield from self._collect(slots, waiting, specs)
-        finally:
-            for slot in slots.values():
-                slot.child.kill()
+        self._specs[config] = spec
+        self._waiting.append(config)
+        self._fill()
 
-    def _fill(
-        self, slots: dict[int, _Slot], waiting: deque[int], specs: Mapping[int, bytes]
-    ) -> None:
-        while waiting and len(slots) < self._size:
+    def results(self) -> Iterator[Compiled]:
+        """Yield each config's result as it is done, in no particular order; raises as `add`."""
+        while self._waiting or self._slots:
+            self._fill()
+            yield from self._collect()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._slots) < self._size:
             try:
-                child = Child(gpu_blind=True)
+                self._start()
             except WorkerUnavailable:
-                if not slots:
+                if not self._slots:
                     raise
-                self._size = len(slots)  # as many as the system allows
-                break
-            slots[child.pipe.fileno()] = _Slot(child)
-            self._feed(slots[child.pipe.fileno()], waiting, specs, depth=1)
-        for slot in slots.values():
-            self._feed(slot, waiting, specs, depth=_DEPTH)
+                self._size = len(self._slots)  # as many as the system allows
+        for slot in self._slots.values():
+            self._feed(slot)
 
-    def _feed(
-        self, slot: _Slot, waiting: deque[int], specs: Mapping[int, bytes], depth: int
-    ) -> None:
-        while waiting and len(slot.jobs) < depth:
-            config = waiting.popleft()
-            if not slot.jobs:
-                slot.deadline = time.monotonic() + self._timeout_s
-            slot.jobs.append(config)
-            job = {"op": "compile", "kernel_size": len(self._kernel)}
-            slot.child.tell(job, self._kernel + specs[config], timeout_s=self._timeout_s)
+    def _start(self) -> None:
+        child, used = worker.compiler()
+        child.tell(start_job(gpu_blind=True, memory_bytes=self._memory_bytes), self._kernel)
+        slot = _Slot(
+            child,
+            deadline=time.monotonic() + START_S,
+            used=used,
+            jobs=deque([None] * child.unanswered),
+        )
+        self._slots[child.pipe.fileno()] = slot
+        self._give(slot, self._waiting.popleft())
 
-    def _collect(
-        self, slots: dict[int, _Slot], waiting: deque[int], specs: Mapping[int, bytes]
-    ) -> Iterator[Compiled]:
+    def _feed(self, slot: _Slot) -> None:
+        while self._waiting and len(slot.jobs) < _DEPTH:
+            if slot.jobs and len(self._specs[self._waiting[0]]) > _QUEUED_BYTES:
+                return
+            self._give(slot, self._waiting.popleft())
+
+    def _give(self, slot: _Slot, config: int) -> None:
+        if not slot.jobs:
+            slot.deadline = time.monotonic() + self._timeout_s
+        slot.jobs.append(config)
+        slot.child.tell({"op": "compile"}, self._specs[config], timeout_s=self._timeout_s)
+
+    def _collect(self) -> Iterator[Compiled]:
         poll = select.poll()
-        for fd in slots:
+        for fd in self._slots:
             poll.register(fd, select.POLLIN)
-        soonest = min(slot.deadline for slot in slots.values())
-        ready = {fd for fd, _ in poll.poll(max(0.0, soonest - time.monotonic()) * 1000)}
+        soonest = min(slot.deadline for slot in self._slots.values())
+        wait_s = min(max(0.0, soonest - time.monotonic()), wire.SIGNAL_S)
+        ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
         now = time.monotonic()
-        for fd, slot in list(slots.items()):
-            if fd not in ready and slot.deadline > now:
-                continue
-            compiled, alive = self._result(slot)
-            if alive:
-                slot.deadline = time.monotonic() + self._timeout_s
-                self._feed(slot, waiting, specs, _DEPTH)
-            else:
-                waiting.extendleft(reversed(slot.jobs))
-            if not alive or not slot.jobs:
-                del slots[fd]
-                slot.child.kill()
-            yield compiled
+        done = []
+        for fd, slot in list(self._slots.items()):
+            if fd in ready or slot.deadline <= now:
+                done += self._advance(fd, slot)
+        yield from done
 
-    def _result(self, slot: _Slot) -> tuple[Compiled, bool]:
+    def _advance(self, fd: int, slot: _Slot) -> list[Compiled]:
+        """Take one answer, or the lack of one; return what it says of a config, if of one."""
         config = slot.jobs.popleft()
+        compiled, alive = self._result(slot.child, config, slot.deadline)
+        slot.deadline = time.monotonic() + self._timeout_s
+        if alive:
+            self._feed(slot)
+        else:
+            self._waiting.extendleft(job for job in reversed(slot.jobs) if job is not None)
+            slot.jobs.clear()
+        if not slot.jobs:
+            del self._slots[fd]
+            if alive:
+                worker.release_compiler(slot.child)
+            else:
+                slot.child.kill()
+        if config is None and not alive and not slot.used:
+            self._size = len(self._slots)
+            if not self._size:
+                outcome = compiled.outcome
+                raise WorkerUnavailable(
+                    "a compile process did not get to its first job: "
+                    f"{outcome.message} {outcome.stderr}".strip()
+                )
+        return [] if config is None else [compiled]
+
+    def _result(self, child: Child, config: int | None, deadline: float) -> tuple[Compiled, bool]:
+        number = -1 if config is None else config
         try:
-            reply, _ = slot.child.answer(max(0.001, slot.deadline - time.monotonic()))
-            return Compiled(config, reply_outcome(reply), reply.get("facts", {})), True
+            reply, _ = child.answer(max(0.001, deadline - time.monotonic()))
+            if config is None:
+                return Compiled(number, Outcome(Verdict.OK)), True
+            outcome, alive = reply_outcome(reply), True
+            facts = reply.get("facts", {})
         except ChildFailed as failure:
-            outcome = failure.outcome
+            outcome, alive, facts = failure.outcome, False, {}
         except wire.ProtocolError as error:
-            outcome = Outcome(Verdict.PROTOCOL_ERROR, message=str(error))
+            outcome, alive, facts = Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), False, {}
         verdict = _COMPILE_VERDICTS.get(outcome.verdict, outcome.verdict)
-        message = outcome.message
+        outcome = replace(outcome, verdict=verdict)
         if verdict is Verdict.COMPILE_TIMEOUT:
             message = f"not compiled within {self._timeout_s:g} s"
-        return Compiled(config, replace(outcome, verdict=verdict, message=message)), False
+            outcome = replace(outcome, message=message)
+        elif self._is_of_memory(outcome):
+            gib = self._memory_bytes / (1 << 30)
+            message = f"{outcome.message}\nit may allocate {gib:g} GiB to compile one config"
+            outcome = replace(outcome, detail="memory", message=message.strip())
+            alive = False  # what is left of its memory would cost the next config, too
+        return Compiled(number, outcome, facts), alive
+
+    def _is_of_memory(self, outcome: Outcome) -> bool:
+        failed = outcome.verdict in (Verdict.COMPILE_ERROR, Verdict.COMPILE_CRASH)
+        said = f"{outcome.detail} {outcome.message} {outcome.stderr}"
+        return bool(self._memory_bytes and failed and _NO_MEMORY.search(said))

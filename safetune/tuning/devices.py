@@ -25,6 +25,9 @@ _OFFLINE = (
     "process launches what is chosen there"
 )
 
+#: A child whose server has gone is ended by the kernel, in about no time.
+_END_MS = 2000
+
 #: For each device, a pidfd of a child on it that SIGKILL did not end.
 _stuck: dict[int, int] = {}
 
@@ -110,7 +113,7 @@ def _has_stuck_child(index: int) -> bool:
         return False
     poll = select.poll()
     poll.register(handle, select.POLLIN)
-    if not poll.poll(0):
+    if not poll.poll(_END_MS):
         return True
     os.close(_stuck.pop(index))
     return False

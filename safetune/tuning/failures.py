@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from safetune.outcome import Outcome, Verdict
 
 _MAX_MESSAGE = 2000
@@ -14,7 +16,16 @@ def of_compile(error: BaseException) -> Outcome:
     verdict = (
         Verdict.OUT_OF_RESOURCES if isinstance(error, OutOfResources) else Verdict.COMPILE_ERROR
     )
-    return _outcome(verdict, error)
+    outcome = _outcome(verdict, error)
+    if _of_memory(error):  # which the compiler's own exception may not say
+        return replace(outcome, message=f"{outcome.message}\n{MemoryError.__name__}".strip())
+    return outcome
+
+
+def _of_memory(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def of_launch(error: BaseException) -> Outcome:

@@ -39,7 +39,16 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._output: IO[bytes] | None = None
+        self._ready = False
+        self._interpret: str | None = None
+        self._closed = False
         os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self.stop)
+
+    def start(self) -> None:
+        """Have the server come up while the caller does other things; what fails shows later."""
+        with self._lock, contextlib.suppress(WorkerUnavailable):
+            self._launched()
 
     def fork(self, pipe: socket.socket, output: IO[bytes]) -> int:
         """Fork a child that speaks on `pipe` and prints to `output`; return its pid.
@@ -57,6 +66,9 @@ class ForkServer:
         """Return the wait status of a child that has ended, or that is to be killed, with all that
         it started; None if it is stuck.
         """
+        with self._lock:
+            if self._control is None or self._owner != os.getpid():
+                return None  # its server is gone, and it with that
         try:
             status = self._request({"op": "reap", "pid": pid, "kill": kill})["status"]
         except WorkerUnavailable:
@@ -65,13 +77,21 @@ class ForkServer:
 
     def stop(self) -> None:
         """End the server and with it every child."""
+        started = self._process
+        if started is not None and self._owner == os.getpid() and started.returncode is None:
+            process.kill_group(started.pid)  # ends the wait of a thread that has the lock
         with self._lock:
             self._discard()
+
+    def close(self) -> None:
+        """End the server for good: this process is ending, and no tuning may start another."""
+        self._closed = True
+        self.stop()
 
     def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
         with self._lock:
             for attempt in (1, 2):
-                control = self._running()
+                control = self._running(anew=header["op"] == "fork")
                 try:
                     wire.send(control, header, fds=fds, timeout_s=_ANSWER_S)
                     return wire.receive(control, _ANSWER_S)[0]
@@ -82,9 +102,32 @@ class ForkServer:
                         raise WorkerUnavailable(f"the fork server is gone: {error}") from error
         raise AssertionError("unreachable")
 
-    def _running(self) -> socket.socket:
+    def _running(self, anew: bool) -> socket.socket:
+        """Return the control socket of a server that is up.
+
+        With `anew`, one that was started under another TRITON_INTERPRET is replaced: that decides,
+        when Triton is imported, what its own library of kernels is.
+        """
+        if anew and self._control is not None and self._interpret != _interpret():
+            self._discard()
+        control = self._launched()
+        if not self._ready:
+            try:
+                wire.receive(control, _START_S)
+            except (OSError, EOFError, wire.ProtocolError) as error:
+                tail = tail_of(self._output)
+                self._discard()
+                raise WorkerUnavailable(
+                    f"the tuning process did not come up ({error}); it said: {tail or 'nothing'}"
+                ) from error
+            self._ready = True
+        return control
+
+    def _launched(self) -> socket.socket:
         if self._owner == os.getpid() and self._control is not None:
             return self._control
+        if self._closed:
+            raise WorkerUnavailable("no tuning process is started: this process is ending")
         ours, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         command = [
@@ -113,15 +156,7 @@ class ForkServer:
         finally:
             theirs.close()
         self._owner, self._control = os.getpid(), ours
-        atexit.register(self.stop)
-        try:
-            wire.receive(ours, _START_S)
-        except (OSError, EOFError, wire.ProtocolError) as error:
-            tail = tail_of(self._output)
-            self._discard()
-            raise WorkerUnavailable(
-                f"the tuning process did not come up ({error}); it said: {tail or 'nothing'}"
-            ) from error
+        self._ready, self._interpret = False, _interpret()
         return ours
 
     def _discard(self) -> None:
@@ -140,6 +175,36 @@ class ForkServer:
         if self._control is not None:
             self._control.close()
         self._control = self._process = None
+
+
+server = ForkServer(("triton", "torch", "safetune.tuning.child", "safetune.tuning.session"))
+#: Importing torch takes seconds, and nothing that compiles needs it.
+compile_server = ForkServer(
+    ("triton.compiler", "safetune.tuning.child", "safetune.tuning.compilation")
+)
+
+
+def start_servers(compiling: bool) -> None:
+    """Start what children are forked from, at the same moment, and wait for nothing."""
+    if compiling:
+        compile_server.start()
+    server.start()
+
+
+def stop_servers() -> None:
+    """End both servers, and with them every child."""
+    compile_server.stop()
+    server.stop()
+
+
+def close_servers() -> None:
+    """End both servers for good, as this process is ending."""
+    compile_server.close()
+    server.close()
+
+
+def _interpret() -> str | None:
+    return os.environ.get("TRITON_INTERPRET")
 
 
 def tail_of(output: IO[bytes] | None, start: int = 0, limit: int = 2000) -> str:

@@ -40,11 +40,13 @@ class Limits:
         compile_timeout_s: for one config's compilation.
         run_timeout_s: for one config's launches, all of them together.
         fresh_process: a new measuring child for every config.
+        compile_memory_bytes: what a compile child, and each process that it starts, may allocate.
     """
 
     compile_timeout_s: float = 300.0
     run_timeout_s: float = 30.0
     fresh_process: bool = False
+    compile_memory_bytes: int = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,13 @@ class Call:
     def named(self) -> dict[str, Any]:
         """Return the arguments by name, with the caller's values."""
         return {**dict(zip(self.arg_names, self.args, strict=False)), **self.kwargs}
+
+    def pinned(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments as the compiled kernel gets them."""
+        pins = self.pins
+        named = zip(self.arg_names, self.args, strict=False)
+        args = tuple(pins.get(name, value) for name, value in named)
+        return args, {name: pins.get(name, value) for name, value in self.kwargs.items()}
 
 
 @dataclass(frozen=True)

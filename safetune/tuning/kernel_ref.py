@@ -23,16 +23,17 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import torch
 import triton.language
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune.errors import KernelNotTransferable
 from safetune.kernel_source import is_foreign
+
+if TYPE_CHECKING:
+    import torch
 
 
 def pack(
@@ -129,7 +130,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._tensors = tensors
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
+        if not _is_tensor(obj):
             return None
         if self._tensors is None:
             raise KernelNotTransferable(
@@ -140,7 +141,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         state: tuple[Any, ...]
-        if isinstance(obj, InterpretedFunction):
+        if _is_interpreted(obj):
             source = _source_lines(obj.fn)
             names = {**_languages(obj.fn), **_signature_globals(obj.fn, source)}
             state = (obj.fn, dict(obj.kwargs), source, None, names)
@@ -160,6 +161,16 @@ class _Unpacker(pickle.Unpickler):
 
     def persistent_load(self, number: Any) -> torch.Tensor:
         return self._tensors[number]
+
+
+def _is_tensor(obj: Any) -> bool:
+    torch = sys.modules.get("torch")  # a compile child has none, and imports none for this
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _is_interpreted(obj: Any) -> bool:
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    return interpreter is not None and isinstance(obj, interpreter.InterpretedFunction)
 
 
 def _jit_options(jit: JITCallable) -> dict[str, Any]:

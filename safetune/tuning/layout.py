@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+#: The types in which every float of the kernel languages is kept, and whose copies torch can fill.
+FLOATS = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+)
+
 #: torch's CUDA allocator aligns to 512; more than any instruction asks for.
 ALIGNMENT = 512
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from safetune.errors import NotReproducible
+from safetune.errors import NoMemory, NotReproducible
 from safetune.tuning.cuda_driver import relaxed_capture
 
 #: What a child needs on a device beside tensors: its context with the libraries' code, and the
@@ -41,7 +41,8 @@ def check_host(needed: int, arguments: Mapping[str, int]) -> None:
 def check_device(
     index: int, size: int, arguments: Mapping[str, int], drop_idle: Callable[[int], None]
 ) -> None:
-    """Raise `NotReproducible` where a device cannot hold `size` bytes of arguments once more.
+    """Raise where a device cannot hold `size` bytes of arguments once more: `NoMemory` now, or
+    `NotReproducible` ever.
 
     Where written arguments would not fit a third time, what is kept without need is released: the
     idle child of an earlier tuning, by `drop_idle`, then the caching allocator's unused blocks.
@@ -56,8 +57,12 @@ def check_device(
         with contextlib.suppress(RuntimeError), relaxed_capture(), torch.cuda.device(index):
             torch.cuda.empty_cache()
         free = _device_free(index)
-    if free < size + CONTEXT:
-        raise too_large(f"memory on cuda:{index}", size + CONTEXT, free, arguments)
+    needed = size + CONTEXT
+    if free < needed:
+        error = too_large(f"memory on cuda:{index}", needed, free, arguments)
+        if needed > torch.cuda.get_device_properties(index).total_memory:
+            raise error
+        raise NoMemory(str(error), needed)
 
 
 def too_large(

@@ -115,13 +115,8 @@ class _Launch:
     ) -> None:
         options = config.all_kwargs()
         named = {**call.named(), **options}
-        pinned_args = tuple(
-            call.pins.get(name, value)
-            for name, value in zip(call.arg_names, call.args, strict=False)
-        )
-        pinned_kwargs = {name: call.pins.get(name, value) for name, value in call.kwargs.items()}
         self._run: Callable[..., object] = call.kernel.run
-        self._args = pinned_args
+        self._args, pinned_kwargs = call.pinned()
         self._kwargs = {**pinned_kwargs, **options, "grid": tuple(grid), "warmup": False}
         self._named = named
         self._hooks = call.hooks

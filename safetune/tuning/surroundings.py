@@ -8,20 +8,28 @@ from typing import Any
 
 from safetune.tuning import devices, process
 
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 
-def start_job(gpu_blind: bool) -> dict[str, Any]:
-    """The job that puts a child where this process is now: environment, paths, Triton's knobs."""
+
+def start_job(gpu_blind: bool, memory_bytes: int = 0) -> dict[str, Any]:
+    """Return the job that puts a child where this process is now: environment,
+    paths, arguments of the program, Triton's knobs.
+
+    `memory_bytes` limits what the child, and each process that it starts, may allocate; 0 does not.
+    """
     environment = process.child_environment()
     if gpu_blind:
-        environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="")
+        environment.update(_NO_GPU)
     else:
         environment.update(devices.child_visibility())
     return {
         "op": "start",
         "environment": environment,
         "path": [path or os.getcwd() for path in sys.path],
+        "argv": [str(argument) for argument in getattr(sys, "argv", [])],
         "directory": os.getcwd(),
         "knobs": _knobs(),
+        "memory_bytes": memory_bytes,
     }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from triton.runtime.autotuner import Config
@@ -69,15 +68,18 @@ def tune(
     store: Store,
     observe: Observer = lambda progress: None,
     on_grid_read: Callable[[set[str]], None] = lambda names: None,
+    bench: LaunchBench | None = None,
 ) -> TuningResult:
     """Measure what has not been measured for this key, choose, and store both.
+
+    `bench` is one made from the request earlier, when the caller's tensors were what they were.
 
     Raises:
         NoWorkingConfig: every config failed; no choice is stored.
         KernelNotTransferable: the call cannot be rebuilt in a child.
         WorkerUnavailable: no child can be started.
     """
-    return _Tuning(request, store, observe, on_grid_read).run()
+    return _Tuning(request, store, observe, on_grid_read, bench).run()
 
 
 class _Tuning:
@@ -89,8 +91,10 @@ class _Tuning:
         store: Store,
         observe: Observer,
         on_grid_read: Callable[[set[str]], None],
+        bench: LaunchBench | None,
     ) -> None:
         self._request = request
+        self._bench = bench
         self._store = store
         self._observe = observe
         self._on_grid_read = on_grid_read
@@ -148,18 +152,19 @@ class _Tuning:
 
     def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
         device = self._request.call.index
-        with device_lock(device), LaunchBench(self._request, self._on_grid_read) as bench:
+        with (
+            device_lock(device),
+            self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
+        ):
             self._marks = bench.marks
-            with self._clock("measure"):
-                self._screen(bench, new)
-                no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
-                if no_memory:  # what others held is free now
-                    bench.replace()
-                    self._screen(bench, no_memory)
-                self._judge(bench, new, incumbent)
-            with self._clock("finals"):
-                self._race(bench, new, incumbent)
-            self._phases.update(bench.phases)
+            self._screen(bench, new)
+            no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
+            if no_memory:  # what others held is free now
+                bench.replace()
+                self._screen(bench, no_memory)
+            self._judge(bench, new, incumbent)
+            self._race(bench, new, incumbent)
+            self._phases = bench.phases
 
     def _screen(self, bench: LaunchBench, configs: Sequence[int]) -> None:
         """Run configs as they are compiled: each is examined and gets a first time."""
@@ -203,7 +208,10 @@ class _Tuning:
         def measure(index: int, budget: Budget) -> Outcome:
             self._announce(index, "final")
             self._measured.add(index)
-            return bench.measure(index, budget)[0]
+            outcome, known = bench.measure(index, budget)[0], self._outcomes[index]
+            marks = tuple(dict.fromkeys((*known.marks, *outcome.marks)))
+            self._outcomes[index] = replace(known, marks=marks)
+            return outcome
 
         short = bench.interpreted or self._request.call.hooks.do_bench is not None
         screened = {index: timings[index] for index in racers}
@@ -240,12 +248,6 @@ class _Tuning:
                 total=self._total,
             )
         )
-
-    @contextmanager
-    def _clock(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def _budget(self) -> Budget:
         best = min((timing.median_ms for timing in self._timings().values()), default=None)

@@ -23,7 +23,7 @@ _MAX_FDS = 4
 
 #: A Ctrl-C that comes just before a wait, or to another thread, does not end that wait; Python
 #: looks for it after this long.
-_SIGNAL_S = 1.0
+SIGNAL_S = 1.0
 
 
 class ProtocolError(Exception):
@@ -63,9 +63,9 @@ def receive(
     `ended` is a pidfd of the sender: a copy that it forked may hold the pipe open after its end.
 
     Raises:
-        EOFError: the other end closed, or ended, before a whole frame had come.
+        EOFError: the other end closed before a frame began, or ended.
         TimeoutError: no whole frame within `timeout_s`.
-        ProtocolError: the bytes are not a frame.
+        ProtocolError: the bytes are not a frame, or the other end closed in the middle of one.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     poll = select.poll()
@@ -92,6 +92,7 @@ class _Source:
         self._sock = sock
         self._poll = poll
         self._deadline = deadline
+        self._received = 0
         self.fds: list[int] = []
 
     def read(self, size: int) -> bytes:
@@ -100,8 +101,11 @@ class _Source:
             self._wait()
             data, new_fds, _, _ = socket.recv_fds(self._sock, min(size, 1 << 20), _MAX_FDS)
             self.fds.extend(new_fds)
+            if not data and self._received:
+                raise ProtocolError(f"the pipe closed after {self._received} bytes of a frame")
             if not data:
                 raise EOFError("the other end closed the pipe")
+            self._received += len(data)
             parts.append(data)
             size -= len(data)
         return b"".join(parts)
@@ -109,8 +113,8 @@ class _Source:
     def _wait(self) -> None:
         ready: list[tuple[int, int]] = []
         while not ready:
-            left = _SIGNAL_S if self._deadline is None else self._deadline - time.monotonic()
-            ready = self._poll.poll(max(0.0, min(left, _SIGNAL_S)) * 1000)
+            left = SIGNAL_S if self._deadline is None else self._deadline - time.monotonic()
+            ready = self._poll.poll(max(0.0, min(left, SIGNAL_S)) * 1000)
             if not ready and left <= 0:
                 raise TimeoutError("no answer in time")
         if all(fd != self._sock.fileno() for fd, _ in ready):

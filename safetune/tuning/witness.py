@@ -104,6 +104,9 @@ class Witness:
         start = time.perf_counter()
         self._run(launch)
         slow = time.perf_counter() - start > _SLOW_S
+        if not self._written and not slow:
+            self._probe(launch)
+            self._run(launch)
         unowned = tuple(self._names_in(block) for block in self._arguments.unowned())
         self._check_expected()
         group, founded, difference = self._find(groups), None, ""
@@ -133,6 +136,14 @@ class Witness:
         launch()
         self.check_guards()
         self._written = self._arguments.find_written()
+
+    def _probe(self, launch: Callable[[], object]) -> None:
+        """Find the outputs that already hold what a launch writes, as after an earlier call."""
+        self._arguments.restore()
+        probes = [] if self._atomics else self._arguments.plant(self._compared)
+        launch()
+        self.check_guards()
+        self._arguments.gather(probes)
 
     def _is_stale(self, launch: Callable[[], object], group: Group) -> bool:
         """Whether overwriting the float outputs before the launch changes the result.

@@ -1,16 +1,13 @@
-"""The parent's view of its children: ask one, outlive it, replace it."""
+"""The measuring child of one call, and the children that one tuning leaves to the next."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import socket
-import tempfile
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -19,147 +16,27 @@ from safetune.outcome import CLEAN, Outcome, Verdict
 from safetune.tuning import devices, process, wire
 from safetune.tuning.answers import reply_outcome
 from safetune.tuning.child import IDLE_EXIT_S
+from safetune.tuning.child_process import START_S, Child, ChildFailed
 from safetune.tuning.evidence import Evidence, Group, evidence_of
-from safetune.tuning.fork_server import ForkServer, tail_of
+from safetune.tuning.fork_server import compile_server
+from safetune.tuning.idle import IdleChildren
 from safetune.tuning.surroundings import start_job
 
-#: A measuring child idle for longer is replaced, not reused: it may be on its way out.
-REUSE_S = IDLE_EXIT_S / 2
-_START_S = 60.0
+#: A child that leaves within so long is not used again: it may be on its way out.
+_MARGIN_S = 1.0
+#: A compile child holds no GPU memory, so it may stay longer than a measuring child.
+COMPILER_IDLE_EXIT_S = 6.0
+_COMPILER = "compiler"
 
-server = ForkServer(("triton", "torch", "safetune.tuning.child", "safetune.tuning.session"))
-
-
-class ChildFailed(Exception):
-    """A child that did not answer: it died, hung or spoke nonsense. It is gone when this rises.
-
-    Attributes:
-        outcome: what that says of the job it was doing.
-    """
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.label)
-        self.outcome = outcome
-
-
-class Child:
-    """One forked process and the private pipe to it.
-
-    Args:
-        device: the one it uses, which is out of use while the child is killed but has not ended.
-
-    Raises:
-        WorkerUnavailable: it cannot be started.
-    """
-
-    def __init__(self, gpu_blind: bool, device: int | None = None) -> None:
-        self._device = device
-        self.pipe, theirs = socket.socketpair()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        self._mark = 0
-        self._jobs: deque[int] = deque()
-        self._last_job = 0
-        self._pidfd: int | None = None
-        try:
-            self.pid = server.fork(theirs, self._output)
-        except WorkerUnavailable:
-            self._close()
-            raise
-        finally:
-            theirs.close()
-        self._alive = True
-        with contextlib.suppress(OSError):  # it may have ended, which the pipe then tells
-            self._pidfd = os.pidfd_open(self.pid)
-        try:
-            self.ask(start_job(gpu_blind), timeout_s=_START_S)
-        except ChildFailed as failure:
-            raise WorkerUnavailable(
-                f"a tuning process ended before its first job: {failure.outcome.label} "
-                f"{failure.outcome.stderr}"
-            ) from failure
-
-    def tell(
-        self,
-        job: dict[str, Any],
-        blob: bytes = b"",
-        fds: tuple[int, ...] = (),
-        timeout_s: float = _START_S,
-    ) -> None:
-        """Send a job; a child that is gone shows when its answer is read."""
-        self._mark = os.fstat(self._output.fileno()).st_size
-        self._last_job += 1
-        self._jobs.append(self._last_job)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            wire.send(self.pipe, {**job, "job": self._last_job}, blob, fds=fds, timeout_s=timeout_s)
-
-    def answer(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-        """Return the answer to the first job not answered yet; raises `ChildFailed` without one."""
-        try:
-            reply, blob, _ = wire.receive(self.pipe, timeout_s, self._pidfd)
-            if reply.get("job") != self._jobs.popleft():
-                raise wire.ProtocolError(f"an answer to no job: {str(reply)[:80]}")
-        except TimeoutError:
-            raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None
-        except (EOFError, ConnectionResetError):
-            raise self._failed(Verdict.DIED, "") from None
-        except wire.ProtocolError as error:
-            raise self._failed(Verdict.PROTOCOL_ERROR, str(error)) from None
-        return reply, blob
-
-    def ask(
-        self, job: dict[str, Any], blob: bytes = b"", fds: tuple[int, ...] = (), *, timeout_s: float
-    ) -> tuple[dict[str, Any], bytes]:
-        """Send a job and return its answer; raises `ChildFailed`."""
-        try:
-            self.tell(job, blob, fds, timeout_s)
-        except TimeoutError:
-            raise self._failed(Verdict.TIMEOUT, f"took no job within {timeout_s:g} s") from None
-        return self.answer(timeout_s)
-
-    def kill(self) -> int | None:
-        """End the child and all that it started; return its wait status."""
-        if not self._alive:
-            return None
-        self._close()
-        return self._kill()
-
-    def _kill(self) -> int | None:
-        status = server.reap(self.pid, kill=True)
-        if status is None and self._device is not None:
-            devices.note_stuck(self._device, self.pid)
-        return status
-
-    def _failed(self, verdict: Verdict, message: str) -> ChildFailed:
-        stderr = tail_of(self._output, self._mark)
-        detail = ""
-        if verdict is Verdict.DIED:
-            # Its pipe closed by itself; killing it now would mask the cause.
-            self._close()
-            status = server.reap(self.pid, kill=False)
-            if status is None:
-                self._kill()
-            detail = process.describe_exit(status)
-            message = message or f"the process ended with {detail}"
-        else:
-            self.kill()
-        return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
-
-    def abandon(self) -> None:
-        """Let go of the pipe; the child ends when it sees that."""
-        if self._alive:
-            self._close()
-
-    def _close(self) -> None:
-        self._alive = False
-        self.pipe.close()
-        self._output.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+_idle = IdleChildren()
 
 
 class MeasuringChild:
-    """The measuring child of one call on one device, replaced whenever a config spoils it."""
+    """The measuring child of one call on one device, replaced whenever a config spoils it.
+
+    Attributes:
+        compilations: how many configs it had to compile itself, as the disk cache had them not.
+    """
 
     def __init__(
         self,
@@ -174,8 +51,38 @@ class MeasuringChild:
         self._fds = fds
         self._timeout_s = run_timeout_s
         self._child: Child | None = None
+        self._coming: Future[Child] | None = None
         self._index = int(header["index"])
         self._fresh = fresh
+        self.compilations = 0
+
+    def begin(self) -> None:
+        """Have the child come up while others compile; the first job waits for it."""
+        coming: Future[Child] = Future()
+        # The tuning may be over, and its files closed, before this is.
+        fds = tuple(os.dup(fd) for fd in self._fds)
+
+        def prepare() -> None:
+            try:
+                coming.set_result(self._prepared(fds))
+            except BaseException as error:
+                coming.set_exception(error)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+        thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be had; the first job does it
+            for fd in fds:
+                os.close(fd)
+        else:
+            self._coming = coming
+
+    def wait(self) -> None:
+        """Return when the child is ready for a job; raises `WorkerUnavailable`."""
+        self._ready()
 
     def resolve(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, or why that cannot be told."""
@@ -204,23 +111,31 @@ class MeasuringChild:
 
     def replace(self) -> None:
         """Use a fresh child from here on."""
+        if self._coming is not None:
+            self._coming.add_done_callback(_kill_unwanted)
+            self._coming = None
         if self._child is not None:
             self._child.kill()
             self._child = None
 
     def release(self) -> None:
         """Leave the child to the next tuning on this device, or to end by itself."""
-        if self._child is not None:
-            with contextlib.suppress(ChildFailed):
-                self._child.ask({"op": "release"}, timeout_s=self._timeout_s)
-                _keep(self._index, self._child)
-            self._child = None
+        if self._child is None:
+            self.replace()
+            return
+        with contextlib.suppress(ChildFailed):
+            self._child.ask({"op": "release"}, timeout_s=self._timeout_s)
+            _idle.keep(
+                _measures_on(self._index), self._child, for_s=IDLE_EXIT_S - _MARGIN_S, most=1
+            )
+        self._child = None
 
     def _ask(self, job: dict[str, Any]) -> tuple[Outcome, dict[str, Any], bytes]:
         child = self._ready()
         try:
             reply, blob = child.ask(job, timeout_s=self._timeout_s)
             outcome = reply_outcome(reply)
+            self.compilations += _count_of(reply)
         except ChildFailed as failure:
             self._child = None
             return failure.outcome, {}, b""
@@ -232,15 +147,18 @@ class MeasuringChild:
         return outcome, reply, blob
 
     def _ready(self) -> Child:
-        if self._child is not None:
-            return self._child
+        if self._child is None:
+            coming, self._coming = self._coming, None
+            self._child = self._prepared(self._fds) if coming is None else coming.result()
+        return self._child
+
+    def _prepared(self, fds: tuple[int, ...]) -> Child:
         devices.check(self._index)
-        idle = None if self._fresh else _take(self._index)
-        child = idle or Child(gpu_blind=self._index < 0, device=self._index)
+        left = None if self._fresh else self._left()
+        child = left or Child(gpu_blind=self._index < 0, device=self._index)
+        timeout_s = max(START_S, self._timeout_s)
         try:
-            reply, _ = child.ask(
-                self._header, self._blob, self._fds, timeout_s=max(_START_S, self._timeout_s)
-            )
+            reply, _ = child.ask(self._header, self._blob, fds, timeout_s=timeout_s)
         except ChildFailed as failure:
             raise WorkerUnavailable(
                 f"a tuning process could not rebuild the call: {failure.outcome.label} "
@@ -251,45 +169,60 @@ class MeasuringChild:
             raise WorkerUnavailable(
                 f"a tuning process could not rebuild the call: {reply['error']}"
             )
-        self._child = child
+        return child
+
+    def _left(self) -> Child | None:
+        """The child that the last tuning on this device has left, in our surroundings."""
+        child = _idle.take(_measures_on(self._index))
+        if child is not None:
+            try:
+                child.ask(start_job(gpu_blind=self._index < 0), timeout_s=START_S)
+            except ChildFailed:
+                return None
         return child
 
 
-_idle: dict[int, tuple[int, float, Child]] = {}
-_idle_lock = threading.Lock()
+def _measures_on(index: int) -> str:
+    return f"measures on {index}"
 
 
-def _keep(index: int, child: Child) -> None:
-    with _idle_lock:
-        previous = _idle.pop(index, None)
-        _idle[index] = (os.getpid(), time.monotonic(), child)
-    if previous is not None:
-        previous[2].kill()
+def _kill_unwanted(coming: Future[Child]) -> None:
+    if coming.exception() is None:
+        coming.result().kill()
 
 
-def _take(index: int) -> Child | None:
-    with _idle_lock:
-        entry = _idle.pop(index, None)
-    if entry is None or entry[0] != os.getpid():
-        return None
-    if time.monotonic() - entry[1] > REUSE_S:
-        entry[2].kill()
-        return None
+def _count_of(reply: dict[str, Any]) -> int:
     try:
-        entry[2].ask(start_job(gpu_blind=index < 0), timeout_s=_START_S)
-    except ChildFailed:
-        return None
-    return entry[2]
+        return int(reply["compilations"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise wire.ProtocolError(f"not a count of compilations: {str(reply)[:80]}") from error
+
+
+def release_compiler(child: Child) -> None:
+    """Leave a compile child to the next tuning; its answer to that is not waited for."""
+    child.tell({"op": "release", "idle_s": COMPILER_IDLE_EXIT_S})
+    _idle.keep(_COMPILER, child, for_s=COMPILER_IDLE_EXIT_S - _MARGIN_S, most=process.usable_cpus())
+
+
+def compiler() -> tuple[Child, bool]:
+    """Return a compile child that waits for a `start` job, and whether an earlier tuning left it.
+
+    Raises:
+        WorkerUnavailable: none can be started.
+    """
+    child = _idle.take(_COMPILER)
+    if child is not None:
+        return child, True
+    return Child(gpu_blind=True, forks=compile_server, started=False), False
 
 
 def drop_idle(index: int) -> None:
     """End the idle child of a device now, so that its memory is free when this returns."""
-    if (child := _take(index)) is not None:
+    child = _idle.take(_measures_on(index))
+    if child is not None:
         child.kill()
 
 
 @atexit.register
 def _drop_idle() -> None:
-    for _, _, child in _idle.values():
-        child.abandon()
-    _idle.clear()
+    _idle.drop()

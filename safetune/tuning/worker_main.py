@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from typing import Any, NoReturn
 
 from safetune.tuning import process, wire
@@ -30,10 +31,25 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     parent = int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hashing = threading.Thread(target=_hash_triton)
     for module in json.loads(sys.argv[3]):
         importlib.import_module(module)
+        if hashing.ident is None and os.environ.get("TRITON_INTERPRET") != "1":
+            hashing.start()
+    if hashing.ident is not None:
+        hashing.join()  # before the first fork, which would copy a lock that it holds
     wire.send(control, {"ready": True})
     _Server(control, parent).serve()
+
+
+def _hash_triton() -> None:
+    """Have Triton hash its own files, beside the imports: or each child would, before its first
+    compile or look into the disk cache, and that takes half a second.
+    """
+    with contextlib.suppress(Exception):
+        from triton.runtime import cache
+
+        cache.triton_key()
 
 
 class _Server:
@@ -59,11 +75,12 @@ class _Server:
                 self._end()
             if events:
                 self._answer()
+                self._collect()
 
     def _answer(self) -> None:
         try:
             request, _, fds = wire.receive(self._control)
-        except (EOFError, OSError):
+        except (EOFError, OSError, wire.ProtocolError):
             self._end()
         if request["op"] == "fork":
             reply = self._fork(fds)
@@ -87,10 +104,10 @@ class _Server:
     def _collect(self) -> None:
         """Wait for the children that have left by themselves."""
         for pid in list(self._children):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                process.kill_group(pid)  # what it had started, while its number is still its own
                 self._children.discard(pid)
-                self._ended[pid] = status
+                self._ended[pid] = os.waitpid(pid, 0)[1]
 
     def _reap(self, pid: int, kill: bool) -> dict[str, Any]:
         """Wait for a child that is ending; bounded, for one stuck in a driver call may not end."""

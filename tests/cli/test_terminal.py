@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safetune.cli.tables import milliseconds
+from safetune.progress import milliseconds
 
 DEADLINE_S = 90.0
 

@@ -74,14 +74,7 @@ def test_what_is_set_after_torch_has_listed_its_devices_changes_nothing(
     assert seen["trials"] == [seen["uuids"] * 2]
 
 
-@pytest.fixture
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-
-
 @pytest.mark.two_gpus
-@pytest.mark.usefixtures("two_gpus")
 class TestTwoCards:
     @pytest.mark.fault("other-device")
     @pytest.mark.parametrize("where", ["current", "other"])

@@ -36,7 +36,7 @@ def operands(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def next_tuning_works(
-    kernels: Any, operands: Any, context_answers: Any, trials: Trials
+    kernels: Any, operands: Any, context_answers: Any, trials: Trials, harmless: Any
 ) -> Callable[[], None]:
     """A function that tunes another kernel and checks its result and the context."""
 
@@ -50,6 +50,7 @@ def next_tuning_works(
         assert torch.equal(out, x + y)
         assert [trial.verdict for trial in trials()[before:]] == ["ok", "ok"]
         context_answers()
+        harmless.check_nothing_is_left()
 
     return check
 
@@ -64,6 +65,7 @@ def test_triton_autotune_is_poisoned_by_an_illegal_store(fresh_process: Any, scr
     assert all("illegal memory access" in error for error in report["later"].values()), report
 
 
+@pytest.mark.fault("illegal-address")
 def test_an_illegal_store_does_not_reach_the_caller(
     kernels: Any,
     operands: Any,
@@ -93,6 +95,7 @@ def test_an_illegal_store_does_not_reach_the_caller(
     next_tuning_works()
 
 
+@pytest.mark.fault("illegal-address")
 def test_only_illegal_configs_raise_and_leave_the_context(
     kernels: Any, operands: Any, context_answers: Any, next_tuning_works: Any
 ) -> None:
@@ -104,6 +107,7 @@ def test_only_illegal_configs_raise_and_leave_the_context(
     next_tuning_works()
 
 
+@pytest.mark.fault("endless-loop")
 def test_a_hang_is_a_timeout(
     kernels: Any, operands: Any, trials: Trials, next_tuning_works: Callable[[], None]
 ) -> None:
@@ -124,6 +128,7 @@ def test_a_hang_is_a_timeout(
     next_tuning_works()
 
 
+@pytest.mark.fault("no-shared-memory")
 def test_too_much_shared_memory_is_out_of_resources(
     kernels: Any, device: str, trials: Trials, next_tuning_works: Callable[[], None]
 ) -> None:
@@ -146,6 +151,7 @@ def test_too_much_shared_memory_is_out_of_resources(
     next_tuning_works()
 
 
+@pytest.mark.fault("segfault")
 def test_a_segfault_in_a_hook_is_a_death(
     kernels: Any, operands: Any, trials: Trials, next_tuning_works: Callable[[], None]
 ) -> None:

@@ -163,6 +163,21 @@ def answer_nonsense() -> None:
         os.write(fd, struct.pack("!IQ", len(text), 0) + text)
 
 
+def answer_by_half() -> None:
+    """Half of an answer, and then it closes the pipe and goes on."""
+    for fd in pipes():
+        os.write(fd, struct.pack("!IQ", 100, 0) + b'{"verdict": "ok", ')
+    close_everything()
+    while True:
+        signal.pause()
+
+
+def leave_with_half_a_prefix() -> None:
+    for fd in pipes():
+        os.write(fd, b"\0\0\0")
+    os._exit(0)
+
+
 def close_everything() -> None:
     os.closerange(3, 1024)
 
@@ -205,7 +220,43 @@ FAULTS = {
     "text in the pipe": Fault(write_text, "protocol_error"),
     "no object": Fault(answer_no_object, "protocol_error", message="not a JSON object"),
     "nonsense": Fault(answer_nonsense, "protocol_error", message="splendid"),
+    "half a message": Fault(
+        answer_by_half, "protocol_error", message="closed after 30 bytes of a frame"
+    ),
+    "half a prefix": Fault(
+        leave_with_half_a_prefix, "protocol_error", message="closed after 3 bytes of a frame"
+    ),
 }
+
+#: The row of tests/faults/rows.py that each belongs to, where it has one.
+ROWS = {
+    "segfault": "segfault",
+    "abort": "abort",
+    "kill": "sigkill",
+    "exit 0": "exit-zero",
+    "shouting": "megabytes-printed",
+    "closed descriptors": "no-message",
+    "exception": "launch-exception",
+    "unprintable": "launch-exception",
+    "sys.exit": "launch-exception",
+    "unpicklable": "unpicklable-exception",
+    "hang": "endless-loop",
+    "hang with the GIL": "endless-loop",
+    "garbage": "garbage-message",
+    "text in the pipe": "garbage-message",
+    "no object": "garbage-message",
+    "nonsense": "garbage-message",
+    "half a message": "half-message",
+    "half a prefix": "half-message",
+}
+
+
+def cases(*names: str) -> list[Any]:
+    """Return test parameters, marked with the rows that they test."""
+    return [
+        pytest.param(name, marks=[pytest.mark.fault(ROWS[name])] if name in ROWS else [], id=name)
+        for name in names
+    ]
 
 
 @dataclass
@@ -275,19 +326,9 @@ def check(
         assert processes.gone(int(grandchild[1]))
 
 
-def next_tuning_works(caller: Caller, records: Any) -> None:
-    configs = [triton.Config({"BLOCK": block}) for block in (GOOD, ALSO_GOOD)]
-    kernel = safetune(configs=configs, key=["n"])(step_kernel)
-    before = len(records.trials())
-    x, n = torch.zeros(N // 2), N // 2
-    kernel[grid](x, caller.y, n)
-    assert torch.equal(x, caller.y[:n])
-    assert [trial.label for trial in records.trials()[before:]] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize("name", [*FAULTS])
+@pytest.mark.parametrize("name", cases(*FAULTS))
 def test_a_misbehaving_hook_costs_its_config(
-    name: str, caller: Caller, records: Any, log: Any, processes: Any
+    name: str, caller: Caller, records: Any, log: Any, processes: Any, harmless: Any
 ) -> None:
     configs = [
         triton.Config({"BLOCK": block}, pre_hook=hook_of(log, name if block == BAD else None))
@@ -302,12 +343,14 @@ def test_a_misbehaving_hook_costs_its_config(
     assert not processes.exists(tried[0])
     mine = [block for pid, block in log.lines() if pid == os.getpid()]
     assert mine == [str(kernel.best_config.kwargs["BLOCK"])], "only the choice runs here, once"
-    next_tuning_works(caller, records)
+    harmless.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("name", ["segfault", "exit 0", "exception", "sys.exit", "hang", "garbage"])
+@pytest.mark.parametrize(
+    "name", cases("segfault", "exit 0", "exception", "sys.exit", "hang", "garbage")
+)
 def test_a_misbehaving_kernel_costs_its_config(
-    name: str, caller: Caller, records: Any, processes: Any
+    name: str, caller: Caller, records: Any, processes: Any, harmless: Any
 ) -> None:
     configs = [
         triton.Config({"BLOCK": block, "FAULT": name if block == BAD else None})
@@ -319,9 +362,10 @@ def test_a_misbehaving_kernel_costs_its_config(
         fault = Fault(fault.act, fault.label, "InterpreterError")
 
     check(caller, lambda: kernel[grid](caller.x, caller.y, N), records, fault, processes)
-    next_tuning_works(caller, records)
+    harmless.check_nothing_is_left()
 
 
+@pytest.mark.fault("megabytes-printed")
 def test_what_a_config_prints_does_not_reach_the_caller(
     caller: Caller, records: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,7 +423,7 @@ def test_an_answer_too_many_is_not_taken_for_the_next_config(
 
 @pytest.mark.parametrize("isolation", ["worker", "config"])
 def test_all_failing_raises_a_table_and_stores_no_choice(
-    isolation: str, caller: Caller, records: Any, log: Any, processes: Any
+    isolation: str, caller: Caller, records: Any, log: Any, processes: Any, harmless: Any
 ) -> None:
     names = {16: "segfault", 32: "exception", 64: "exit 0", 128: "hang", 256: "garbage"}
     configs = [
@@ -416,11 +460,11 @@ def test_all_failing_raises_a_table_and_stores_no_choice(
     assert log.lines() == launched, "what failed is known, and is not tried a second time"
     assert again.value.measured == 0
     assert str(again.value).splitlines()[1:] == table
-    next_tuning_works(caller, records)
+    harmless.check_nothing_is_left()
 
 
 def test_a_config_that_kills_the_fork_server(
-    caller: Caller, records: Any, processes: Any, no_idle_child: None
+    caller: Caller, records: Any, processes: Any, harmless: Any, no_idle_child: None
 ) -> None:
     """It takes its own process with it. The other configs are measured under another server."""
 
@@ -447,10 +491,13 @@ def test_a_config_that_kills_the_fork_server(
     assert labels == {GOOD: "ok", ALSO_GOOD: "ok"}
     assert len(processes.servers()) == 1
     assert not set(processes.servers()) & before
-    next_tuning_works(caller, records)
+    harmless.check_nothing_is_left()
 
 
-def test_a_fault_after_many_good_launches(caller: Caller, records: Any, log: Any) -> None:
+@pytest.mark.fault("late-fault")
+def test_a_fault_after_many_good_launches(
+    caller: Caller, records: Any, log: Any, harmless: Any
+) -> None:
     """It passes its first launches and dies while it is being timed."""
     write = log.writer()
     path = str(log.path)
@@ -473,6 +520,32 @@ def test_a_fault_after_many_good_launches(caller: Caller, records: Any, log: Any
     assert torch.equal(caller.x, expected)
     assert records.labels() == {GOOD: "ok", BAD: "died(SIGSEGV)"}
     assert len(log.lines()) == 5
+    harmless.check_nothing_is_left()
+
+
+@pytest.mark.fault("invalid-time")
+@pytest.mark.parametrize("time_ms", [float("nan"), 0.0, -1.0, float("inf")])
+def test_a_time_that_is_none(time_ms: float, caller: Caller, log: Any, harmless: Any) -> None:
+    """A user's do_bench may say anything; the config that it says it of is out, though first."""
+    path = str(log.path)
+
+    def measured(launch: Callable[[], object], quantiles: Any) -> list[float]:
+        launch()
+        with open(path) as file:
+            last = file.readlines()[-1].split()[-1]
+        return [time_ms if last == str(BAD) else 5.0] * 3
+
+    configs = [
+        triton.Config({"BLOCK": block}, pre_hook=hook_of(log, None)) for block in (BAD, GOOD)
+    ]
+    kernel = safetune(configs=configs, key=["n"], do_bench=measured)(step_kernel)
+
+    trials = harmless.check(
+        lambda: kernel[grid](caller.x, caller.y, N),
+        {BAD: "invalid_time", GOOD: "ok"},
+        after={"x": (caller.x, caller.x + caller.y), "y": (caller.y, caller.y.clone())},
+    )
+    assert str(time_ms) in trials[BAD].message
 
 
 def test_configs_before_and_after_a_death_start_from_the_same_bits(

@@ -453,9 +453,9 @@ class TestAddresses:
 
     def test_no_child_is_asked(self, processes: Any) -> None:
         """It is found before: a new process would start a server for the first child."""
-        from safetune.tuning import worker
+        from safetune.tuning import fork_server
 
-        worker.server.stop()
+        fork_server.server.stop()
         kernel = safetune(configs=blocks(16, 32), key=["n"])(address_kernel)
         src, dst = torch.randn(N), torch.zeros(N)
         with pytest.warns(UserWarning, match="not tuned"):
@@ -550,6 +550,7 @@ print(kernel.configs_timings and "tuned", os.listdir("/dev/shm"))
 """
 
 
+@pytest.mark.fault("small-dev-shm")
 def test_a_small_dev_shm_is_enough(records: Any, tmp_path: Path) -> None:
     """The tensors of 100 MB travel in a memory file, which is in no mounted file system."""
     unshare = shutil.which("unshare")

@@ -210,3 +210,16 @@ print(lookup.find("key").config_digest, lookup.store.choice("key").config_digest
         tmp_path,
     )
     assert output == "c1 c2\n"
+
+
+def test_kin_in_memory_are_found_too_and_a_broken_store_has_none(guarded, records, caplog):
+    guarded.put_key(records.key("stored"))
+    guarded.put_choice(records.choice(key="stored"))
+    refuse_writes(guarded)
+    guarded.put_key(records.key("kept"))
+    guarded.put_choice(records.choice(key="kept"))
+    assert [kin.choice.key for kin in guarded.kin("kernel", "device")] == ["stored", "kept"]
+    connection = sqlite3.connect(guarded.path)
+    connection.executescript("DROP TABLE choice")
+    connection.close()
+    assert [kin.choice.key for kin in guarded.kin("kernel", "device")] == ["kept"]

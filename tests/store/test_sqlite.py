@@ -257,3 +257,25 @@ def test_a_cold_lookup_is_fast(store, records):
         best_ms = min(best_ms, (time.perf_counter() - start) * 1e3)
         opened.close()
     assert best_ms < 3
+
+
+def test_kin_are_the_current_choices_of_one_kernel_on_one_device(store, records):
+    for digest, changes in (
+        ("a", {}),
+        ("b", {"call": {"values": [["N", 2048]], "dtypes": [], "options": []}}),
+        ("untuned", {}),
+        ("kernel", {"kernel_digest": "another"}),
+        ("device", {"device_digest": "another"}),
+    ):
+        store.put_key(records.key(digest, **changes))
+        if digest != "untuned":
+            store.put_choice(records.choice("c1", key=digest))
+    store.put_choice(records.choice("c2", key="b", generation=2))
+
+    first, second = store.kin("kernel", "device")
+
+    assert (first.choice, second.choice.config_digest) == (records.choice("c1", key="a"), "c2")
+    assert first.call == records.key().call
+    assert second.call["values"] == [["N", 2048]]
+    assert first.toolchain == records.key().toolchain
+    assert store.kin("kernel", "nowhere") == []

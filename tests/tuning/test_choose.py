@@ -32,11 +32,30 @@ def test_only_new_configs_challenge_an_incumbent():
     assert choose.finalists(timings, new=[2], incumbent=0) == [0, 2]
 
 
-def test_a_race_is_over_when_one_wins_every_round():
-    slow, fast = [timing(1.1), timing(1.2)], [timing(1.0), timing(1.1)]
-    assert choose.clear({0: slow, 1: fast})
-    assert not choose.clear({0: [timing(1.0), timing(1.2)], 1: [timing(1.1), timing(1.1)]})
-    assert not choose.clear({0: slow[:1], 1: fast[:1]})
+def rounds(*medians: float) -> list[Timing]:
+    return [timing(median) for median in medians]
+
+
+def test_a_race_is_over_when_every_rival_is_beaten():
+    fast = rounds(1.00, 1.10, 1.05, 1.02)
+    slow = rounds(1.05, 1.16, 1.10, 1.07)
+    assert choose.beaten({0: slow, 1: fast}) == {0}
+    assert choose.clear({0: slow, 1: fast}), "the clock drifted by 10%, for both"
+    assert not choose.clear({0: slow[:3], 1: fast[:3]}), "too few rounds"
+
+
+def test_a_race_goes_on_while_the_noise_is_larger_than_the_difference():
+    noisy = rounds(1.0, 1.1, 1.0, 1.1)
+    other = rounds(1.06, 1.02, 1.08, 1.03)
+    assert choose.beaten({0: noisy, 1: other}) == set()
+    assert not choose.clear({0: noisy, 1: other})
+
+
+def test_a_race_is_over_between_equals():
+    one = rounds(1.000, 1.001, 1.000, 1.001)
+    other = rounds(1.001, 1.001, 1.001, 1.001)
+    assert choose.beaten({0: one, 1: other}) == set()
+    assert choose.clear({0: one, 1: other})
 
 
 @given(st.dictionaries(st.integers(0, 30), st.floats(1e-3, 1e3), min_size=1))

@@ -123,3 +123,13 @@ def test_a_checksum_sees_a_swap_of_rows() -> None:
     swapped = rows[[1, 0, 2]].contiguous()
     assert checksums([swapped.view(-1).view(torch.uint8)]) != before
     assert checksums([rows.clone().view(-1).view(torch.uint8)]) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu])
+def test_types_that_torch_hardly_knows_are_compared_by_their_bits(dtype: torch.dtype) -> None:
+    one = torch.arange(1, 65, dtype=torch.uint8).view(dtype)
+    other = one.clone()
+    assert same(other, one)
+    other.view(torch.uint8)[17] += 3
+    assert not same(other, one)
+    assert compare.spread(other, one) > 0

@@ -42,11 +42,21 @@ def test_file_descriptors_travel_with_the_frame(pipe, tmp_path):
     os.close(fd)
 
 
-def test_half_a_frame_is_an_end_not_a_message(pipe):
+@pytest.mark.parametrize("size", [1, 12, 15, 22])
+def test_half_a_frame_is_no_frame(pipe, size):
     ours, theirs = pipe
-    whole = wire._PREFIX.pack(10, 0) + b'{"a": 1}  '
-    ours.sendall(whole[:15])
+    whole = wire._PREFIX.pack(10, 3) + b'{"a": 1}  ' + b"bytes"
+    ours.sendall(whole[:size])
     ours.close()
+    with pytest.raises(wire.ProtocolError, match=f"closed after {size} bytes"):
+        wire.receive(theirs, 10)
+
+
+def test_an_end_between_frames_is_an_end(pipe):
+    ours, theirs = pipe
+    wire.send(ours, {})
+    ours.close()
+    assert wire.receive(theirs, 10)[0] == {}
     with pytest.raises(EOFError):
         wire.receive(theirs, 10)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,11 +22,15 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
+from safetune.errors import WorkerUnavailable
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import kernel_ref, worker
+from safetune.tuning import kernel_ref
+from safetune.tuning.child_process import Child, ChildFailed
+from safetune.tuning.fork_server import compile_server, server, start_servers, stop_servers
 from safetune.tuning.jobs import Call, Hooks
 from safetune.tuning.snapshot import Snapshot
-from safetune.tuning.worker import Child, ChildFailed, MeasuringChild
+from safetune.tuning.surroundings import start_job
+from safetune.tuning.worker import MeasuringChild
 
 BUDGET = {"estimate_launches": 2, "time_ms": 0.0, "max_launches": 4}
 
@@ -63,7 +69,7 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     header = {
         "index": -1,
         "grids": [(1,)] * len(hooks),
-        "arguments": snapshot.header(),
+        "arguments": {**snapshot.header(), "absent": {}},
         "atomics": False,
     }
     witness = os.memfd_create("results")
@@ -100,6 +106,37 @@ def writer(path: Path) -> Callable[[Any], None]:
     return hook
 
 
+class Dies:
+    """A kernel that ends its process when it is rebuilt: pipe first, last words, then the end."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (DIES,)
+
+
+class Notes:
+    """A kernel that writes down the program's arguments when it is rebuilt."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (f"import sys; open({self._path!r}, 'w').write(repr(sys.argv))",)
+
+
+DIES = """
+import os, time
+for name in os.listdir("/proc/self/fd"):
+    try:
+        if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            os.close(int(name))
+    except OSError:
+        pass  # the folder's own
+time.sleep(0.5)
+os.write(2, b"the last words")
+os._exit(3)
+"""
+
+
 class TestAChild:
     def test_that_is_killed_says_so_once(self, child: Child) -> None:
         assert os.WTERMSIG(child.kill() or 0) == signal.SIGKILL
@@ -126,7 +163,7 @@ class TestAChild:
         """A blob larger than the socket's buffer, and nobody who reads it."""
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ChildFailed) as caught:
-            child.ask({"op": "compile", "kernel_size": 0}, bytes(1 << 24), timeout_s=0.2)
+            child.ask({"op": "compile"}, bytes(1 << 24), timeout_s=0.2)
         assert caught.value.outcome.verdict is Verdict.TIMEOUT
         assert "0.2 s" in caught.value.outcome.message
         assert ended(child.pid)
@@ -138,11 +175,20 @@ class TestAChild:
     def test_answers_in_order(self, child: Child) -> None:
         """Two jobs at once, as the compile pool sends them."""
         child.tell({"op": "release"})
-        child.tell({"op": "compile", "kernel_size": 3}, b"not a pickle")
+        child.tell({"op": "compile"}, b"of no kernel")
         assert child.answer(60)[0]["ok"]
         reply, _ = child.answer(60)
         assert reply["verdict"] == "compile_error"
-        assert reply["detail"] == "UnpicklingError"
+        assert reply["detail"] == "EOFError"
+
+    def test_that_ends_has_its_last_words_heard(self, child: Child) -> None:
+        """Written after it closed its pipe, which is when its parent knows that it is ending."""
+        child.ask(start_job(gpu_blind=True), pickle.dumps(Dies()), timeout_s=60)
+        with pytest.raises(ChildFailed) as caught:
+            child.ask({"op": "compile"}, timeout_s=60)
+        outcome = caught.value.outcome
+        assert outcome.stderr == "the last words"
+        assert outcome.detail == "exit code 3"
 
     def test_without_a_call_says_so(self, child: Child) -> None:
         reply, _ = child.ask({"op": "measure", "config": 0, "budget": BUDGET}, timeout_s=60)
@@ -151,6 +197,17 @@ class TestAChild:
     def test_reads_nothing_from_our_standard_input(self, child: Child) -> None:
         assert os.readlink(f"/proc/{child.pid}/fd/0") == os.devnull
         assert os.readlink(f"/proc/{child.pid}/fd/1") == os.readlink(f"/proc/{child.pid}/fd/2")
+
+    def test_has_the_arguments_of_the_program(
+        self, child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As they are at each start, and not the server's own."""
+        seen = tmp_path / "seen"
+        for argv in (["train.py", "--depth", "3"], []):
+            monkeypatch.setattr(sys, "argv", argv)
+            child.ask(start_job(gpu_blind=True), pickle.dumps(Notes(str(seen))), timeout_s=60)
+            child.ask({"op": "compile"}, timeout_s=60)
+            assert seen.read_text() == repr(argv)
 
     def test_has_no_descriptor_of_ours(self, tmp_path: Path) -> None:
         """Neither a file that the caller has open, nor the pipe of another child."""
@@ -295,10 +352,74 @@ def test_children_are_started_from_many_threads(tmp_path: Path) -> None:
 
 
 def test_a_server_that_was_stopped_starts_again(child: Child) -> None:
-    worker.server.stop()
+    server.stop()
     assert ended(child.pid), "no child outlives its server"
     other = Child(gpu_blind=True)
     try:
         assert other.ask({"op": "release"}, timeout_s=60)[0]["ok"]
     finally:
         other.kill()
+
+
+def test_a_server_of_the_other_kind_is_replaced(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's own library is interpreted or not, as TRITON_INTERPRET said at its import."""
+    old = interprets(child)
+    monkeypatch.setenv("TRITON_INTERPRET", "0" if old == "1" else "1")
+    other = Child(gpu_blind=True)
+    try:
+        assert ended(child.pid), "its server is gone"
+        assert {old, interprets(other)} == {"0", "1"}
+    finally:
+        other.kill()
+
+
+def interprets(child: Child) -> str:
+    """Return what the child's server had for TRITON_INTERPRET when it imported Triton."""
+    parent = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1]
+    environment = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+    return next(v.partition(b"=")[2].decode() for v in environment if b"TRITON_INTERPRET=" in v)
+
+
+def test_both_servers_start_at_once_and_are_not_waited_for() -> None:
+    stop_servers()
+    begin = time.monotonic()
+    start_servers(compiling=True)
+    took_s = time.monotonic() - begin
+    assert compile_server._process is not None
+    assert server._process is not None
+    pids = compile_server._process.pid, server._process.pid
+    assert took_s < 1.0, "importing torch takes longer than that"
+    compiler = Child(gpu_blind=True, forks=compile_server)
+    measurer = Child(gpu_blind=True)
+    try:
+        assert (compile_server._process.pid, server._process.pid) == pids
+        assert compiler.ask({"op": "release"}, timeout_s=60)[0]["ok"]
+        assert measurer.ask({"op": "release"}, timeout_s=60)[0]["ok"]
+    finally:
+        compiler.kill()
+        measurer.kill()
+
+
+def test_a_server_is_stopped_while_another_thread_waits_for_it() -> None:
+    """As at the end of a program that was interrupted while torch was being imported."""
+    stop_servers()
+    server.start()
+    waiting = threading.Event()
+
+    def fork() -> str:
+        waiting.set()
+        try:
+            Child(gpu_blind=True).kill()
+        except WorkerUnavailable as error:
+            return str(error)
+        return "came up"
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(fork)
+        waiting.wait()
+        server.stop()
+        said = result.result(timeout=60)
+    assert said == "came up" or "did not come up" in said
+    server.stop()

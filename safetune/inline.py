@@ -1,0 +1,43 @@
+"""Tuning as triton.autotune does it: in this process, on the caller's tensors."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Config
+from triton.runtime.interpreter import InterpretedFunction
+
+from safetune import announce
+from safetune.kernel_source import base_function
+
+if TYPE_CHECKING:
+    from safetune.autotuner import Autotuner
+
+
+def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+    """Return the fastest config; nothing is stored."""
+    view = copy.copy(tuner)
+    view.nargs = named = dict(zip(tuner.arg_names, args, strict=False))
+    configs = view.prune_configs(kwargs)
+    if len(configs) == 1:
+        return configs[0]
+    if tuner.hooks.do_bench is None and isinstance(base_function(tuner.fn)[0], InterpretedFunction):
+        view.do_bench = _wall_clock
+    start = time.perf_counter()
+    timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
+    best = min(timings, key=lambda config: timings[config])
+    view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
+    key = announce.readable_key(tuner, {**named, **kwargs})
+    announce.report(tuner, key, best, timings, time.perf_counter() - start)
+    return best
+
+
+def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
+    """What stands in for Triton's `do_bench` in its interpreter, where that finds no device."""
+    from safetune.tuning.measure import Budget, Timer, measure
+
+    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
+    return [timing.median_ms, timing.p20_ms, timing.p80_ms]

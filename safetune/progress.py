@@ -1,0 +1,126 @@
+"""The live line of a tuning on a terminal: configs done and failed, the best so far."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from safetune.tuning.tuner import Observer
+    from safetune.tuning.tuner import Progress as Step
+
+#: A tuning that is over sooner shows nothing.
+DELAY_S = 2.0
+
+_showing = threading.Lock()
+
+
+class Line:
+    """One line on standard error for the tuning that runs; gone when it is stopped.
+
+    Args:
+        hidden: show nothing at all.
+        redirect: have what this process prints meanwhile appear above the line.
+    """
+
+    def __init__(self, hidden: bool = False, redirect: bool = True) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]} failed  {task.fields[best]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[config]}", markup=False),
+            console=Console(stderr=True),
+            transient=True,
+            disable=hidden,
+            redirect_stdout=redirect,
+            redirect_stderr=redirect,
+        )
+        self._task = self._bar.add_task("", total=None, failed=0, best="", config="")
+        self._failed: set[str] = set()
+        self._best_ms = float("inf")
+
+    def start(self) -> None:
+        """Show the line."""
+        self._bar.start()
+
+    def stop(self) -> None:
+        """Remove the line."""
+        self._bar.stop()
+
+    def begin(self, description: str) -> None:
+        """Start over, for another tuning."""
+        self._failed, self._best_ms = set(), float("inf")
+        self._bar.reset(
+            self._task, total=None, description=description, failed=0, best="", config=""
+        )
+
+    def observe(self, step: Step) -> None:
+        """Show a step of the tuning."""
+        from safetune.config import config_text  # the CLI formats times without Triton
+
+        config = config_text(step.config)
+        if step.outcome is not None and not step.outcome.ok:
+            self._failed.add(config)
+        if step.outcome is not None and step.outcome.timing is not None:
+            self._best_ms = min(self._best_ms, step.outcome.timing.median_ms)
+        self._bar.update(
+            self._task,
+            completed=step.done,
+            total=step.total,
+            failed=len(self._failed),
+            best=f"best {milliseconds(self._best_ms)}" if self._best_ms < float("inf") else "",
+            config=f"{step.stage}: {config}",
+        )
+
+
+@contextlib.contextmanager
+def late_line(kernel: str) -> Iterator[Observer]:
+    """Show a line for a tuning that takes longer than `DELAY_S`; one at a time in a process.
+
+    What the caller's program prints is left alone.
+    """
+    line = Line(redirect=False)
+    line.begin(f"safetune {kernel}")
+    ended = threading.Event()
+
+    def show() -> None:
+        if ended.wait(DELAY_S) or not _showing.acquire(blocking=False):
+            return
+        try:
+            line.start()
+            ended.wait()
+        finally:
+            line.stop()
+            _showing.release()
+
+    thread = threading.Thread(target=show, name="safetune-progress", daemon=True)
+    thread.start()
+    try:
+        yield line.observe
+    finally:
+        ended.set()
+        thread.join()
+
+
+def on_terminal() -> bool:
+    """Whether somebody watches standard error on a terminal that can move its cursor.
+
+    A notebook, a pipe and a file are none, whatever FORCE_COLOR says.
+    """
+    stderr = sys.stderr
+    if stderr is None or not hasattr(stderr, "isatty") or not stderr.isatty():
+        return False
+    console = Console(stderr=True)
+    return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+
+
+def milliseconds(value: float) -> str:
+    """Return a time with three significant digits and its unit."""
+    return f"{value:.3g} ms" if value >= 0.1 else f"{value * 1e3:.3g} us"

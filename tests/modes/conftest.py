@@ -1,0 +1,74 @@
+"""What the tests of modes share: a kernel, and a tuner whose swaps can be waited for."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from safetune import safetune
+
+#: For anything that should happen soon; far more than it takes on a loaded machine.
+SOON_S = 60.0
+
+
+@triton.jit
+def copy_kernel(dst, src, n, FLAG: tl.constexpr, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
+
+
+class Swaps(dict):
+    """A tuner's memory that tells of every write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: queue.Queue[Any] = queue.Queue()
+
+    def __setitem__(self, key: Any, config: Any) -> None:
+        super().__setitem__(key, config)
+        self._written.put(config)
+
+    def next(self) -> Any:
+        """Return the config that is written next, now or soon."""
+        return self._written.get(timeout=SOON_S)
+
+    @property
+    def idle(self) -> bool:
+        return self._written.empty()
+
+
+class Copies:
+    """A tuned copy kernel and ways to call it."""
+
+    def __init__(self, *hooks: Any, blocks: tuple[int, ...] = (), **options: Any) -> None:
+        blocks = blocks or tuple(16 << number for number in range(len(hooks)))
+        hooks = hooks or (None,) * len(blocks)
+        configs = [
+            triton.Config({"BLOCK": block}, pre_hook=hook)
+            for block, hook in zip(blocks, hooks, strict=True)
+        ]
+        options.setdefault("key", ["n"])
+        self.tuner = safetune(configs=configs, **options)(copy_kernel)
+        self.tuner.cache = self.swaps = Swaps()
+
+    def __call__(self, n: int = 100, flag: int = 0, grid: Any = None) -> int:
+        """Copy n elements, check the result, and return the BLOCK that did it."""
+        src = torch.arange(n, dtype=torch.float32)
+        dst = torch.zeros(n)
+        self.tuner[grid or (lambda meta: (triton.cdiv(n, meta["BLOCK"]),))](dst, src, n, FLAG=flag)
+        assert torch.equal(dst, src)
+        return self.block(self.tuner.best_config)
+
+    @staticmethod
+    def block(config: Any) -> int:
+        return config.kwargs["BLOCK"]
+
+
+@pytest.fixture
+def copies() -> type[Copies]:
+    return Copies
