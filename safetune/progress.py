@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: A tuning that is over sooner shows nothing.
 DELAY_S = 2.0
 
+#: What counts, the best time, the time that has passed and the gaps between them take.
+_COUNTS_WIDTH = 42
+
 _showing = threading.Lock()
 
 
@@ -45,6 +48,7 @@ class Line:
         self._task = self._bar.add_task("", total=None, failed=0, best="", config="")
         self._failed: set[str] = set()
         self._best_ms = float("inf")
+        self._description = ""
 
     def start(self) -> None:
         """Show the line."""
@@ -57,6 +61,7 @@ class Line:
     def begin(self, description: str) -> None:
         """Start over, for another tuning."""
         self._failed, self._best_ms = set(), float("inf")
+        self._description = description
         self._bar.reset(
             self._task, total=None, description=description, failed=0, best="", config=""
         )
@@ -65,6 +70,8 @@ class Line:
         """Show a step of the tuning."""
         from safetune.config import config_text  # the CLI formats times without Triton
 
+        # Where the line is too long it is the config that is cut, and not what stands before it.
+        room = max(0, self._bar.console.width - len(self._description) - _COUNTS_WIDTH)
         config = config_text(step.config)
         if step.outcome is not None and not step.outcome.ok:
             self._failed.add(config)
@@ -76,7 +83,7 @@ class Line:
             total=step.total,
             failed=len(self._failed),
             best=f"best {milliseconds(self._best_ms)}" if self._best_ms < float("inf") else "",
-            config=f"{step.stage}: {config}",
+            config=f"{step.stage}: {config}"[:room],
         )
 
 

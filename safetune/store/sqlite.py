@@ -43,8 +43,8 @@ _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND generation = ?"
 _TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation DESC"
 
-_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ?1 IS NULL OR key.name = ?1"
-_KEYS = f"{KEY.select} WHERE ?1 IS NULL OR name = ?1 ORDER BY name, rowid"
+_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ? IS NULL OR key.name = ?"
+_KEYS = f"{KEY.select} WHERE ? IS NULL OR name = ? ORDER BY name, rowid"
 _CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} ORDER BY choice.generation DESC"
 _TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
 _KIN = "key.kernel = ? AND key.device = ?"
@@ -180,7 +180,7 @@ class Store:
         """
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = _fetch(connection, _CHOICES, _name(kernel_name))
+            found = _fetch(connection, _CHOICES, *_name_twice(kernel_name))
         current: dict[str, ChoiceRecord] = {}
         for choice in self._valid(CHOICE, found, rows.choice_record):
             current.setdefault(choice.key, choice)
@@ -190,7 +190,7 @@ class Store:
         """Return each key of a kernel with its trials of all generations; raises `StoreError`."""
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = _fetch(connection, _TRIALS, rows.text(kernel_name))
+            found = _fetch(connection, _TRIALS, *_name_twice(kernel_name))
         trials: dict[str, list[TrialRecord]] = {}
         for trial in self._valid(TRIAL, found, rows.trial_record):
             trials.setdefault(trial.key, []).append(trial)
@@ -219,7 +219,7 @@ class Store:
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels = self._by_digest(connection, KERNEL)
         devices = self._by_digest(connection, DEVICE)
-        found = _fetch(connection, _KEYS, _name(kernel_name))
+        found = _fetch(connection, _KEYS, *_name_twice(kernel_name))
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
             for key in self._valid(KEY, found, KEY.unseal)
@@ -273,5 +273,7 @@ def _table(database: Database, table: Table) -> Any:
     return found
 
 
-def _name(kernel_name: str | None) -> str | None:
-    return None if kernel_name is None else rows.text(kernel_name)
+def _name_twice(kernel_name: str | None) -> tuple[str | None, str | None]:
+    """What fills `WHERE ? IS NULL OR name = ?`."""
+    name = None if kernel_name is None else rows.text(kernel_name)
+    return name, name

@@ -44,10 +44,12 @@ class Scale:
 
 
 def rms(tensor: torch.Tensor) -> float:
-    """Return the root mean square of a tensor's finite elements; 0 if it has none."""
+    """Return the root mean square of a float tensor's finite elements; 0 if it has none."""
     total, count = 0.0, 0
     for part in _slices(tensor):
         values = _real(part)
+        if not values.is_floating_point():
+            return 0.0
         values = values[torch.isfinite(values)]
         total += float(values.square().sum(dtype=torch.float64))
         count += values.numel()
@@ -62,6 +64,8 @@ def spread(one: torch.Tensor, other: torch.Tensor) -> float:
     largest = 0.0
     for mine, theirs in zip(_slices(one), _slices(other), strict=True):
         a, b = _real(mine), _real(theirs.to(mine.device))
+        if not a.is_floating_point():  # whose differences may be too large for their own type
+            a, b = a.double(), b.double()
         difference = torch.where(_same(a, b), torch.zeros_like(a), (a - b).abs())
         largest = max(largest, float(difference.nan_to_num(float("inf")).max()))
     return largest

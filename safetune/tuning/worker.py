@@ -24,8 +24,6 @@ from safetune.tuning.surroundings import start_job
 
 #: A child that leaves within so long is not used again: it may be on its way out.
 _MARGIN_S = 1.0
-#: A compile child holds no GPU memory, so it may stay longer than a measuring child.
-COMPILER_IDLE_EXIT_S = 6.0
 _COMPILER = "compiler"
 
 _idle = IdleChildren()
@@ -200,8 +198,8 @@ def _count_of(reply: dict[str, Any]) -> int:
 
 def release_compiler(child: Child) -> None:
     """Leave a compile child to the next tuning; its answer to that is not waited for."""
-    child.tell({"op": "release", "idle_s": COMPILER_IDLE_EXIT_S})
-    _idle.keep(_COMPILER, child, for_s=COMPILER_IDLE_EXIT_S - _MARGIN_S, most=process.usable_cpus())
+    child.tell({"op": "release", "idle_s": IDLE_EXIT_S})
+    _idle.keep(_COMPILER, child, for_s=IDLE_EXIT_S - _MARGIN_S, most=process.usable_cpus())
 
 
 def compiler() -> tuple[Child, bool]:

@@ -126,25 +126,3 @@ def test_no_memory_is_tried_again(harmless: Any, tmp_path: Path) -> None:
     )
     assert "out of memory" in trials[BAD].message.lower()
     assert os.path.exists(flag)
-
-
-@pytest.mark.fault("no-registers")
-def test_too_many_registers(kernels: Any, harmless: Any) -> None:
-    """1024 threads of more than 64 registers each are more than a multiprocessor has."""
-    size, depth = 128, 512
-    configs = [
-        triton.Config({"BK": 64}, num_warps=8, num_stages=2),
-        triton.Config({"BK": 128}, num_warps=32, num_stages=2, maxnreg=255),
-        triton.Config({"BK": 32}, num_warps=8, num_stages=2),
-    ]
-    kernel = safetune(configs=configs, key=["K"])(kernels.product_kernel)
-    a = torch.randn(size, depth, device="cuda").half()
-    b = torch.randn(depth, size, device="cuda").half()
-    c = torch.full((size, size), float("nan"), device="cuda")
-    harmless.check(
-        lambda: kernel[(1,)](a, b, c, depth, SIZE=size),
-        {64: "ok", 128: "out_of_resources", 32: "ok"},
-        by="BK",
-        after={"a": (a, a.clone()), "b": (b, b.clone())},
-    )
-    torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-3, atol=1e-1)

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import kernel_ref, worker
+from safetune.tuning.child import IDLE_EXIT_S
 from safetune.tuning.child_process import Child
 from safetune.tuning.compilation import pack_for_compiler
 from safetune.tuning.compile_pool import Compiled, CompilePool
@@ -443,7 +444,7 @@ class TestIdleChildren:
     def test_leave_when_nobody_needs_them(self, pool: Pool) -> None:
         pool.run({0: "ok"})
         assert not ended(*pool.pids(), within_s=0)
-        assert ended(*pool.pids(), within_s=worker.COMPILER_IDLE_EXIT_S + 10)
+        assert ended(*pool.pids(), within_s=IDLE_EXIT_S + 10)
 
     def test_die_with_their_server(self, pool: Pool) -> None:
         pool.run({0: "ok"})
