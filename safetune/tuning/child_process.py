@@ -134,8 +134,10 @@ class Child:
         """End the child and all that it started; return its wait status."""
         if not self._alive:
             return None
-        self._close()
-        return self._kill()
+        self._alive = False
+        status = self._kill()
+        self._close()  # not before: it would leave by itself when it sees that
+        return status
 
     def _kill(self) -> int | None:
         status = self._server.reap(self.pid, kill=True)

@@ -63,19 +63,28 @@ class _Server:
             # A worker process that the parent forked may hold a copy of its end of the control
             # socket; the pidfd tells of the parent's own end all the same.
             self._poll.register(os.pidfd_open(parent), select.POLLIN)
+        self._ends = os.pipe()
+        for end in self._ends:
+            os.set_blocking(end, False)
+        self._poll.register(self._ends[0], select.POLLIN)
 
     def serve(self) -> NoReturn:
+        # A child that leaves by itself is waited for at once, and not at the next request.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
         while True:
-            events = self._poll.poll(_IDLE_EXIT_S * 1000)
-            if not events:
-                self._collect()
-                if not self._children:
-                    self._end()
-            if any(fd != self._control.fileno() for fd, _ in events):
+            ready = {fd for fd, _ in self._poll.poll(_IDLE_EXIT_S * 1000)}
+            idle = not ready
+            if self._ends[0] in ready:
+                ready.discard(self._ends[0])
+                os.read(self._ends[0], 4096)
+            if ready - {self._control.fileno()}:
                 self._end()
-            if events:
+            if ready:
                 self._answer()
-                self._collect()
+            self._collect()
+            if idle and not self._children:
+                self._end()
 
     def _answer(self) -> None:
         try:
@@ -97,6 +106,10 @@ class _Server:
         except OSError as error:
             return {"error": str(error)}
         if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in self._ends:
+                os.close(end)
             _become_child(self._control, server, *fds)
         self._children.add(pid)
         return {"pid": pid}

@@ -54,6 +54,10 @@ class Trial:
         return f"died({self.detail})" if self.verdict == "died" else self.verdict
 
 
+#: A child that has ended is waited for within so long.
+REAPED_S = 2.0
+
+
 class Harmless:
     """Launches that tune while configs misbehave, and what is to hold after each of them."""
 
@@ -115,6 +119,9 @@ class Harmless:
         self._check_device()
         self._check_next_tuning()
         for server in _servers():
+            deadline = time.monotonic() + REAPED_S
+            while "Z" in _children(server).values() and time.monotonic() < deadline:
+                os.sched_yield()
             states = _children(server)
             assert [pid for pid, state in states.items() if state == "Z"] == [], "not reaped"
             assert [pid for child in states for pid in _children(child)] == [], "grandchildren"
