@@ -91,6 +91,9 @@ class Harmless:
         Returns:
             Each config's trial.
         """
+        if self._device == "cuda":  # what the first kernels of a process load stays
+            self._check_device()
+            self._check_next_tuning()
         before = self._memory()
         launch()
         for name, (tensor, bits) in (after or {}).items():
