@@ -93,7 +93,8 @@ class Harmless:
         """
         if self._device == "cuda":  # what the first kernels of a process load stays
             self._check_device()
-            self._check_next_tuning()
+            x = torch.arange(512, device=self._device)
+            next_kernel[(1,)](torch.zeros_like(x), x, 512, WIDTH=512)
         before = self._memory()
         launch()
         for name, (tensor, bits) in (after or {}).items():
