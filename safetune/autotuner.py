@@ -19,7 +19,7 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import call_form, scratch
-from safetune.config import check_configs, check_functions, check_names
+from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import base_function
 from safetune.phantom import KeyReport, classify
@@ -89,7 +89,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         check_names(name, arg_names, {**around, "scratch": scratch})
         check_functions(name, {"reference": reference, "inputs": inputs})
         self.limits = Limits(compile_timeout_s, run_timeout_s)
-        _check_limits(name, self.limits)
+        check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
         self.isolate(isolation)
         self.capture_miss = parse_optional(CaptureMissPolicy, "capture_miss", capture_miss)
         policy = parse_choice(PhantomPolicy, "phantom", phantom or Settings.current().phantom.value)
@@ -291,11 +291,3 @@ def kernel_name(fn: Any) -> str:
 def interpreted(fn: Any) -> bool:
     """Whether `fn` runs in Triton's interpreter, where Triton's own benchmarks find no device."""
     return isinstance(base_function(fn)[0], InterpretedFunction)
-
-
-def _check_limits(kernel: str, limits: Limits) -> None:
-    for name in ("compile_timeout_s", "run_timeout_s"):
-        value = getattr(limits, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number and 0 < value < float("inf")):
-            raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")

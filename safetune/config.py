@@ -134,3 +134,12 @@ def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
     for parameter, value in parameters.items():
         if value is not None and not callable(value):
             raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not a function")
+
+
+def check_seconds(kernel: str, limits: object, *names: str) -> None:
+    """Raise `InvalidSetting` for an attribute of `limits` that is no number of seconds over 0."""
+    for name in names:
+        value = getattr(limits, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and 0 < value < float("inf")):
+            raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from safetune import safetune
+from safetune import capture, safetune
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning import cuda_driver
@@ -102,6 +102,11 @@ class Driver:
             yield
         finally:
             self._thread.capture = 0
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_misses() -> None:
+    capture._misses.clear()
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
 import safetune
-from safetune import capture
 from safetune.integrations.graph import Unmasked, Watch
 from safetune.integrations.unloading import modules_stay_loaded
 from tests.integrations.conftest import copy_kernel
@@ -33,11 +32,6 @@ if TYPE_CHECKING:
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _no_earlier_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_misses", type(capture._misses)())
 
 
 class TestCounts:

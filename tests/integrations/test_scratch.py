@@ -132,6 +132,41 @@ class TestWhoseAllocator:
             _allocation._allocator.get()(12, 128, 0)
 
 
+@pytest.mark.internals
+def test_what_triton_s_own_launcher_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code, with a stand-in for the driver's launch."""
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.runtime import driver
+
+    launched: list[tuple[Any, ...]] = []
+    launcher = object.__new__(CudaLauncher)
+    vars(launcher).update(
+        launch=lambda *arguments: launched.append(arguments),
+        num_ctas=2,
+        global_scratch_size=384,
+        global_scratch_align=128,
+        profile_scratch_size=0,
+        profile_scratch_align=1,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+        gsan_enabled=False,
+        arg_annotations=None,
+        kernel_signature=None,
+    )
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(), raising=False)
+    arguments = (3, 5, 1, 0x51, 0xF, None, None, None, None)
+
+    with pytest.raises(RuntimeError, match="no allocator was set") as caught:
+        launcher(*arguments)
+    assert scratch.is_missing(caught.value)
+    assert launched == [], "nothing had run"
+
+    monkeypatch.setattr(scratch, "allocate", lambda *request: ("ours", *request))
+    scratch.launch(launcher, *arguments)
+    ((*passed,),) = launched
+    assert ("ours", 3 * 5 * 2 * 384, 128, 0x51) in passed
+
+
 class Needy:
     """A tuned kernel whose launch asks Triton for scratch, as a launcher on a GPU does.
 
