@@ -30,6 +30,7 @@ from safetune.tuning import cuda_driver
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
     from safetune.call_form import CallForm
+    from safetune.store.sqlite import Store
     from safetune.tuning.jobs import TuningRequest
 
 logger = logging.getLogger("safetune")
@@ -113,6 +114,8 @@ def resolve(
     Raises:
         CaptureMiss: there is no choice, and the policy is `error`.
     """
+    if Settings.current().mode not in (Mode.TUNE, Mode.BACKGROUND):
+        return miss.resolve(tuner, key, form, args, kwargs)  # which measures nothing either
     known = tuner.captured.get(key)
     if known is not None and known.capture == capture:
         return known.config  # a graph has one config for a key
@@ -123,9 +126,7 @@ def resolve(
 def _find(
     tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capture: int
 ) -> Config:
-    settings = Settings.current()
-    if settings.mode is Mode.OFF:
-        return tuner.adopt(key, tuner.configs[0])
+    settings, store = Settings.current(), None
     missed = miss.Miss(tuner, args, kwargs)
     request = missed.request()
     if len(request.configs) == 1:
@@ -137,7 +138,8 @@ def _find(
         stored = miss.stored(missed, request, lookup)
         if stored is not None:
             return tuner.adopt(key, stored)
-        config = fallback.fallback(request, lookup.store)
+        store = lookup.store
+        config = fallback.fallback(request, store)
     if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
         raise CaptureMiss(
             f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned while "
@@ -155,13 +157,19 @@ def _find(
         _memory_key=key,
     )
     tuner.captured[key] = captured
-    record(captured, request)
+    record(captured, missed, request, store)
     _tell(tuner, captured)
     return config
 
 
-def record(captured: CapturedMiss, request: TuningRequest) -> None:
-    """Keep a miss for the reports, and for offline tuning."""
+def record(
+    captured: CapturedMiss, missed: miss.Miss, request: TuningRequest, store: Store | None
+) -> None:
+    """Keep a miss for the reports, and for offline tuning.
+
+    A store of calls to tune offline belongs here: `missed` has the call, and `store` is where the
+    key's trials go, None for a kernel that has none.
+    """
     with _lock:
         _misses.append(captured)
     logger.info(

@@ -172,7 +172,7 @@ def test_an_error_leaves_the_capture_valid(
     assert not adds.out.any()
 
 
-def test_a_miss_in_backward(kernels: Any, trials: Callable[[], list[Any]]) -> None:
+def test_a_miss_in_backward(kernels: Any) -> None:
     """On autograd's thread, whose stream is the one that is captured."""
     adds = Adds(kernels)
     live = False

@@ -272,10 +272,17 @@ class TestTwoCards:
         assert torch.cuda.current_device() == 0
 
     def test_on_a_card_that_is_not_current(self) -> None:
-        """Triton launches on the current one, where the cards see each other's memory."""
+        """Triton launches on the current one, which sees the other's memory once torch says so."""
         tiles = Tiles(True, True)
-        torch.ones(1, device="cuda:1").to("cuda:0")  # has torch let them
-        tiles.check(device="cuda:1")
+        x = torch.randn(ROWS, COLUMNS, device="cuda:1", dtype=torch.float16)
+        y = torch.zeros_like(x)
+        x[:1].to("cuda:0").to("cuda:1")
+        torch.cuda.synchronize(1)
+        with scratch.observed() as sizes:
+            tiles.launch(x, y)
+        torch.cuda.synchronize(0)
+        assert len(sizes) == 1
+        assert torch.equal(y.cpu(), (x * 2).cpu())
 
 
 def _segment(address: int) -> dict[str, Any]:

@@ -123,7 +123,8 @@ class TestFallback:
             copy(100)
         (miss,) = capture.misses()
         for number in range(10_000):
-            capture.record(replace(miss, capture=number), SimpleNamespace(key="n=100"))
+            again = replace(miss, capture=number)
+            capture.record(again, SimpleNamespace(), SimpleNamespace(key=miss.key), None)
         assert len(capture.misses()) < 5000
         assert capture.misses()[-1].capture == 9999
 
