@@ -119,7 +119,7 @@ class Watch:
         if self._over.wait(self._watchdog_s):
             return
         logger.error(
-            "%s takes longer than %g s; what is being tuned meanwhile is given up. The stacks of "
+            "%s takes longer than %g s; what is being measured meanwhile is given up. The stacks of "
             "all threads:\n%s",
             self._name or "a capture",
             self._watchdog_s,
@@ -159,7 +159,7 @@ def graph(
     Args:
         name: of the graph, for warnings and reports.
         watchdog_s: when the capture takes longer, the stacks of all threads are logged and what is
-            being tuned is given up, once. None: never.
+            being measured is given up, once. None: never.
         cuda_graph, pool, stream, capture_error_mode, options: as for `torch.cuda.graph`.
 
     Raises:

@@ -15,7 +15,6 @@ import triton
 
 import safetune
 from safetune import CaptureMiss, capture
-from tests.gpu.raw_graph import RawGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -76,26 +75,25 @@ def _bench(launch: Any, quantiles: Any) -> list[float]:
     return [1000.0 / builtins.safetune_test_block] * 3
 
 
-def _captures() -> dict[str, Any]:
-    """The ways to capture: (context, its replay) of each."""
+CAPTURES = (*(f"torch-{mode}" for mode in MODES), "side-stream", *(f"raw-{m}" for m in MODES))
 
-    def of_torch(**options: Any) -> Any:
+
+@pytest.fixture
+def begun(raw_graph: Any) -> Callable[[str], tuple[Any, Callable[[], None]]]:
+    """A function that returns, for one of CAPTURES, a context that captures, and its replay."""
+
+    def begin(way: str) -> tuple[Any, Callable[[], None]]:
+        kind, _, mode = way.partition("-")
+        if kind == "raw":
+            raw = raw_graph(torch.cuda.Stream(), mode)
+            return raw, raw.replay
+        options = (
+            {"stream": torch.cuda.Stream()} if kind == "side" else {"capture_error_mode": mode}
+        )
         graph = torch.cuda.CUDAGraph()
         return torch.cuda.graph(graph, **options), graph.replay
 
-    def raw(mode: str) -> Any:
-        graph = RawGraph(torch.cuda.Stream(), mode)
-        return graph, graph.replay
-
-    ways: dict[str, Any] = {
-        f"torch-{mode}": lambda mode=mode: of_torch(capture_error_mode=mode) for mode in MODES
-    }
-    ways["side-stream"] = lambda: of_torch(stream=torch.cuda.Stream())
-    ways |= {f"raw-{mode}": lambda mode=mode: raw(mode) for mode in MODES}
-    return ways
-
-
-CAPTURES = _captures()
+    return begin
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +103,7 @@ def _no_earlier_misses() -> None:
 
 @pytest.mark.parametrize("way", CAPTURES)
 def test_a_hit_only_launches(
-    kernels: Any, way: str, monkeypatch: pytest.MonkeyPatch, parent: Any
+    kernels: Any, begun: Any, way: str, monkeypatch: pytest.MonkeyPatch, parent: Any
 ) -> None:
     adds = Adds(kernels)
     adds.launch()
@@ -117,7 +115,7 @@ def test_a_hit_only_launches(
     monkeypatch.setattr(type(adds.tuner), "_miss", never)
     compiled, loaded = len(parent.compiled), len(parent.loaded)
     allocated = torch.cuda.memory_allocated()
-    context, replay = CAPTURES[way]()
+    context, replay = begun(way)
     with context:
         adds.launch()
         assert torch.cuda.memory_allocated() == allocated
@@ -127,11 +125,15 @@ def test_a_hit_only_launches(
 
 @pytest.mark.parametrize("way", CAPTURES)
 def test_a_miss_is_captured_with_the_fallback(
-    kernels: Any, way: str, trials: Callable[[], list[Any]], tunings: Callable[[], list[str]]
+    kernels: Any,
+    begun: Any,
+    way: str,
+    trials: Callable[[], list[Any]],
+    tunings: Callable[[], list[str]],
 ) -> None:
     """Compiled and loaded on the spot. The next call that is not captured tunes."""
     adds = Adds(kernels)
-    context, replay = CAPTURES[way]()
+    context, replay = begun(way)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with context:
@@ -155,14 +157,14 @@ def test_a_miss_is_captured_with_the_fallback(
 
 @pytest.mark.parametrize("way", ["torch-global", "raw-global"])
 def test_an_error_leaves_the_capture_valid(
-    kernels: Any, way: str, trials: Callable[[], list[Any]]
+    kernels: Any, begun: Any, way: str, trials: Callable[[], list[Any]]
 ) -> None:
     adds = Adds(kernels, capture_miss="error")
     ready = Adds(kernels, n=N + 1)
     ready.launch()
     torch.cuda.synchronize()
     before = len(trials())
-    context, replay = CAPTURES[way]()
+    context, replay = begun(way)
     with context:
         with pytest.raises(CaptureMiss, match=rf"add_kernel has no choice for n={N} .*prepare"):
             adds.launch()

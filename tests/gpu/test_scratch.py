@@ -15,7 +15,6 @@ from triton.runtime import _allocation
 
 import safetune
 from safetune import scratch
-from tests.gpu.raw_graph import RawGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -217,7 +216,7 @@ class TestUnderCapture:
         assert tuple(pool) == tuple(graph.pool())
 
     @pytest.mark.parametrize("kind", ["torch", "raw"])
-    def test_replays_after_others_took_and_freed_memory(self, kind: str) -> None:
+    def test_replays_after_others_took_and_freed_memory(self, kind: str, raw_graph: Any) -> None:
         tiles = Tiles(True, True)
         x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)
         y, z = torch.zeros_like(x), torch.zeros_like(x)
@@ -228,7 +227,7 @@ class TestUnderCapture:
             graph = torch.cuda.CUDAGraph()
             context: Any = torch.cuda.graph(graph)
         else:
-            graph = context = RawGraph(torch.cuda.Stream())
+            graph = context = raw_graph(torch.cuda.Stream())
         with context:
             tiles.launch(x, y)
             tiles.launch(y, z)

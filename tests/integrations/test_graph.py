@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 import safetune
 from safetune.integrations.graph import Unmasked, Watch
 from safetune.integrations.unloading import modules_stay_loaded
-from tests.integrations.conftest import copy_kernel
 
 if TYPE_CHECKING:
     from tests.integrations.conftest import Copies, Driver, Gate
@@ -241,19 +240,19 @@ class TestUnloading:
         triton_driver._active = before
 
     @staticmethod
-    def loaded(handle: int) -> Any:
+    def loaded(copies: type[Copies], handle: int) -> Any:
         """A kernel as Triton keeps it, compiled and, as far as it knows, on a device."""
-        jit = JITFunction(copy_kernel.fn)
+        jit = JITFunction(copies().tuner.base_fn)
         signature = {"dst": "*fp32", "src": "*fp32", "n": "i32", "BLOCK": "constexpr"}
         source = ASTSource(jit, signature, {"BLOCK": 16})
         kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
         kernel.module, kernel._module_pid = handle, os.getpid()
         return kernel
 
-    def test_a_kernel_collected_under_capture_stays(self, utils: Any) -> None:
+    def test_a_kernel_collected_under_capture_stays(self, copies: type[Copies], utils: Any) -> None:
         if not hasattr(triton.compiler.CompiledKernel, "__del__"):
             pytest.skip("this Triton never unloads a kernel")
-        first, second = self.loaded(1), self.loaded(2)
+        first, second = self.loaded(copies, 1), self.loaded(copies, 2)
         with modules_stay_loaded():
             del first
             gc.collect()
