@@ -119,8 +119,8 @@ class Watch:
         if self._over.wait(self._watchdog_s):
             return
         logger.error(
-            "%s takes longer than %g s; what is being measured meanwhile is given up. The stacks of "
-            "all threads:\n%s",
+            "%s takes longer than %g s; what is being measured meanwhile is given up. The stacks "
+            "of all threads:\n%s",
             self._name or "a capture",
             self._watchdog_s,
             stacks(),
