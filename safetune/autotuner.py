@@ -18,7 +18,7 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import call_form, scratch
+from safetune import call_form, inductor, scratch
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import base_function
@@ -111,6 +111,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
         self._remember_nothing()
+        # Torch traces what it finds under these names; `prune_configs` uses the user's own.
+        self._pruning = (self.early_config_prune, self.perf_model)
+        self.early_config_prune, self.perf_model = inductor.one_config(self), None
         _alive.add(self)
 
     def _remember_nothing(self) -> None:
@@ -149,6 +152,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             return self.fn.run(*args, **kwargs, **self._launch_options(config))
         except RuntimeError as error:
             if self.needs_scratch or not scratch.is_missing(error):
+                inductor.refuse_vmap(kernel_name(self.fn), args)
                 raise
             self.needs_scratch = True
             return scratch.launch(self.fn.run, *args, **kwargs, **self._launch_options(config))
@@ -195,13 +199,12 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
         """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
-        if not self.perf_model or not isinstance(self.configs_top_k, float):
-            return super().prune_configs(kwargs)
-        # Triton 3.6 takes a fraction of all the configs, and rounds it down to nothing.
         early, ranked = copy.copy(self), copy.copy(self)
+        early.early_config_prune, ranked.perf_model = self._pruning
         early.perf_model, ranked.early_config_prune = None, None
-        ranked.configs = early.prune_configs(kwargs)
-        if ranked.configs_top_k <= 1.0:
+        ranked.configs = triton_autotuner.Autotuner.prune_configs(early, kwargs)
+        # Triton 3.6 takes a fraction of all the configs, and rounds it down to nothing.
+        if isinstance(ranked.configs_top_k, float) and ranked.configs_top_k <= 1.0:
             ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
         return triton_autotuner.Autotuner.prune_configs(ranked, kwargs)
 
@@ -267,6 +270,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     ) -> Config:
         from safetune import capture, miss  # the store and the tuning wait for the first miss
 
+        inductor.refuse_vmap(kernel_name(self.fn), args)
         if (running := capture.under_way()) and not kwargs.get("warmup"):
             return capture.resolve(self, key, form, args, kwargs, running)
         with self._key_locks.setdefault(key, threading.Lock()):

@@ -73,6 +73,14 @@ class CaptureMiss(CaptureError):
     """
 
 
+class TracingError(SafetuneError, RuntimeError):
+    """A kernel reached a compiler or a transform that cannot carry it as it is."""
+
+
+class MissingChoice(TracingError):
+    """A key without a choice where nothing can be tuned: there are shapes, but no data."""
+
+
 class StoreError(SafetuneError):
     """The database cannot be opened, read or written."""
 

@@ -1,0 +1,316 @@
+"""What Dynamo and AOT autograd see of safetuned kernels; traced for a GPU that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from safetune import TracingError, inductor
+
+_spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
+assert _spec is not None
+assert _spec.loader is not None
+traced = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(traced)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.compile traces")
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    torch._dynamo.reset()
+    with traced.a_gpu_to_trace_for():
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Any:
+    return load(tmp_path / "scale.py", traced.SOURCE)
+
+
+def load(path: Path, text: str) -> Any:
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def scaling(tuner: Any, **kwargs: Any) -> Any:
+    def scale(src: torch.Tensor) -> torch.Tensor:
+        n = src.shape[0]
+        dst = torch.empty_like(src)
+        tuner[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](dst, src, n, **kwargs)
+        return dst
+
+    return scale
+
+
+def store(tuner: Any, choices: dict[int, int], **kwargs: Any) -> None:
+    """Have `choices` map n to the place of its config."""
+    for n, place in choices.items():
+        x = torch.zeros(n)
+        traced.choose(tuner, tuner.configs[place], x, x, n, **kwargs)
+
+
+def compiled(tuner: Any, *sizes: int, function: Any = None, **options: Any) -> Any:
+    graphs = traced.Graphs()
+    options.setdefault("fullgraph", True)
+    step = torch.compile(function or scaling(tuner), backend=graphs, **options)
+    for n in sizes:
+        step(torch.zeros(n))
+    return graphs
+
+
+def test_only_the_stored_choice_is_left(module: Any) -> None:
+    tuner = traced.kernel(module, restore_value=["dst"])
+    store(tuner, {1000: 1, 2000: 2})
+
+    assert compiled(tuner, 1000).blocks() == [[128]]
+    assert compiled(tuner, 2000, dynamic=False).blocks() == [[256]]
+
+
+def test_by_keyword_and_of_another_dtype(module: Any) -> None:
+    """The key is that of an eager launch: dtypes and launch options are in it."""
+    tuner = traced.kernel(module)
+    x = torch.zeros(64, dtype=torch.float16)
+    traced.choose(tuner, tuner.configs[2], dst=x, src=x, n=64, FACTOR=3)
+    graphs = traced.Graphs()
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def scale(src: torch.Tensor) -> torch.Tensor:
+        dst = torch.empty_like(src)
+        tuner[(1,)](dst=dst, src=src, n=64, FACTOR=3)
+        return dst
+
+    scale(x)
+    scale(x.float())
+
+    assert graphs.blocks() == [[256], [64]]
+
+
+def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
+    tuner = traced.kernel(module)
+    store(tuner, {100: 1, 1000: 1, 4096: 0, 100_000: 2, 200_000: 2})
+    sizes = [7, 50, 100, 777, 1500, 3000, 5000, 9999, 19_000, 21_000, 90_000, 10**6, 10**6 + 1]
+
+    graphs = compiled(tuner, *sizes, dynamic=True)
+
+    assert graphs.blocks() == [[128], [64], [256]]
+
+
+def test_the_nearest_choice_of_two_names(module: Any) -> None:
+    """Two values are unknown: each combination of regions has the nearest stored choice."""
+    text = traced.SOURCE.replace("n, BLOCK", "n, m, BLOCK").replace("offset < n", "offset < n + m")
+    tuner = traced.kernel(load(Path(module.__file__).with_name("two.py"), text), key=["n", "m"])
+    for n, m, place in ((16, 16, 0), (16, 4096, 1), (4096, 16, 1), (4096, 4096, 2)):
+        x = torch.zeros(n, m)
+        traced.choose(tuner, tuner.configs[place], x, x, n, m)
+    graphs = traced.Graphs()
+
+    @torch.compile(backend=graphs, fullgraph=True, dynamic=True)
+    def scale(src: torch.Tensor) -> torch.Tensor:
+        dst = torch.empty_like(src)
+        tuner[(1,)](dst, src, src.shape[0], src.shape[1])
+        return dst
+
+    for shape in ((16, 17), (18, 5000), (5000, 18), (6000, 7000), (20, 30), (9000, 9001)):
+        scale(torch.zeros(shape))
+
+    assert graphs.blocks() == [[64], [128], [128], [256]]
+
+
+def test_more_choices_than_dynamo_compiles(module: Any) -> None:
+    """Past `recompile_limit`, fullgraph=True would raise: neighbours share a graph instead."""
+    tuner = traced.kernel(module)
+    store(tuner, {2**power: power % 3 for power in range(4, 20)})
+
+    graphs = compiled(tuner, *(2**power + 1 for power in range(4, 20)), dynamic=True)
+
+    assert 1 < len(graphs.blocks()) <= 6
+
+
+def test_without_a_choice(module: Any) -> None:
+    """The fallback, one warning that says what to do, one graph for all sizes."""
+    tuner = traced.kernel(module)
+    with pytest.warns(UserWarning, match="scale_kernel has no choice.*safetune.prepare") as told:
+        graphs = compiled(tuner, 100, 200, 300, dynamic=True)
+
+    assert graphs.blocks() == [[64]]
+    assert len([each for each in told if "no choice" in str(each.message)]) == 1
+
+
+def test_the_nearest_key_serves_one_without_a_choice(module: Any) -> None:
+    tuner = traced.kernel(module)
+    store(tuner, {1000: 2})
+
+    assert compiled(tuner, 1200).blocks() == [[256]]
+
+
+def test_a_miss_is_handed_on(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(inductor, "missed", lambda call, config, store: seen.append(call))
+    tuner = traced.kernel(module)
+
+    compiled(tuner, 100)
+
+    assert [str(call.request.key) for call in seen] == ["n=100 (float32)"]
+
+
+def test_a_new_choice_is_seen_after_a_reset(module: Any) -> None:
+    tuner = traced.kernel(module)
+    store(tuner, {1000: 1})
+    assert compiled(tuner, 1000).blocks() == [[128]]
+    store(tuner, {1000: 2})
+    torch._dynamo.reset()
+
+    assert compiled(tuner, 1000).blocks() == [[256]]
+
+
+def test_pruned_configs_are_not_fallen_back_to(module: Any) -> None:
+    def only_large(configs: Any, named: Any, **kwargs: Any) -> Any:
+        return [config for config in configs if config.kwargs["BLOCK"] >= named["least"]]
+
+    text = traced.SOURCE.replace("n, BLOCK", "n, least, BLOCK")
+    module = load(Path(module.__file__).with_name("pruned.py"), text)
+    tuner = traced.kernel(module, prune_configs_by={"early_config_prune": only_large})
+    graphs = traced.Graphs()
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def scale(src: torch.Tensor) -> torch.Tensor:
+        dst = torch.empty_like(src)
+        tuner[(1,)](dst, src, 100, 100)
+        return dst
+
+    scale(torch.zeros(100))
+
+    assert graphs.blocks() == [[128]]
+
+
+def test_a_performance_model_stays_out_of_the_trace(module: Any) -> None:
+    """With `top_k` a fraction, torch would rank the one config left and keep none."""
+    model = {"perf_model": lambda **named: named["BLOCK"], "top_k": 0.5}
+    tuner = traced.kernel(module, prune_configs_by=model)
+    store(tuner, {100: 0})
+
+    assert compiled(tuner, 100).blocks() == [[64]]
+
+
+def test_heuristics_under_the_tuner(module: Any) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from safetune import safetune
+
+    def twice(named: Any) -> Any:
+        return named["BLOCK"] // 32
+
+    inner = triton.heuristics({"FACTOR": twice})(JITFunction(module.scale_kernel))
+    tuner = safetune(configs=traced.configs(), key=["n"])(inner)
+    store(tuner, {100: 1})
+
+    (kernel,) = compiled(tuner, 100).kernels()
+
+    assert [config.kwargs for config in kernel.configs] == [{"BLOCK": 128, "FACTOR": 4}]
+
+
+@pytest.mark.parametrize("lost", [{"num_ctas": 2}, {"maxnreg": 128}], ids=str)
+def test_what_inductor_cannot_carry(module: Any, lost: dict[str, int]) -> None:
+    configs = [*traced.configs(64, 128), *traced.configs(256, **lost)]
+    tuner = traced.kernel(module, configs=configs)
+    store(tuner, {100: 2})
+    name = next(iter(lost))
+
+    with pytest.warns(UserWarning, match=f"torch.compile loses .*{name}.*BLOCK=64.*instead"):
+        graphs = compiled(tuner, 100)
+
+    assert graphs.blocks() == [[64]]
+
+
+def test_no_config_that_inductor_can_carry(module: Any) -> None:
+    tuner = traced.kernel(module, configs=traced.configs(maxnreg=64))
+
+    with pytest.raises(Exception, match="torch.compile loses .*maxnreg.*custom_op"):
+        compiled(tuner, 100)
+
+
+def test_inference_mode_and_autocast(module: Any) -> None:
+    tuner = traced.kernel(module)
+    store(tuner, {100: 2})
+    with torch.inference_mode():
+        assert compiled(tuner, 100).blocks() == [[256]]
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compiled(tuner, 100).blocks() == [[256]]
+
+
+def test_vmap_is_refused(module: Any) -> None:
+    tuner = traced.kernel(module)
+    batched = torch.vmap(scaling(tuner))
+
+    with pytest.raises(TracingError, match="torch.vmap"):
+        batched(torch.zeros(3, 100))
+    with pytest.raises(Exception, match="TracingError: scale_kernel .*torch.vmap"):
+        compiled(tuner, 100, function=lambda x: batched(x.expand(3, 100)))
+
+
+def test_jax_tracing_a_tuner_is_refused(module: Any) -> None:
+    """jax-triton replaces the prune function, and would get every config."""
+    tuner = traced.kernel(module)
+    with pytest.raises(TracingError, match="jax.triton_call"):
+        tuner.early_config_prune(tuner.configs, {"n": 100})
+
+
+def test_triton_op(module: Any) -> None:
+    """Neither Dynamo nor the cache of AOT autograd look into one: the caches' tag has the choice."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    tuner = traced.kernel(module)
+    store(tuner, {100: 1})
+
+    @torch.library.triton_op("safetune_tests::scale", mutates_args={})
+    def scale(src: torch.Tensor) -> torch.Tensor:
+        dst = torch.empty_like(src)
+        n = src.shape[0]
+        grid = lambda meta: (triton.cdiv(n, meta["BLOCK"]),)  # noqa: E731
+        torch.library.wrap_triton(tuner)[grid](dst, src, n)
+        return dst
+
+    tags = []
+    for place in (1, 2):
+        store(tuner, {100: place})
+        torch._dynamo.reset()
+        graphs = traced.Graphs()
+        torch.compile(scale, backend=aot_autograd(fw_compiler=graphs), fullgraph=True)(
+            torch.zeros(100)
+        )
+        assert graphs.blocks() == [[64 << place]]
+        tags.append(torch.compiler.config.cache_key_tag)
+    assert len({*tags, ""}) == 3
+
+
+def test_export(module: Any) -> None:
+    tuner = traced.kernel(module)
+    store(tuner, {100: 2})
+
+    class Scale(torch.nn.Module):
+        def forward(self, src: torch.Tensor) -> torch.Tensor:
+            return scaling(tuner)(src)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(Scale(), (torch.zeros(100),), strict=True)
+    graphs = traced.Graphs()
+    graphs.seen.append(program.graph_module)
+
+    assert graphs.blocks() == [[256]]
