@@ -38,6 +38,7 @@ from safetune.workload import DeclaredWorkload, WorkloadFunction
 if TYPE_CHECKING:
     from safetune.capture import CapturedMiss
     from safetune.fallback import Postponed
+    from safetune.resolved import Resolved
 
 ISOLATIONS = ("worker", "config", "inline")
 
@@ -162,6 +163,22 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             if is_callers(error, self, given_kwargs):
                 raise
             return relaunch(self, key, form, config, error, (given_args, given_kwargs))
+
+    def resolve(
+        self, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
+    ) -> Resolved:
+        """Return the plain kernel and what to launch it with, for these arguments.
+
+        Arrays may be torch's, numpy's or JAX's, or have a shape and a dtype only; those without
+        data are never tuned on. `device` is an index for arguments that are on none.
+
+        Raises:
+            MissingChoice: there is no choice, and no data to tune on.
+            NoWorkingConfig: every config failed.
+        """
+        from safetune import resolved
+
+        return resolved.resolve(self, args, kwargs, grid, device)
 
     def isolate(self, isolation: str) -> None:
         """Set `isolation` as the decorator would; raises `InvalidSetting`."""

@@ -1,0 +1,139 @@
+"""Safetuned kernels in JAX, on top of jax-triton (the extra `safetune[jax]`).
+
+jax-triton gives XLA every config of a tuner, to be tried on the program's own buffers. Here the
+choice is made first, so that XLA gets one plain kernel: nothing is tried, aliased buffers are
+written once, and the call may be captured and compiled ahead of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from safetune.errors import InvalidSetting, NoDevice, TracingError
+from safetune.resolved import Resolved, resolve
+
+#: What jax-triton hands on to Triton.
+_CARRIED = ("num_warps", "num_stages", "num_ctas")
+
+
+def triton_call(
+    *args: Any,
+    kernel: Any,
+    out_shape: Any,
+    grid: Any,
+    input_output_aliases: Mapping[int, int] | None = None,
+    device: int | None = None,
+    **options: Any,
+) -> Any:
+    """Call a safetuned kernel as `jax_triton.triton_call` does; its other options are taken too.
+
+    The kernel gets `args`, then one pointer for each of `out_shape`, then constants by name. Outside
+    `jax.jit` a key without a choice is tuned, on copies of the arrays; inside there is no data, so
+    it has to be tuned before.
+
+    Args:
+        out_shape: one `jax.ShapeDtypeStruct`, or a sequence of them.
+        grid: integers, or a function of the arguments with the chosen config's values.
+        input_output_aliases: which input array (counted without scalars) shares memory with which
+            output.
+        device: index of the GPU whose choice is used where no array says it.
+
+    Raises:
+        MissingChoice: there is no choice and no data to tune on; the message says what to run.
+        TracingError: under `jax.vmap`, or with a config that jax-triton cannot carry.
+        InvalidSetting: an alias between arrays of another shape or dtype.
+    """
+    import jax
+    import jax_triton
+
+    name = getattr(getattr(kernel, "base_fn", None), "__name__", repr(kernel))
+    if any(type(value).__name__ == "BatchTracer" for value in args):
+        raise TracingError(
+            f"{name} was called under jax.vmap, which cannot batch a Triton kernel: add the batch to "
+            "its grid, or wrap the call in jax.custom_batching.custom_vmap"
+        )
+    outputs = jax.tree_util.tree_leaves(out_shape)
+    aliases = dict(input_output_aliases or {})
+    _check_aliases(name, [value for value in args if hasattr(value, "shape")], outputs, aliases)
+    passed = {key: options.pop(key) for key in list(options) if key in kernel.arg_names}
+    resolved = resolve(
+        kernel, (*args, *outputs), passed, grid, _device(args) if device is None else device
+    )
+    _check_carried(resolved)
+    return jax_triton.triton_call(
+        *_pinned(resolved, args),
+        kernel=resolved.fn,
+        out_shape=out_shape,
+        grid=resolved.grid,
+        input_output_aliases=aliases,
+        num_warps=resolved.num_warps,
+        num_stages=resolved.num_stages,
+        num_ctas=resolved.num_ctas,
+        **{**passed, **_constants(resolved, args, outputs)},
+        **options,
+    )
+
+
+def _check_aliases(
+    name: str, inputs: list[Any], outputs: list[Any], aliases: Mapping[int, int]
+) -> None:
+    for source, target in aliases.items():
+        if not (0 <= source < len(inputs) and 0 <= target < len(outputs)):
+            raise InvalidSetting(
+                f"input_output_aliases={{{source}: {target}}} of {name}: there are {len(inputs)} "
+                f"input arrays and {len(outputs)} outputs"
+            )
+        given, wanted = inputs[source], outputs[target]
+        if (tuple(given.shape), given.dtype) != (tuple(wanted.shape), wanted.dtype):
+            raise InvalidSetting(
+                f"input_output_aliases={{{source}: {target}}} of {name}: {given.dtype}"
+                f"{list(given.shape)} cannot share memory with {wanted.dtype}{list(wanted.shape)}"
+            )
+
+
+def _check_carried(resolved: Resolved) -> None:
+    lost = {name: value for name, value in resolved.options().items() if name not in _CARRIED}
+    if resolved.config.pre_hook is not None:
+        lost["pre_hook"] = resolved.config.pre_hook
+    if lost:
+        raise TracingError(
+            f"{resolved.kernel} was chosen with {lost}, which jax-triton cannot carry: give it "
+            "configs without"
+        )
+    try:
+        size = resolved.scratch_bytes
+    except NoDevice:  # it is lowered for a GPU that is not here
+        return
+    if size:
+        raise TracingError(
+            f"{resolved.kernel} needs {size} bytes of scratch memory for each launch, which "
+            "jax-triton does not allocate: use a kernel without device-side tensor descriptors"
+        )
+
+
+def _device(args: tuple[Any, ...]) -> int | None:
+    """The index of the GPU that an array is on, in this process; None if none says so."""
+    for value in args:
+        devices = getattr(value, "devices", None)
+        try:
+            found = next(iter(devices())) if callable(devices) else None
+        except Exception:  # a tracer has the method, and raises
+            continue
+        if found is not None and found.platform in ("gpu", "cuda"):
+            index = getattr(found, "local_hardware_id", None)
+            return int(found.id if index is None else index)
+    return None
+
+
+def _pinned(resolved: Resolved, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments, with 1 for an integer that the kernel never reads."""
+    names = resolved.fn.arg_names
+    return [resolved.metaparams.get(name, value) for name, value in zip(names, args, strict=False)]
+
+
+def _constants(
+    resolved: Resolved, args: tuple[Any, ...], outputs: list[Any]
+) -> dict[str, Any]:
+    positional = resolved.fn.arg_names[: len(args) + len(outputs)]
+    return {name: v for name, v in resolved.metaparams.items() if name not in positional}

@@ -1,0 +1,322 @@
+"""A kernel with its config chosen, for whoever launches it without safetune: JAX, an exporter.
+
+Arguments may be tensors of torch, arrays of numpy or JAX, or anything with a shape and a dtype:
+the key is the same for all, so a choice made through torch serves JAX, and the other way round.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Autotuner as TritonAutotuner
+from triton.runtime.autotuner import Config, Heuristics
+
+from safetune import announce, canonical, miss
+from safetune.errors import InvalidSetting, MissingChoice, TracingError
+from safetune.kernel_source import base_function
+from safetune.settings import Mode, Settings
+from safetune.store.lookup import Lookup, open_lookup
+from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.launch_grid import grid_of, meta_arguments
+
+if TYPE_CHECKING:
+    from safetune.autotuner import Autotuner
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plain kernel and all that it is to be launched with.
+
+    Attributes:
+        fn: the `JITFunction` below all decorators.
+        metaparams: constants by name: the config's, the heuristics' for it, and 1 for each dropped
+            argument that would compile again.
+        num_warps, num_stages, num_ctas, maxnreg: the config's launch options.
+        grid: up to three integers, for this config; empty if none was asked for.
+        config: the user's own object.
+        kernel, key, key_digest, device: what was looked up.
+        provenance: `stored`, `tuned` (just now), `only` (nothing to choose from), or `off`.
+    """
+
+    fn: Any
+    metaparams: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    num_ctas: int
+    maxnreg: int | None
+    grid: tuple[int, ...]
+    config: Config
+    kernel: str
+    key: str
+    key_digest: str
+    device: str
+    provenance: str
+    _signature: Mapping[str, Any] = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def scratch_bytes(self) -> int:
+        """Global scratch memory of one launch, from the compiled kernel; compiles it if need be.
+
+        Raises:
+            NoDevice: Triton finds no GPU to compile for.
+        """
+        from safetune import device
+
+        device.active_driver()
+        compiled = self.fn.warmup(**self._signature, grid=self.grid or (1,), **self.options())
+        return int(getattr(compiled.metadata, "global_scratch_size", 0) or 0)
+
+    def options(self) -> dict[str, Any]:
+        """Return the launch options by name, as a launch of `fn` takes them."""
+        return {n: v for n, v in self.config.all_kwargs().items() if n not in self.config.kwargs}
+
+    def as_plain_kernel(self, num_warps: int = 4, num_stages: int = 3, num_ctas: int = 1) -> Any:
+        """Return `fn`, for a caller that launches every plain kernel with these options.
+
+        Raises:
+            TracingError: the config has others, which that caller would lose.
+        """
+        theirs = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
+        lost = {name: value for name, value in self.options().items() if theirs.get(name) != value}
+        if lost:
+            raise TracingError(
+                f"{self.kernel} was chosen with {lost}, and as a plain kernel it would be launched "
+                f"with {theirs}: use as_single_config_autotuner(), which keeps warps and stages"
+            )
+        return self.fn
+
+    def as_single_config_autotuner(self) -> TritonAutotuner:
+        """Return Triton's own tuner with this config alone: no choice is left to make.
+
+        For TransformerEngine's `triton_call_lowering`, which takes warps and stages from a tuner's
+        configs only. The metaparams are in the config, so heuristics are not needed.
+
+        Raises:
+            TracingError: the config has an option besides warps, stages and CTAs, or a hook.
+        """
+        carried = ("num_warps", "num_stages", "num_ctas")
+        lost = {name: value for name, value in self.options().items() if name not in carried}
+        if self.config.pre_hook is not None:
+            lost["pre_hook"] = self.config.pre_hook
+        if lost:
+            raise TracingError(
+                f"{self.kernel} was chosen with {lost}, which TransformerEngine would lose: give it "
+                "configs without, or launch it through safetune.integrations.jax.triton_call"
+            )
+        config = Config(
+            dict(self.metaparams),
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            num_ctas=self.num_ctas,
+        )
+        return TritonAutotuner(self.fn, self.fn.arg_names, [config], [], None, None)
+
+
+def resolve(
+    kernel: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    grid: Any = None,
+    device: int | None = None,
+) -> Resolved:
+    """Return what a launch of `kernel` with these arguments would use, without launching it.
+
+    Raises:
+        MissingChoice: the key has no choice, and there is no data to tune it on.
+        NoWorkingConfig: it was tuned now, and every config failed.
+        InvalidSetting: `kernel` is no safetuned kernel.
+    """
+    values = {name: _plain(value) for name, value in kwargs.items()}
+    args = tuple(map(_plain, args))
+    while isinstance(kernel, Heuristics):
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        for name, heuristic in kernel.values.items():
+            values[name] = heuristic({**named, **values})
+        kernel = kernel.fn
+    if not hasattr(kernel, "key_report"):
+        raise InvalidSetting(f"{kernel!r} cannot be resolved: put @safetune(...) above its kernel")
+    if grid is not None and not callable(grid):
+        grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    abstract = AbstractMiss(kernel, _each(_meta, args), {**_each(_meta, values), "grid": grid}, device)
+    request = abstract.request()
+    config, provenance = _chosen(abstract, request, args, values)
+    return _record(abstract, request, config, provenance)
+
+
+class AbstractMiss(miss.Miss):
+    """A call whose tensors have no data, on a device of which they know nothing."""
+
+    def __init__(
+        self, tuner: Autotuner, args: Any, kwargs: Mapping[str, Any], index: int | None
+    ) -> None:
+        self._index = index
+        super().__init__(tuner, args, kwargs)
+
+    def _device_index(self) -> int:
+        found = super()._device_index()
+        return found if self._index is None or found < 0 else self._index
+
+
+def _chosen(
+    abstract: AbstractMiss, request: TuningRequest, args: Any, kwargs: dict[str, Any]
+) -> tuple[Config, str]:
+    settings = Settings.current()
+    if settings.mode is Mode.OFF:
+        return request.configs[0], "off"
+    if len(request.configs) == 1:
+        return request.configs[0], "only"
+    lookup = open_lookup(settings)
+    stored = miss.stored(abstract, request, lookup)
+    if stored is not None:
+        return stored, "stored"
+    values = [*args, *kwargs.values()]
+    arrays = [value for value in values if _is_array(value)]
+    factory = abstract.tuner.hooks.inputs is not None
+    if not (factory or any(map(_has_data, arrays))) or any(map(_is_traced, arrays)):
+        missed(request, lookup)
+        raise MissingChoice(
+            f"{request.key.kernel.name} has no choice for {request.key} on "
+            f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
+            "call it once with real arrays, or resolve it with them; or run offline "
+            f"`safetune tune {base_function(abstract.tuner.fn)[1].__module__} "
+            f"--kernel {request.key.kernel.name}`"
+        )
+    return _tuned(abstract, args, kwargs, lookup), "tuned"
+
+
+def missed(request: TuningRequest, lookup: Lookup) -> None:
+    """Keep a key that could not be tuned here: a store of calls to tune offline belongs here."""
+
+
+def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:
+    """Tune on the caller's data; what it has only a shape of is new memory."""
+    from safetune.tuning.tuner import tune
+
+    index = abstract.call.index
+    place = functools.partial(_tensor, index=index)
+    grid = {"grid": abstract.call.grid}
+    concrete = AbstractMiss(
+        abstract.tuner, _each(place, args), {**_each(place, kwargs), **grid}, index
+    )
+    request = concrete.request()
+    if reason := miss.why_not_isolated(concrete.call):
+        raise MissingChoice(f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}")
+    with announce.observing(request.key.kernel.name) as observe:
+        result = tune(request, lookup.store, observe, lambda names: None)
+    announce.log_result(request, result)
+    return result.choice
+
+
+def _record(
+    abstract: AbstractMiss, request: TuningRequest, config: Config, provenance: str
+) -> Resolved:
+    call = abstract.call
+    fn, _ = base_function(call.kernel)
+    arguments = {**meta_arguments(call, config), **call.pins}
+    named = {**call.named(), **call.pins}
+    metaparams = {
+        name: value
+        for name, value in arguments.items()
+        if name in fn.arg_names and (name not in named or name in call.pins)
+        if name in config.kwargs or name in call.pins or _by_heuristic(call.kernel, name)
+    }
+    options = {"maxnreg": None, **config.all_kwargs()}
+    return Resolved(
+        fn=fn,
+        metaparams=metaparams,
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        num_ctas=options["num_ctas"],
+        maxnreg=options["maxnreg"],
+        grid=() if call.grid is None else grid_of(call, config, lambda names: None),
+        config=config,
+        kernel=request.key.kernel.name,
+        key=str(request.key),
+        key_digest=request.key.digest,
+        device=request.key.device.name,
+        provenance=provenance,
+        _signature={
+            name: getattr(value, "dtype", value) for name, value in {**named, **metaparams}.items()
+        },
+    )
+
+
+def _by_heuristic(kernel: Any, name: str) -> bool:
+    while isinstance(kernel, Heuristics):
+        if name in kernel.values:
+            return True
+        kernel = kernel.fn
+    return False
+
+
+def _each(function: Any, values: Any) -> Any:
+    if isinstance(values, dict):
+        return {name: function(value) for name, value in values.items()}
+    return tuple(map(function, values))
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
+
+
+def _is_traced(value: Any) -> bool:
+    """Whether an array is JAX's stand-in for one, while a function is traced."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)
+
+
+def _has_data(value: Any) -> bool:
+    if hasattr(value, "untyped_storage"):
+        return value.device.type != "meta"
+    return not _is_traced(value) and hasattr(value, "__array__")
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as Python's, a scalar type of numpy or JAX as its dtype."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):
+        return numpy.dtype(value)
+    if not hasattr(value, "shape") and canonical.is_dtype(getattr(value, "dtype", None)):
+        return value.dtype
+    return value
+
+
+def _meta(value: Any) -> Any:
+    """An array as a tensor without memory; all else as it is."""
+    if not _is_array(value) or hasattr(value, "untyped_storage"):
+        return value
+    import torch
+
+    return torch.empty(tuple(value.shape), dtype=_torch_dtype(value.dtype), device="meta")
+
+
+def _tensor(value: Any, index: int) -> Any:
+    """An array as a torch tensor on the device, sharing its memory where it is there already."""
+    if not _is_array(value):
+        return value
+    import torch
+
+    place = torch.device("cpu" if index < 0 else f"cuda:{index}")
+    if hasattr(value, "untyped_storage") and value.device.type != "meta":
+        return value
+    if not _has_data(value):
+        return torch.zeros(tuple(value.shape), dtype=_torch_dtype(value.dtype), device=place)
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return torch.tensor(value, device=place)
+    return torch.from_dlpack(value).to(place)
+
+
+def _torch_dtype(dtype: Any) -> Any:
+    import torch
+
+    name = canonical.dtype_name(dtype)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidSetting(f"an argument has dtype {name}, which torch does not have")
+    return found

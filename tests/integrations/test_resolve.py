@@ -1,0 +1,290 @@
+"""Resolving a kernel for somebody else's launch: from the store, never from a guess."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.autotuner import Autotuner as TritonAutotuner
+from triton.runtime.jit import JITFunction
+
+from safetune import InvalidSetting, MissingChoice, TracingError, announce, safetune
+from safetune.resolved import resolve
+
+_spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
+assert _spec is not None
+assert _spec.loader is not None
+traced = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(traced)
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with traced.a_gpu_to_trace_for():
+        yield
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Any:
+    return load(tmp_path / "scale_resolved.py", traced.SOURCE)
+
+
+def load(path: Path, text: str) -> Any:
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def abstract(n: int, dtype: Any = "float32") -> Any:
+    """What `jax.ShapeDtypeStruct` is: a shape and a numpy dtype."""
+    return SimpleNamespace(shape=(n,), dtype=np.dtype(dtype))
+
+
+def grid(meta: Any) -> tuple[int, ...]:
+    return (triton.cdiv(meta["n"], meta["BLOCK"]),)
+
+
+@pytest.mark.usefixtures("gpu")
+class TestResolve:
+    def test_a_plain_kernel_and_nothing_is_launched(self, module: Any) -> None:
+        tuner = traced.kernel(module)
+        x = torch.zeros(1000)
+        traced.choose(tuner, tuner.configs[2], x, x, 1000)
+
+        found = tuner.resolve(abstract(1000), abstract(1000), 1000, grid=grid)
+
+        assert type(found.fn) is JITFunction
+        assert not isinstance(found.fn, TritonAutotuner)
+        assert (found.metaparams, found.grid, found.provenance) == ({"BLOCK": 256}, (4,), "stored")
+        assert (found.num_warps, found.num_stages, found.num_ctas, found.maxnreg) == (4, 3, 1, None)
+        assert found.config is tuner.configs[2]
+        assert found.device == "NVIDIA H100 80GB HBM3"
+        assert not tuner.cache
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "uint8", "bool"])
+    def test_the_key_is_the_same_from_everywhere(self, module: Any, dtype: str) -> None:
+        tuner = traced.kernel(module)
+        tensor = torch.zeros(100, dtype=getattr(torch, dtype))
+        traced.choose(tuner, tuner.configs[1], tensor, tensor, 100)
+        array = np.zeros(100, dtype=dtype)
+
+        digests = {
+            tuner.resolve(*pair, 100).key_digest
+            for pair in (
+                (tensor, tensor),
+                (array, array),
+                (abstract(100, dtype), abstract(100, dtype)),
+                (tensor.to("meta"), array),
+            )
+        }
+        digests.add(tuner.resolve(array, array, np.int64(100)).key_digest)
+
+        assert len(digests) == 1
+
+    @pytest.mark.parametrize("kind", [np.float32, np.dtype("float32"), torch.float32, tl.float32])
+    def test_a_dtype_as_a_key_value(self, module: Any, kind: Any) -> None:
+        """np.float32 is a class, and so is jnp.float32 nearly: both stand for a dtype."""
+        text = traced.SOURCE.replace("FACTOR: tl.constexpr = 2", "KIND: tl.constexpr").replace(
+            "FACTOR * tl.load(src + offset, mask=offset < n)",
+            "tl.load(src + offset, mask=offset < n).to(KIND)",
+        )
+        tuner = traced.kernel(
+            load(Path(module.__file__).with_name("kinds.py"), text), key=["KIND"]
+        )
+        x = torch.zeros(8)
+        traced.choose(tuner, tuner.configs[1], x, x, 8, KIND=torch.float32)
+
+        assert tuner.resolve(x, x, 8, KIND=kind).provenance == "stored"
+
+    def test_grid_and_heuristics_see_the_chosen_config(self, module: Any) -> None:
+        seen = []
+
+        def factor(named: Any) -> int:
+            seen.append(named["BLOCK"])
+            return named["BLOCK"] // 64
+
+        inner = triton.heuristics({"FACTOR": factor})(JITFunction(module.scale_kernel))
+        tuner = safetune(configs=traced.configs(), key=["n"])(inner)
+        x = torch.zeros(1000)
+        traced.choose(tuner, tuner.configs[1], x, x, 1000)
+        seen.clear()
+
+        found = tuner.resolve(x, x, 1000, grid=grid)
+
+        assert found.metaparams == {"BLOCK": 128, "FACTOR": 2}
+        assert found.grid == (8,)
+        assert set(seen) == {128}
+
+    def test_heuristics_above_the_tuner(self, module: Any) -> None:
+        """Their values are key values like any other."""
+        tuner = traced.kernel(module, key=["FACTOR"])
+        outer = triton.heuristics({"FACTOR": lambda named: named["n"] % 7})(tuner)
+        x = torch.zeros(10)
+        traced.choose(tuner, tuner.configs[2], x, x, 10, FACTOR=3)
+
+        found = resolve(outer, (x, x, 10), {}, (1,))
+
+        assert found.metaparams["BLOCK"] == 256
+
+    def test_a_miss_without_data_names_the_offline_command(self, module: Any) -> None:
+        tuner = traced.kernel(module)
+        command = "safetune tune scale_resolved --kernel scale_kernel"
+        with pytest.raises(MissingChoice, match=f"n=100.*float32.*H100.*{command}"):
+            tuner.resolve(abstract(100), abstract(100), 100, grid=grid)
+
+    def test_dropped_names_have_one_value(self, module: Any) -> None:
+        text = traced.SOURCE.replace("n, BLOCK", "n, NB: tl.constexpr, BLOCK")
+        with pytest.warns(UserWarning, match="NB"):
+            tuner = traced.kernel(
+                load(Path(module.__file__).with_name("dropped.py"), text), key=["n", "NB"]
+            )
+        x = torch.zeros(100)
+        traced.choose(tuner, tuner.configs[0], x, x, 100, 5)
+
+        assert tuner.resolve(x, x, 100, NB=17).metaparams == {"BLOCK": 64, "NB": 1}
+
+    def test_what_is_no_safetuned_kernel(self, module: Any) -> None:
+        with pytest.raises(InvalidSetting, match="@safetune"):
+            resolve(JITFunction(module.scale_kernel), (), {})
+
+    def test_another_body_is_another_kernel(self, module: Any) -> None:
+        """B7: a choice for one `scale_kernel` is none for a second of that name."""
+        other = load(
+            Path(module.__file__).with_name("other.py"), traced.SOURCE.replace("FACTOR *", "3 +")
+        )
+        tuner, second = traced.kernel(module), traced.kernel(other)
+        x = torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+
+        assert tuner.resolve(x.to("meta"), x.to("meta"), 100).provenance == "stored"
+        with pytest.raises(MissingChoice):
+            second.resolve(x.to("meta"), x.to("meta"), 100)
+
+
+@pytest.mark.usefixtures("gpu")
+class TestForTransformerEngine:
+    """Its `triton_call_lowering` takes `.configs` from a tuner and launches a plain kernel with
+    warps and stages of its own."""
+
+    def resolved(self, module: Any, **options: Any) -> Any:
+        tuner = traced.kernel(module, configs=traced.configs(64, 128, **options))
+        x = torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+        return tuner.resolve(x, x, 100, grid=grid)
+
+    def test_a_tuner_with_one_config(self, module: Any) -> None:
+        found = self.resolved(module, num_warps=8, num_stages=2).as_single_config_autotuner()
+
+        assert calls_of_transformer_engine(found) == [
+            (module.scale_kernel.__name__, {"BLOCK": 128}, 8, 2, 1)
+        ]
+        assert type(found) is TritonAutotuner
+
+    def test_a_plain_kernel_keeps_its_warps_or_is_refused(self, module: Any) -> None:
+        assert type(self.resolved(module).as_plain_kernel()) is JITFunction
+        eight = self.resolved(module, num_warps=8)
+        with pytest.raises(TracingError, match=r"\{'num_warps': 8\}.*as_single_config_autotuner"):
+            eight.as_plain_kernel()
+        assert type(eight.as_plain_kernel(num_warps=8)) is JITFunction
+
+    def test_registers_are_not_lost(self, module: Any) -> None:
+        with pytest.raises(TracingError, match="maxnreg"):
+            self.resolved(module, maxnreg=64).as_single_config_autotuner()
+
+
+def calls_of_transformer_engine(kernel: Any) -> list[tuple[Any, ...]]:
+    """What TransformerEngine 2.x compiles for a kernel: written after its logic, not its code.
+
+    `isinstance(kernel, Autotuner)`: `kernel.fn` once for each of `kernel.configs`, with its kwargs
+    and launch options; else the kernel itself, with options of its own.
+    """
+    from triton.runtime import autotuner
+
+    if not isinstance(kernel, autotuner.Autotuner):
+        return [(kernel.__name__, {}, None, None, None)]
+    assert isinstance(kernel.fn, JITFunction)  # else it would compile a Heuristics object
+    assert kernel.fn.arg_names
+    return [
+        (kernel.fn.__name__, config.kwargs, config.num_warps, config.num_stages, config.num_ctas)
+        for config in kernel.configs
+    ]
+
+
+@triton.jit
+def double_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offset, 2 * tl.load(src + offset, mask=offset < n), mask=offset < n)
+
+
+class TestTuning:
+    """In the interpreter: with data, a miss is tuned, through the same store as a launch."""
+
+    def tuner(self, **options: Any) -> Any:
+        configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+        return safetune(configs=configs, key=["n"], **options)(double_kernel)
+
+    def test_arrays_are_tuned_on_and_left_alone(self) -> None:
+        tuner, src, dst = self.tuner(), np.ones(100, np.float32), np.zeros(100, np.float32)
+        begun = announce.tunings_begun()
+
+        found = tuner.resolve(dst, src, 100, grid=grid)
+
+        assert found.provenance == "tuned"
+        assert announce.tunings_begun() == begun + 1
+        assert not dst.any()
+        again = self.tuner().resolve(abstract(100), abstract(100), 100, grid=grid)
+        assert (again.provenance, again.metaparams) == ("stored", found.metaparams)
+
+    def test_a_launch_through_torch_uses_what_was_resolved(self) -> None:
+        found = self.tuner().resolve(abstract(100), np.ones(100, np.float32), 100, grid=grid)
+        tuner, x, out = self.tuner(), torch.ones(100), torch.zeros(100)
+        begun = announce.tunings_begun()
+
+        tuner[grid](out, x, 100)
+
+        assert announce.tunings_begun() == begun
+        assert tuner.best_config.kwargs["BLOCK"] == found.metaparams["BLOCK"]
+        assert (out == 2).all()
+
+    def test_shapes_alone_are_tuned_on_with_a_factory_only(self) -> None:
+        def draw(named: Any) -> Any:
+            return {
+                name: torch.ones(named[name].shape, dtype=named[name].dtype)
+                for name in ("dst", "src")
+            }
+
+        with pytest.raises(MissingChoice):
+            self.tuner().resolve(abstract(50), abstract(50), 50, grid=grid)
+        found = self.tuner(inputs=draw).resolve(abstract(50), abstract(50), 50, grid=grid)
+        assert found.provenance == "tuned"
+
+
+def test_off_and_one_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = safetune(configs=[triton.Config({"BLOCK": 64})], key=["n"])(double_kernel)
+    assert only.resolve(abstract(9), abstract(9), 9).provenance == "only"
+    monkeypatch.setenv("SAFETUNE_MODE", "off")
+    two = safetune(configs=traced.configs(64, 128), key=["n"])(double_kernel)
+    assert two.resolve(abstract(9), abstract(9), 9).provenance == "off"
+
+
+def test_scratch_is_read_from_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never from a capability; where nothing can be compiled for, the error says so."""
+    from safetune import NoDevice
+
+    only = safetune(configs=[triton.Config({"BLOCK": 64})], key=["n"])(double_kernel)
+    found = only.resolve(abstract(9), abstract(9), 9)
+    with pytest.raises(NoDevice):
+        _ = found.scratch_bytes
