@@ -18,7 +18,7 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import call_form, inductor, scratch
+from safetune import call_form, inductor, pruning, scratch
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import base_function
@@ -112,10 +112,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
         self._remember_nothing()
-        # Torch traces what it finds under these names; `prune_configs` uses the user's own.
-        self._pruning = (self.early_config_prune, self.perf_model)
-        self.early_config_prune, self.perf_model = inductor.one_config(self), None
-        _alive.add(self)
+        _alive.add(pruning.show_one_config(self))
 
     def _remember_nothing(self) -> None:
         """Begin with no key known, beside Triton's own `cache` of choices."""
@@ -167,15 +164,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def resolve(
         self, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
     ) -> Resolved:
-        """Return the plain kernel and what to launch it with, for these arguments.
-
-        Arrays may be torch's, numpy's or JAX's, or have a shape and a dtype only; those without
-        data are never tuned on. `device` is an index for arguments that are on none.
-
-        Raises:
-            MissingChoice: there is no choice, and no data to tune on.
-            NoWorkingConfig: every config failed.
-        """
+        """Return the plain kernel and what to launch it with: see `safetune.resolved.resolve`."""
         from safetune import resolved
 
         return resolved.resolve(self, args, kwargs, grid, device)
@@ -216,14 +205,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
         """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
-        early, ranked = copy.copy(self), copy.copy(self)
-        early.early_config_prune, ranked.perf_model = self._pruning
-        early.perf_model, ranked.early_config_prune = None, None
-        ranked.configs = triton_autotuner.Autotuner.prune_configs(early, kwargs)
-        # Triton 3.6 takes a fraction of all the configs, and rounds it down to nothing.
-        if isinstance(ranked.configs_top_k, float) and ranked.configs_top_k <= 1.0:
-            ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
-        return triton_autotuner.Autotuner.prune_configs(ranked, kwargs)
+        return pruning.prune(self, kwargs)
 
     def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
         """Prune for one call, without touching this tuner: Triton's code reads `self.nargs`."""

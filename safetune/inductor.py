@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import sys
 import warnings
 import weakref
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
-from safetune import announce, canonical, device, fallback, miss
+from safetune import announce, canonical, device, fallback, miss, regions
 from safetune.config import config_digest, config_text
 from safetune.errors import TracingError
 from safetune.key import TuningKey
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
     from safetune.store.sqlite import Store
 
 logger = logging.getLogger("safetune")
-
-#: Dynamo compiles a function at most 8 times (`recompile_limit`), and two are for the first, static
-#: shapes.
-_MOST_REGIONS = 6
 
 #: What Inductor keeps of a config besides its keyword arguments.
 _CARRIED = ("num_warps", "num_stages")
@@ -89,10 +84,10 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
                     facts.append((name, "value", value))
         check(number, tuple(facts))
         names = tuple([name for name, _ in unknown])
-        regions = stored_regions(number, tuple(facts), names, index)
+        bounds = stored_regions(number, tuple(facts), names, index)
         for place, (name, value) in enumerate(unknown):
             chosen = None
-            for upper, representative in regions[place]:
+            for upper, representative in bounds[place]:
                 if upper is None or value <= upper:
                     chosen = representative
                     break
@@ -144,67 +139,13 @@ def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
 @constant
 def stored_regions(
     number: str, facts: tuple[Fact, ...], names: tuple[str, ...], index: int
-) -> tuple[tuple[tuple[int | None, Any], ...], ...]:
-    """Return, for each name whose value is unknown, (upper bound, stored value) pairs, rising.
-
-    The last bound is None. Empty for a name without stored keys: no guard is worth a graph then.
-    """
+) -> tuple[regions.Regions, ...]:
+    """Return `regions` for the arguments whose values are unknown."""
     settings = Settings.current()
     if not names or settings.mode is Mode.OFF:
         return tuple(() for _ in names)
-    tuner = _tuners[number]
-    request = _request(tuner, facts, index)
-    points = _points(request, names, open_lookup(settings).store)
-    return tuple(_merged(points, place) for place in range(len(names)))
-
-
-def _points(
-    request: TuningRequest, names: Sequence[str], store: Store
-) -> dict[tuple[Any, ...], str]:
-    """The choices of the keys that differ from the request's in `names` only, by their values."""
-    record = request.key.record()
-    toolchain = request.key.toolchain.record()
-    digests = {config_digest(config) for config in request.configs}
-    points = {}
-    for kin in store.kin(request.key.kernel.digest, request.key.device.digest):
-        values = dict(kin.call.get("values", []))
-        place = tuple(values.pop(name, None) for name in names)
-        if (
-            kin.choice.config_digest in digests
-            and kin.toolchain == toolchain
-            and (kin.call.get("dtypes"), kin.call.get("options"))
-            == (record["dtypes"], record["options"])
-            and values == dict(record["values"])
-            and all(type(value) in (int, float) for value in place)
-        ):
-            points[place] = kin.choice.config_digest
-    return points
-
-
-def _merged(points: dict[tuple[Any, ...], str], place: int) -> tuple[tuple[int | None, Any], ...]:
-    """The stored values of one name, neighbours with the same choices taken together."""
-    columns: dict[Any, set[Any]] = {}
-    for values, choice in points.items():
-        others = (*values[:place], *values[place + 1 :])
-        columns.setdefault(values[place], set()).add((others, choice))
-    groups: list[list[Any]] = []
-    for value in sorted(columns):
-        if groups and columns[groups[-1][-1]] == columns[value]:
-            groups[-1].append(value)
-        else:
-            groups.append([value])
-    while len(groups) > _MOST_REGIONS:
-        near = min(range(1, len(groups)), key=lambda i: (groups[i][0] + 1) / (groups[i - 1][-1] + 1))
-        groups[near - 1] += groups.pop(near)
-    bounds = [_between(low[-1], high[0]) for low, high in itertools.pairwise(groups)]
-    return tuple(zip([*bounds, None], (group[0] for group in groups), strict=True)) if groups else ()
-
-
-def _between(low: float, high: float) -> int:
-    """Half-way by ratio, as `fallback.distance` measures."""
-    if low <= 0:
-        return math.floor((low + high) / 2)
-    return math.floor(math.sqrt(low * high))
+    request = _request(_tuners[number], facts, index)
+    return regions.regions(request, names, open_lookup(settings).store)
 
 
 @constant
@@ -258,7 +199,9 @@ def missed(traced: Traced, config: Config, store: Store) -> None:
     """
     tuner, request = traced.tuner, traced.request
     name = request.key.kernel.name
-    logger.info("%s is to be tuned offline for %s: torch.compile found no choice", name, request.key)
+    logger.info(
+        "%s is to be tuned offline for %s: torch.compile found no choice", name, request.key
+    )
     if traced.tuner.__dict__.setdefault("_told_of_compile", False):
         return
     tuner.__dict__["_told_of_compile"] = True

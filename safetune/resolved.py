@@ -7,7 +7,6 @@ the key is the same for all, so a choice made through torch serves JAX, and the 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.autotuner import Config, Heuristics
 
-from safetune import announce, canonical, miss
+from safetune import announce, arrays, miss
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
 from safetune.kernel_source import base_function
 from safetune.settings import Mode, Settings
@@ -104,7 +103,7 @@ class Resolved:
             lost["pre_hook"] = self.config.pre_hook
         if lost:
             raise TracingError(
-                f"{self.kernel} was chosen with {lost}, which TransformerEngine would lose: give it "
+                f"{self.kernel} was chosen with {lost}, which TransformerEngine loses: give it "
                 "configs without, or launch it through safetune.integrations.jax.triton_call"
             )
         config = Config(
@@ -130,8 +129,8 @@ def resolve(
         NoWorkingConfig: it was tuned now, and every config failed.
         InvalidSetting: `kernel` is no safetuned kernel.
     """
-    values = {name: _plain(value) for name, value in kwargs.items()}
-    args = tuple(map(_plain, args))
+    values = {name: arrays.plain(value) for name, value in kwargs.items()}
+    args = tuple(map(arrays.plain, args))
     while isinstance(kernel, Heuristics):
         named = dict(zip(kernel.arg_names, args, strict=False))
         for name, heuristic in kernel.values.items():
@@ -141,7 +140,9 @@ def resolve(
         raise InvalidSetting(f"{kernel!r} cannot be resolved: put @safetune(...) above its kernel")
     if grid is not None and not callable(grid):
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
-    abstract = AbstractMiss(kernel, _each(_meta, args), {**_each(_meta, values), "grid": grid}, device)
+    abstract = AbstractMiss(
+        kernel, _each(arrays.meta, args), {**_each(arrays.meta, values), "grid": grid}, device
+    )
     request = abstract.request()
     config, provenance = _chosen(abstract, request, args, values)
     return _record(abstract, request, config, provenance)
@@ -174,9 +175,9 @@ def _chosen(
     if stored is not None:
         return stored, "stored"
     values = [*args, *kwargs.values()]
-    arrays = [value for value in values if _is_array(value)]
+    given = [value for value in values if arrays.is_array(value)]
     factory = abstract.tuner.hooks.inputs is not None
-    if not (factory or any(map(_has_data, arrays))) or any(map(_is_traced, arrays)):
+    if not (factory or any(map(arrays.has_data, given))) or any(map(arrays.is_traced, given)):
         missed(request, lookup)
         raise MissingChoice(
             f"{request.key.kernel.name} has no choice for {request.key} on "
@@ -197,14 +198,16 @@ def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lo
     from safetune.tuning.tuner import tune
 
     index = abstract.call.index
-    place = functools.partial(_tensor, index=index)
+    place = functools.partial(arrays.tensor, index=index)
     grid = {"grid": abstract.call.grid}
     concrete = AbstractMiss(
         abstract.tuner, _each(place, args), {**_each(place, kwargs), **grid}, index
     )
     request = concrete.request()
     if reason := miss.why_not_isolated(concrete.call):
-        raise MissingChoice(f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}")
+        raise MissingChoice(
+            f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
+        )
     with announce.observing(request.key.kernel.name) as observe:
         result = tune(request, lookup.store, observe, lambda names: None)
     announce.log_result(request, result)
@@ -257,66 +260,3 @@ def _each(function: Any, values: Any) -> Any:
     if isinstance(values, dict):
         return {name: function(value) for name, value in values.items()}
     return tuple(map(function, values))
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
-
-
-def _is_traced(value: Any) -> bool:
-    """Whether an array is JAX's stand-in for one, while a function is traced."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.core.Tracer)
-
-
-def _has_data(value: Any) -> bool:
-    if hasattr(value, "untyped_storage"):
-        return value.device.type != "meta"
-    return not _is_traced(value) and hasattr(value, "__array__")
-
-
-def _plain(value: Any) -> Any:
-    """A numpy scalar as Python's, a scalar type of numpy or JAX as its dtype."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):
-        return numpy.dtype(value)
-    if not hasattr(value, "shape") and canonical.is_dtype(getattr(value, "dtype", None)):
-        return value.dtype
-    return value
-
-
-def _meta(value: Any) -> Any:
-    """An array as a tensor without memory; all else as it is."""
-    if not _is_array(value) or hasattr(value, "untyped_storage"):
-        return value
-    import torch
-
-    return torch.empty(tuple(value.shape), dtype=_torch_dtype(value.dtype), device="meta")
-
-
-def _tensor(value: Any, index: int) -> Any:
-    """An array as a torch tensor on the device, sharing its memory where it is there already."""
-    if not _is_array(value):
-        return value
-    import torch
-
-    place = torch.device("cpu" if index < 0 else f"cuda:{index}")
-    if hasattr(value, "untyped_storage") and value.device.type != "meta":
-        return value
-    if not _has_data(value):
-        return torch.zeros(tuple(value.shape), dtype=_torch_dtype(value.dtype), device=place)
-    if type(value).__module__.partition(".")[0] == "numpy":
-        return torch.tensor(value, device=place)
-    return torch.from_dlpack(value).to(place)
-
-
-def _torch_dtype(dtype: Any) -> Any:
-    import torch
-
-    name = canonical.dtype_name(dtype)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise InvalidSetting(f"an argument has dtype {name}, which torch does not have")
-    return found

@@ -24,7 +24,10 @@ LAYERS: list[list[str]] = [
     ["config"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
     ["tuning", "scratch"],
-    ["progress", "announce", "inline", "fallback", "rejection", "background", "miss", "capture", "inductor", "resolved"],
+    [
+        *("progress", "announce", "inline", "fallback", "rejection", "background", "miss"),
+        *("capture", "arrays", "regions", "inductor", "pruning", "resolved"),
+    ],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
     ["integrations", "checks", "kernels", "offline"],

@@ -7,6 +7,7 @@ written once, and the call may be captured and compiled ahead of time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def triton_call(
 ) -> Any:
     """Call a safetuned kernel as `jax_triton.triton_call` does; its other options are taken too.
 
-    The kernel gets `args`, then one pointer for each of `out_shape`, then constants by name. Outside
+    The kernel gets `args`, a pointer for each of `out_shape`, then constants by name. Outside
     `jax.jit` a key without a choice is tuned, on copies of the arrays; inside there is no data, so
     it has to be tuned before.
 
@@ -45,13 +46,13 @@ def triton_call(
         InvalidSetting: an alias between arrays of another shape or dtype.
     """
     import jax
-    import jax_triton
 
+    jax_triton = _jax_triton()
     name = getattr(getattr(kernel, "base_fn", None), "__name__", repr(kernel))
     if any(type(value).__name__ == "BatchTracer" for value in args):
         raise TracingError(
-            f"{name} was called under jax.vmap, which cannot batch a Triton kernel: add the batch to "
-            "its grid, or wrap the call in jax.custom_batching.custom_vmap"
+            f"{name} was called under jax.vmap, which cannot batch a Triton kernel: add the batch "
+            "to its grid, or wrap the call in jax.custom_batching.custom_vmap"
         )
     outputs = jax.tree_util.tree_leaves(out_shape)
     aliases = dict(input_output_aliases or {})
@@ -70,9 +71,21 @@ def triton_call(
         num_warps=resolved.num_warps,
         num_stages=resolved.num_stages,
         num_ctas=resolved.num_ctas,
-        **{**passed, **_constants(resolved, args, outputs)},
+        **_constants(resolved, len(args) + len(outputs), passed),
         **options,
     )
+
+
+def _jax_triton() -> Any:
+    """jax-triton, which empties TRITON_CACHE_DIR as it is imported: ours compiles through that."""
+    directory = os.environ.get("TRITON_CACHE_DIR")
+    import jax_triton
+
+    if directory is not None:
+        os.environ["TRITON_CACHE_DIR"] = directory
+    elif not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    return jax_triton
 
 
 def _check_aliases(
@@ -132,8 +145,14 @@ def _pinned(resolved: Resolved, args: tuple[Any, ...]) -> list[Any]:
     return [resolved.metaparams.get(name, value) for name, value in zip(names, args, strict=False)]
 
 
-def _constants(
-    resolved: Resolved, args: tuple[Any, ...], outputs: list[Any]
-) -> dict[str, Any]:
-    positional = resolved.fn.arg_names[: len(args) + len(outputs)]
-    return {name: v for name, v in resolved.metaparams.items() if name not in positional}
+def _constants(resolved: Resolved, positional: int, passed: dict[str, Any]) -> dict[str, Any]:
+    """What follows the pointers, by name; jax-triton knows no default values."""
+    return {
+        **{each.name: each.default for each in resolved.fn.params[positional:] if each.has_default},
+        **passed,
+        **{
+            n: v
+            for n, v in resolved.metaparams.items()
+            if n not in resolved.fn.arg_names[:positional]
+        },
+    }

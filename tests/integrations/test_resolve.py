@@ -101,9 +101,7 @@ class TestResolve:
             "FACTOR * tl.load(src + offset, mask=offset < n)",
             "tl.load(src + offset, mask=offset < n).to(KIND)",
         )
-        tuner = traced.kernel(
-            load(Path(module.__file__).with_name("kinds.py"), text), key=["KIND"]
-        )
+        tuner = traced.kernel(load(Path(module.__file__).with_name("kinds.py"), text), key=["KIND"])
         x = torch.zeros(8)
         traced.choose(tuner, tuner.configs[1], x, x, 8, KIND=torch.float32)
 

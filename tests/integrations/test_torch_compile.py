@@ -144,7 +144,7 @@ def test_more_choices_than_dynamo_compiles(module: Any) -> None:
 def test_without_a_choice(module: Any) -> None:
     """The fallback, one warning that says what to do, one graph for all sizes."""
     tuner = traced.kernel(module)
-    with pytest.warns(UserWarning, match="scale_kernel has no choice.*safetune.prepare") as told:
+    with pytest.warns(UserWarning, match=r"scale_kernel has no choice.*safetune.prepare") as told:
         graphs = compiled(tuner, 100, 200, 300, dynamic=True)
 
     assert graphs.blocks() == [[64]]
@@ -240,7 +240,7 @@ def test_what_inductor_cannot_carry(module: Any, lost: dict[str, int]) -> None:
 def test_no_config_that_inductor_can_carry(module: Any) -> None:
     tuner = traced.kernel(module, configs=traced.configs(maxnreg=64))
 
-    with pytest.raises(Exception, match="torch.compile loses .*maxnreg.*custom_op"):
+    with pytest.raises(Exception, match=r"torch.compile loses .*maxnreg.*custom_op"):
         compiled(tuner, 100)
 
 
@@ -258,21 +258,21 @@ def test_vmap_is_refused(module: Any) -> None:
     tuner = traced.kernel(module)
     batched = torch.vmap(scaling(tuner))
 
-    with pytest.raises(TracingError, match="torch.vmap"):
+    with pytest.raises(TracingError, match=r"torch\.vmap"):
         batched(torch.zeros(3, 100))
-    with pytest.raises(Exception, match="TracingError: scale_kernel .*torch.vmap"):
+    with pytest.raises(Exception, match=r"TracingError: scale_kernel .*torch\.vmap"):
         compiled(tuner, 100, function=lambda x: batched(x.expand(3, 100)))
 
 
 def test_jax_tracing_a_tuner_is_refused(module: Any) -> None:
     """jax-triton replaces the prune function, and would get every config."""
     tuner = traced.kernel(module)
-    with pytest.raises(TracingError, match="jax.triton_call"):
+    with pytest.raises(TracingError, match=r"jax\.triton_call"):
         tuner.early_config_prune(tuner.configs, {"n": 100})
 
 
 def test_triton_op(module: Any) -> None:
-    """Neither Dynamo nor the cache of AOT autograd look into one: the caches' tag has the choice."""
+    """Neither Dynamo nor AOT autograd's cache look into one: the caches' tag has the choice."""
     from torch._dynamo.backends.common import aot_autograd
 
     tuner = traced.kernel(module)

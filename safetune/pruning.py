@@ -1,0 +1,37 @@
+"""Which configs `prune_configs_by` leaves for a call."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import triton.runtime.autotuner as triton_autotuner
+from triton.runtime.autotuner import Config
+
+from safetune import inductor
+
+if TYPE_CHECKING:
+    from safetune.autotuner import Autotuner
+
+
+def show_one_config(tuner: Autotuner) -> Autotuner:
+    """Keep the user's functions for `prune`, and let torch, which traces them, find one config."""
+    tuner.pruning = (tuner.early_config_prune, tuner.perf_model)
+    tuner.shown = inductor.one_config(tuner)
+    tuner.early_config_prune, tuner.perf_model = tuner.shown, None
+    return tuner
+
+
+def prune(tuner: Autotuner, kwargs: dict[str, Any]) -> list[Config]:
+    """Return the configs that are left, for the arguments in `tuner.nargs`."""
+    stock = triton_autotuner.Autotuner.prune_configs
+    if tuner.early_config_prune is not tuner.shown:  # replaced, as jax-triton does
+        return stock(tuner, kwargs)
+    early, ranked = copy.copy(tuner), copy.copy(tuner)
+    early.early_config_prune, ranked.perf_model = tuner.pruning
+    early.perf_model, ranked.early_config_prune = None, None
+    ranked.configs = stock(early, kwargs)
+    # Triton 3.6 takes a fraction of all the configs, and rounds it down to nothing.
+    if isinstance(ranked.configs_top_k, float) and ranked.configs_top_k <= 1.0:
+        ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
+    return stock(ranked, kwargs)

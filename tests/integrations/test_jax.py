@@ -1,0 +1,148 @@
+"""What JAX lowers for a safetuned kernel, for a GPU that is not there.
+
+Needs jax, jax-triton and the jax-cuda plugin (`pip install safetune[jax]` on a machine with CUDA
+wheels; no GPU). They are 150 MB, so the default environment is without, and this file is skipped;
+tests/integrations/test_resolve.py shows the same choices without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+jax = pytest.importorskip("jax", reason="needs jax: pip install 'safetune[jax]'")
+pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
+
+import jax.numpy as jnp  # noqa: E402
+
+from safetune import InvalidSetting, MissingChoice, TracingError  # noqa: E402
+from safetune.integrations.jax import triton_call  # noqa: E402
+from safetune.resolved import Resolved  # noqa: E402
+
+_spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
+assert _spec is not None
+assert _spec.loader is not None
+traced = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(traced)
+
+N = 1000
+
+
+@pytest.fixture
+def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`scale_kernel` with its output last, as JAX has it; BLOCK=256 and 2 warps are stored."""
+    path = tmp_path / "scale_jax.py"
+    path.write_text(traced.SOURCE.replace("dst, src, n", "src, n, dst"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(Resolved, "scratch_bytes", 0)
+    with traced.a_gpu_to_trace_for():
+        tuner = traced.kernel(module, configs=traced.configs(64, 128, 256, num_warps=2))
+        x = torch.zeros(N)
+        traced.choose(tuner, tuner.configs[2], x, N, x)
+        yield tuner
+
+
+def scaling(tuner: Any, **options: Any) -> Any:
+    def scale(x: Any) -> Any:
+        return triton_call(
+            x,
+            N,
+            kernel=tuner,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
+            compute_capability=90,
+            **options,
+        )
+
+    return scale
+
+
+def lowered(function: Any, *args: Any) -> str:
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_one_plain_kernel_reaches_xla(tuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax_triton import triton_lib
+
+    made: list[Any] = []
+    library = triton_lib.triton_kernel_call_lib
+    plain = library.TritonKernelCall
+
+    def noting(kernel: Any, *grid_and_parameters: Any) -> Any:
+        made.append(grid_and_parameters[:3])
+        return plain(kernel, *grid_and_parameters)
+
+    monkeypatch.setattr(library, "TritonKernelCall", noting)
+    monkeypatch.setattr(library, "TritonAutotunedKernelCall", None)  # calling it would raise
+
+    text = lowered(scaling(tuner), jnp.zeros(N))
+
+    assert text.count("triton_kernel_call") == 1
+    assert made == [(4, 1, 1)]
+
+
+def test_stock_jax_triton_on_the_tuner_is_refused(tuner: Any) -> None:
+    import jax_triton
+
+    def stock(x: Any) -> Any:
+        return jax_triton.triton_call(
+            x, N, kernel=tuner, out_shape=x, grid=(1,), compute_capability=90
+        )
+
+    with pytest.raises(TracingError, match=r"integrations\.jax\.triton_call"):
+        lowered(stock, jnp.zeros(N))
+
+
+def test_aliases(tuner: Any) -> None:
+    text = lowered(scaling(tuner, input_output_aliases={0: 0}), jnp.zeros(N))
+    assert "output_operand_alias" in text
+    with pytest.raises(InvalidSetting, match=r"\{0: 1\}.*1 input arrays and 1 outputs"):
+        lowered(scaling(tuner, input_output_aliases={0: 1}), jnp.zeros(N))
+
+
+def test_a_miss_while_tracing(tuner: Any) -> None:
+    with pytest.raises(MissingChoice, match=r"bfloat16.*safetune tune scale_jax"):
+        lowered(scaling(tuner), jnp.zeros(N, jnp.bfloat16))
+
+
+def test_vmap(tuner: Any) -> None:
+    with pytest.raises(TracingError, match=r"jax\.vmap"):
+        jax.vmap(scaling(tuner))(jnp.zeros((2, N)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "float8_e4m3fn"])
+def test_the_key_is_torch_s(tuner: Any, dtype: str) -> None:
+    x = torch.zeros(N, dtype=getattr(torch, dtype))
+    struct = jax.ShapeDtypeStruct((N,), getattr(jnp, dtype))
+    traced.choose(tuner, tuner.configs[0], x, N, x)
+
+    assert tuner.resolve(struct, N, struct).provenance == "stored"
+
+
+def test_what_is_lowered_has_the_choice_s_name_and_no_other(tuner: Any) -> None:
+    """The serialised call is compressed in the module: it names one kernel, of 2 warps."""
+    compiled = jax.jit(scaling(tuner)).trace(jnp.zeros(N)).lower(lowering_platforms=("cuda",))
+    module = compiled.compiler_ir("stablehlo")
+    calls = [
+        op.attributes["backend_config"]
+        for function in module.body.operations
+        for block in function.regions[0].blocks
+        for op in block.operations
+        if op.operation.name == "stablehlo.custom_call"
+    ]
+    (config,) = calls
+    proto = zlib.decompress(config.value_bytes)
+    assert proto.count(b"scale_kernel") >= 1
+    assert b"BLOCK" not in proto  # an autotuned call carries each config's text
