@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         WorkloadError,
     )
     from safetune.integrations.graph import graph
+    from safetune.integrations.install import install
     from safetune.integrations.prepare import prepare
     from safetune.outcome import Outcome, Timing, Verdict
     from safetune.scratch import scratch_allocator
@@ -62,6 +63,7 @@ __all__ = [
     "__version__",
     "autotune",
     "graph",
+    "install",
     "prepare",
     "safetune",
     "scratch_allocator",
@@ -73,6 +75,7 @@ _MODULES = {
     "background": ("sync",),
     "decorator": ("autotune", "safetune"),
     "integrations.graph": ("graph",),
+    "integrations.install": ("install",),
     "integrations.prepare": ("prepare",),
     "outcome": ("Outcome", "Timing", "Verdict"),
     "scratch": ("scratch_allocator",),
@@ -95,5 +98,17 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _install_if_asked() -> None:
+    import importlib
+
+    from safetune.settings import installs
+
+    if installs():
+        importlib.import_module("safetune.integrations.install").when_triton_is_imported()
+
+
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_install_if_asked()

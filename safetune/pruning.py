@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def show_one_config(tuner: Autotuner) -> Autotuner:
     """Keep the user's functions for `prune`, and let torch, which traces them, find one config."""
     tuner.pruning = (tuner.early_config_prune, tuner.perf_model)
-    tuner.shown = inductor.one_config(tuner)
+    several = len(tuner.configs) > 1 or inductor.not_carried(tuner.configs[0])
+    tuner.shown = inductor.one_config(tuner) if several else None
     tuner.early_config_prune, tuner.perf_model = tuner.shown, None
     return tuner
 

@@ -125,6 +125,18 @@ class Settings:
         )
 
 
+def installs() -> bool:
+    """Whether SAFETUNE_INSTALL asks for safetune in place of every `triton.autotune`.
+
+    Raises:
+        InvalidSetting: it is neither `1` nor `0`.
+    """
+    value = os.environ.get("SAFETUNE_INSTALL") or "0"
+    if value not in ("0", "1"):
+        raise InvalidSetting(f"SAFETUNE_INSTALL={value!r} is not known; use one of: 0, 1")
+    return value == "1"
+
+
 def _number(text: str | None) -> int:
     """A variable that is not ours: what means nothing is no error of the caller's."""
     return int(text) if text and text.isdecimal() else 1

@@ -19,8 +19,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without what names its rank in a job."""
-    return {name: value for name, value in os.environ.items() if not _RANK_VARIABLE.match(name)}
+    """Return this process's environment without what names its rank in a job.
+
+    Nor with SAFETUNE_INSTALL: what tunes is not itself tuned.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not _RANK_VARIABLE.match(name) and name != "SAFETUNE_INSTALL"
+    }
 
 
 def usable_cpus() -> int:

@@ -1,0 +1,188 @@
+"""Libraries as they are: every `triton.autotune` that is applied from here on is safetune's.
+
+Three ways: `safetune.install()`; `SAFETUNE_INSTALL=1`, which acts when safetune is imported; and
+`safetune run script.py`, which has every Python that the program starts import it. At exit a report
+says on stderr what came of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+#: Made when `install` runs; what is counted, for the report.
+_installation: Installation | None = None
+
+
+class Installation:
+    """What has gone through the replaced `triton.autotune` in this process.
+
+    Attributes:
+        tuners: every tuner made, ours.
+        refused: kernels left to Triton, with the reason.
+        launches, misses: of all tuners.
+    """
+
+    def __init__(self) -> None:
+        self.tuners: list[Any] = []
+        self.refused: dict[str, str] = {}
+        self.launches = 0
+        self.misses = 0
+        self._tunings_before = 0
+
+    def dropped(self) -> dict[str, tuple[str, ...]]:
+        """Return the key names that were dropped, by kernel."""
+        found = {}
+        for tuner in self.tuners:
+            names = [n.name for n in tuner.key_report.names if n.name not in tuner.key_report.kept]
+            if names:
+                found[tuner.key_report.kernel] = tuple(names)
+        return found
+
+    def tunings(self) -> int:
+        """Return how many tunings this process has begun."""
+        from safetune import announce
+
+        return announce.tunings_begun() - self._tunings_before
+
+    def __str__(self) -> str:
+        stored = max(0, self.misses - self.tunings())
+        lines = [
+            f"safetune: {len(self.tuners)} kernels, {self.launches} launches: {self.tunings()} "
+            f"tunings, {stored} keys looked up, {self.launches - self.misses} hits"
+        ]
+        dropped = self.dropped()
+        if dropped:
+            lines.append(f"safetune: key names dropped, as nothing reads them: {_listed(dropped)}")
+        if self.refused:
+            lines.append(f"safetune: left to triton.autotune: {_listed(self.refused)}")
+        return "\n".join(lines)
+
+
+def install() -> Installation:
+    """Have `triton.autotune` be safetune's from now on; a second call changes nothing.
+
+    A name that a module has already taken (`from triton import autotune`, run before) stays
+    Triton's, and so does a class of a library's own on top of Triton's `Autotuner`.
+    """
+    global _installation
+    if _installation is not None:
+        return _installation
+    import triton
+    import triton.runtime.autotuner as triton_autotuner
+
+    from safetune import announce
+    from safetune.autotuner import Autotuner
+
+    installation = _installation = Installation()
+    installation._tunings_before = announce.tunings_begun()
+    ours = _replacement(installation, triton_autotuner.autotune)
+    for module in (triton_autotuner, triton.runtime, triton):
+        module.autotune = ours  # type: ignore[attr-defined]
+    _count(installation, Autotuner)
+    _note_others(installation, triton_autotuner.Autotuner, Autotuner)
+    atexit.register(_report, installation)
+    return installation
+
+
+def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
+    from safetune.decorator import safetune
+    from safetune.errors import SafetuneError
+
+    @functools.wraps(stock)
+    def autotune(*args: Any, **kwargs: Any) -> Any:
+        if str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch."):
+            return stock(*args, **kwargs)  # Dynamo rebuilds tuners that it has pruned
+
+        def decorate(fn: Any) -> Any:
+            try:
+                tuner = safetune(*args, **kwargs)(fn)
+            except (SafetuneError, TypeError) as error:
+                name = str(getattr(fn, "__name__", fn))
+                installation.refused[name] = str(error).partition("\n")[0]
+                return stock(*args, **kwargs)(fn)
+            installation.tuners.append(tuner)
+            return tuner
+
+        return decorate
+
+    return autotune
+
+
+def _count(installation: Installation, ours: type[Any]) -> None:
+    """Count launches and misses, on the class: a program without `install` pays nothing."""
+    run, miss = ours.run, ours._miss
+
+    @functools.wraps(run)
+    def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        installation.launches += 1
+        return run(self, *args, **kwargs)
+
+    @functools.wraps(miss)
+    def counted_miss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        installation.misses += 1
+        return miss(self, *args, **kwargs)
+
+    ours.run, ours._miss = counted_run, counted_miss  # type: ignore[attr-defined]
+
+
+def _note_others(installation: Installation, stock: type[Any], ours: type[Any]) -> None:
+    """Have the report name the tuners that a class of a library's own makes."""
+    construct = stock.__init__
+
+    @functools.wraps(construct)
+    def noting(self: Any, fn: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, fn, *args, **kwargs)
+        if not isinstance(self, ours) and type(self) is not stock:
+            kernel = getattr(self.base_fn, "__name__", str(fn))
+            installation.refused[kernel] = f"made by {type(self).__name__}"
+
+    stock.__init__ = noting  # type: ignore[misc]
+
+
+def _listed(items: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{name} ({', '.join(what) if isinstance(what, tuple) else what})"
+        for name, what in items.items()
+    )
+
+
+def _report(installation: Installation) -> None:
+    if installation.tuners or installation.refused:
+        sys.stderr.write(f"{installation}\n")
+
+
+def when_triton_is_imported() -> None:
+    """Install at once if Triton is there, else right after its import, whoever does that."""
+    if "triton" in sys.modules:
+        install()
+    else:
+        sys.meta_path.insert(0, _Waiting())
+
+
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it has Triton's own loader call `install` once it is done."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "triton":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,269 @@
+"""Programs that know nothing of safetune, run with it: real processes, a real sitecustomize."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
+#: A library that adds in place: a tuner that tries its configs on it would add many times.
+LIBRARY = """
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.autotuner import Autotuner
+{imports}
+
+CONFIGS = [triton.Config({{"BLOCK": block}}) for block in (16, 32)]
+
+
+@{autotune}(configs=CONFIGS, key=["n", "UNREAD"])
+@triton.jit
+def add_kernel(out, src, n, UNREAD, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < n
+    value = tl.load(out + offset, mask=mask) + tl.load(src + offset, mask=mask)
+    tl.store(out + offset, value, mask=mask)
+
+
+def add(n=50, times=1):
+    out, src = torch.zeros(n), torch.ones(n)
+    for _ in range(times):
+        add_kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](out, src, n, 7)
+    assert (out == times).all(), out
+    return type(add_kernel).__module__
+"""
+
+OURS, STOCK = "safetune.autotuner", "triton.runtime.autotuner"
+
+RUN = "import sys; from safetune.cli import main; sys.argv[0] = 'safetune'; main()"
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Callable[..., Path]:
+    def write(autotune: str = "triton.autotune", imports: str = "") -> Path:
+        (tmp_path / "lib.py").write_text(LIBRARY.format(autotune=autotune, imports=imports))
+        return tmp_path
+
+    return write
+
+
+def reports(text: str) -> list[str]:
+    return re.findall(r"^safetune: .*$", text, re.MULTILINE)
+
+
+class TestInstall:
+    @pytest.mark.parametrize(
+        ("autotune", "imports"),
+        [
+            ("triton.autotune", ""),
+            ("triton.runtime.autotune", ""),
+            ("autotune", "from triton import autotune"),
+            ("tuners.autotune", "import triton.runtime.autotuner as tuners"),
+        ],
+    )
+    def test_every_spelling(
+        self, library: Callable[..., Path], fresh_process: FreshProcess, autotune: str, imports: str
+    ) -> None:
+        done = fresh_process(
+            "import safetune; safetune.install(); import lib; print(lib.add(times=3))",
+            cwd=library(autotune, imports),
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == [OURS]
+        assert reports(done.stderr) == [
+            "safetune: 1 kernels, 3 launches: 1 tunings, 0 keys looked up, 2 hits",
+            "safetune: key names dropped, as nothing reads them: add_kernel (UNREAD)",
+        ]
+
+    def test_a_second_process_looks_up(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        code = "import safetune; safetune.install(); import lib; lib.add(times=2)"
+        fresh_process(code, cwd=library())
+        done = fresh_process(code, cwd=library())
+        assert "2 launches: 0 tunings, 1 keys looked up, 1 hits" in done.stderr
+
+    def test_a_name_taken_before_stays_triton_s(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """As the page says; a decorated kernel would need its module imported again."""
+        code = """
+from triton import autotune
+import safetune
+safetune.install()
+import triton
+assert autotune is not triton.autotune
+print(type(autotune([], [])(triton.jit(lambda x: x))).__module__)
+"""
+        done = fresh_process(code, cwd=library())
+        assert done.stdout.split() == [STOCK], done.stderr
+
+    def test_torch_s_own_tuners_stay_triton_s(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """Dynamo rebuilds what it pruned with `autotune`; ours would be pruned again, for ever."""
+        code = """
+import lib, safetune, triton
+safetune.install()
+inside = {"__name__": "torch._higher_order_ops.triton_kernel_wrap", "triton": triton}
+exec("rebuild = lambda old: triton.autotune(configs=old.configs, key=[])(old.fn)", inside)
+print(type(inside["rebuild"](lib.add_kernel)).__module__)
+"""
+        done = fresh_process(code, cwd=library())
+        assert done.stdout.split() == [STOCK], done.stderr
+
+    def test_what_cannot_be_taken_over_runs_as_before_and_is_named(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        code = """
+import safetune
+safetune.install()
+import lib, triton
+
+class Own(lib.Autotuner):
+    pass
+
+Own(lib.add_kernel.fn, lib.add_kernel.arg_names, lib.CONFIGS, ["n"], None, None)
+kernel = triton.autotune(lib.CONFIGS, ["n"])(triton.autotune(lib.CONFIGS, ["n"])(lib.add_kernel.fn))
+print(type(kernel).__module__)
+"""
+        done = fresh_process(code, cwd=library())
+        assert done.stdout.split() == [STOCK], done.stderr
+        left = reports(done.stderr)[-1]
+        assert "left to triton.autotune: add_kernel" in left
+
+
+class TestVariable:
+    @pytest.mark.parametrize("before", ["", "import triton"], ids=["before triton", "after"])
+    def test_it_acts_when_safetune_is_imported(
+        self, library: Callable[..., Path], fresh_process: FreshProcess, before: str
+    ) -> None:
+        done = fresh_process(
+            f"{before}\nimport safetune, lib; print(lib.add())",
+            cwd=library(),
+            env={"SAFETUNE_INSTALL": "1"},
+        )
+        assert done.stdout.split() == [OURS], done.stderr
+        assert len(reports(done.stderr)) == 2  # and none of the measuring process
+
+    def test_alone_it_imports_nothing(self, fresh_process: FreshProcess) -> None:
+        done = fresh_process(
+            "import safetune, sys; print('triton' in sys.modules, 'torch' in sys.modules)",
+            env={"SAFETUNE_INSTALL": "1"},
+        )
+        assert done.stdout.split() == ["False", "False"], done.stderr
+        assert not reports(done.stderr)
+
+    def test_a_value_that_means_nothing(self, fresh_process: FreshProcess) -> None:
+        done = fresh_process("import safetune", env={"SAFETUNE_INSTALL": "yes"})
+        assert "SAFETUNE_INSTALL='yes' is not known; use one of: 0, 1" in done.stderr
+
+
+class TestRun:
+    def test_a_script_its_arguments_and_its_exit_code(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        here = library()
+        (here / "train.py").write_text(
+            "import sys, lib\n"
+            "assert sys.path[0] == sys.argv[0].rpartition('/')[0]\n"
+            "print(__name__, sys.argv[1:], lib.add())\n"
+            "sys.exit(7)\n"
+        )
+        done = fresh_process(RUN, "run", here / "train.py", "--debug", "-m", "x", cwd=here)
+        assert done.returncode == 7, done.stderr
+        assert done.stdout.strip() == f"__main__ ['--debug', '-m', 'x'] {OURS}"
+        assert len(reports(done.stderr)) == 2
+
+    def test_a_module_and_the_processes_that_it_starts(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        here = library()
+        (here / "launcher.py").write_text(
+            "import multiprocessing, subprocess, sys\n"
+            "import lib\n"
+            "def work():\n"
+            "    print('spawned', lib.add(), flush=True)\n"
+            "if __name__ == '__main__':\n"
+            "    worker = [sys.executable, '-c', \"import lib; print('worker', lib.add())\"]\n"
+            "    subprocess.run(worker, check=True)\n"
+            "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+            "    process.start(); process.join()\n"
+            "    sys.exit(process.exitcode)\n"
+        )
+        done = fresh_process(RUN, "run", "-m", "launcher", cwd=here)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"spawned {OURS}", f"worker {OURS}"]
+
+    def test_a_sitecustomize_that_was_there_still_runs(
+        self, library: Callable[..., Path], fresh_process: FreshProcess, tmp_path: Path
+    ) -> None:
+        here, site = library(), tmp_path / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text("import sys; sys.marked = __file__\n")
+        (here / "train.py").write_text(
+            "import sys, lib; print(sys.marked, lib.add(), sys.modules['sitecustomize'].__file__)"
+        )
+        path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+        done = fresh_process(RUN, "run", here / "train.py", cwd=here, env={"PYTHONPATH": path})
+        theirs = str(site / "sitecustomize.py")
+        assert done.stdout.split() == [theirs, OURS, theirs], done.stderr
+
+    def test_a_python_without_safetune_starts_all_the_same(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        here = library()
+        (here / "train.py").write_text(
+            "import os, subprocess, sys\n"
+            "path = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
+            "bare = [sys.executable, '-S', '-c', 'import sitecustomize; print(\"started\")']\n"
+            "subprocess.run(bare, check=True, env={'PYTHONPATH': path, 'SAFETUNE_INSTALL': '1'})\n"
+        )
+        done = fresh_process(RUN, "run", here / "train.py", cwd=here)
+        assert done.stdout.split() == ["started"], done.stderr
+
+
+FLA = """
+import importlib, json, warnings
+warnings.simplefilter("ignore")
+import safetune
+installation = safetune.install()
+from triton.runtime.autotuner import Autotuner
+kinds = {}
+for name in ("fla.modules.norm.layernorm", "fla.ops.gla.chunk", "fla.ops.delta_rule.chunk"):
+    module = importlib.import_module(name)
+    for key, value in vars(module).items():
+        while hasattr(value, "fn") and not isinstance(value, Autotuner):
+            value = value.fn
+        if isinstance(value, Autotuner):
+            kinds[key] = type(value).__module__
+print(json.dumps([kinds, len(installation.tuners), installation.refused]))
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_real_library(fresh_process: FreshProcess) -> None:
+    """fla-core's layers, imported under `install`: theirs are ours, but for a class of its own."""
+    import json
+
+    try:
+        importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs fla-core")
+    done = fresh_process(FLA, env={"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    kinds, count, refused = found
+    assert {"layer_norm_fwd_kernel", "layer_norm_bwd_kernel"} <= set(kinds)
+    assert {kind for kernel, kind in kinds.items() if kernel not in refused} == {OURS}
+    assert count > 20
+    assert all(reason.startswith("made by CachedAutotuner") for reason in refused.values())
