@@ -247,7 +247,7 @@ class TestCommandLine:
         from safetune.cli import main
 
         text = self.PAGE.read_text(encoding="utf-8")
-        rows = set(re.findall(r"^\| `(--[\w-]+)` \| \S", text, re.MULTILINE))
+        rows = set(re.findall(r"^\| `(--?[\w-]+)` \| \S", text, re.MULTILINE))
         for name, command in main.commands.items():
             assert command.help, name
             for parameter in command.params:
