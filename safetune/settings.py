@@ -105,7 +105,7 @@ class Settings:
         """Read the environment; raises `InvalidSetting` on a value that means nothing."""
         env = os.environ
         explicit = env.get("SAFETUNE_CACHE_DIR")
-        directory = Path(explicit).expanduser() if explicit else _default_cache_dir()
+        directory = Path(os.path.expanduser(explicit)) if explicit else _default_cache_dir()
         return cls(
             mode=parse_choice(Mode, "SAFETUNE_MODE", env.get("SAFETUNE_MODE") or "tune"),
             phantom=parse_choice(
