@@ -124,4 +124,7 @@ def _number(text: str | None) -> int:
 
 
 def _default_cache_dir() -> Path:
-    return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    try:
+        return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    except RuntimeError:  # there is no home, which opening the store says
+        return Path("~", ".cache", "safetune")

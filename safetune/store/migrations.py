@@ -87,11 +87,12 @@ def prepare(connection: sqlite3.Connection) -> None:
     """
     with _transaction(connection, "BEGIN"):  # one snapshot: another process may migrate right now
         current = is_current(connection)
+        if current:
+            _check_schema(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
     _switch_to_wal(connection, attempts=1 if current else _WAL_ATTEMPTS)
     if not current:
         _migrate(connection)
-    _check_schema(connection)
 
 
 def prepare_suspect(connection: sqlite3.Connection) -> None:
