@@ -26,6 +26,14 @@ KIN_KEYS = f"{KEY.select} WHERE {_KIN} ORDER BY rowid"
 KIN_CHOICES = f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} {_NEWEST_FIRST}"
 KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
 
+#: Each key that anything is stored of: digest, newest row, number of rows, toolchain.
+AGES = (
+    "SELECT known.digest, max(created), count(created), key.toolchain FROM ("
+    "SELECT digest, NULL AS created FROM key UNION ALL SELECT key, created FROM trial "
+    "UNION ALL SELECT key, created FROM choice) AS known "
+    "LEFT JOIN key ON key.digest = known.digest GROUP BY known.digest ORDER BY 2, 1"
+)
+
 CLEAR = (
     "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
     "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",

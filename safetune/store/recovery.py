@@ -46,13 +46,18 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path.with_name(path.name + log), aside.with_name(aside.name + log))
         for old in moved(path)[:-_KEPT]:
-            for log in (*place.LOGS, ""):
-                old.with_name(old.name + log).unlink(missing_ok=True)
+            remove(old)
     warnings.warn(
         f"safetune: the store {path} is damaged ({reason}); it is kept as {aside}, and an empty "
         "one takes its place",
         stacklevel=2,
     )
+
+
+def remove(aside: Path) -> None:
+    """Delete a database that was moved aside, with its logs."""
+    for log in (*place.LOGS, ""):
+        aside.with_name(aside.name + log).unlink(missing_ok=True)
 
 
 def moved(path: Path) -> list[Path]:

@@ -69,6 +69,11 @@ class Store:
         """The database file; None in memory."""
         return self._connection.path
 
+    @property
+    def connection(self) -> Connection:
+        """What it reads and writes through."""
+        return self._connection
+
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""
         self._connection.close()
