@@ -249,7 +249,7 @@ def trial_row(record: TrialRecord) -> dict[str, Scalar]:
         "created": record.created,
     }
     timing = {name: getattr(outcome.timing, name, None) for name in _TIMING}
-    return TRIAL.seal(values | timing)
+    return _in_range(TRIAL.seal(values | timing), RecordError)
 
 
 def trial_record(row: Sequence[Any]) -> TrialRecord:
@@ -282,7 +282,8 @@ def trial_record(row: Sequence[Any]) -> TrialRecord:
 
 def choice_row(record: ChoiceRecord) -> dict[str, Scalar]:
     """Return a choice as a row; raises `RecordError`."""
-    return CHOICE.seal({name: getattr(record, name) for name, _ in CHOICE.columns})
+    values = {name: getattr(record, name) for name, _ in CHOICE.columns}
+    return _in_range(CHOICE.seal(values), RecordError)
 
 
 def choice_record(row: Sequence[Any]) -> ChoiceRecord:
@@ -290,10 +291,10 @@ def choice_record(row: Sequence[Any]) -> ChoiceRecord:
     return ChoiceRecord(**_in_range(CHOICE.unseal(row)))
 
 
-def _in_range(values: dict[str, Any]) -> dict[str, Any]:
+def _in_range(values: dict[str, Any], error: type[Exception] = CorruptRowError) -> dict[str, Any]:
     """Refuse what no tuning writes: whoever counts up from such a number would never end."""
     for name, least in (("generation", 1), ("median_ms", 0), ("count", 0), ("measured", 0)):
         value = values.get(name)
         if value is not None and not least <= value <= 10**12:
-            raise CorruptRowError(f"{name} is {value}")
+            raise error(f"{name} is {value}")
     return values

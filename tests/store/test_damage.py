@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store import rows
+from safetune.store.lookup import GuardedStore
 from safetune.store.sqlite import Store
 
 
@@ -109,3 +111,27 @@ def test_a_sealed_row_with_a_foreign_content_is_absent(store, records):
                 f"VALUES ({', '.join('?' * len(row))})", *content)  # fmt: skip
     assert store.trials("key", 1) == []
     assert store.choice("key") is None
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_damaged_index_leads_to_no_other_row_and_is_made_again(tmp_path, records, number):
+    """Where the row of one key is found under the name of another, both are sound."""
+    guarded = GuardedStore.open(tmp_path)
+    for key in ("first-key", "other-key"):
+        guarded.put_choice(records.choice(key=key))
+    guarded.close()
+    content = guarded.path.read_bytes()
+    places = [found.start() for found in re.finditer(b"first-key", content)]
+    assert len(places) == 2, "the row and the index"
+    place = places[number % 2]
+    name = b"other-key" if number < 2 else b"firsu-key"
+    guarded.path.write_bytes(content[:place] + name + content[place + 9 :])
+
+    again = GuardedStore.open(tmp_path)
+    for key in ("first-key", "other-key"):
+        found = again.choice(key, "declared")
+        assert found is None or found == records.choice(key=key)
+    stored = [again.put_choice(records.choice(key=key)) for key in ("first-key", "other-key")]
+    assert [choice.key for choice in stored] == ["first-key", "other-key"]
+    assert again.choice("other-key") == records.choice(key="other-key")
+    again.close()
