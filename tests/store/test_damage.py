@@ -113,25 +113,24 @@ def test_a_sealed_row_with_a_foreign_content_is_absent(store, records):
     assert store.choice("key") is None
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_a_damaged_index_leads_to_no_other_row_and_is_made_again(tmp_path, records, number):
+@pytest.mark.parametrize("number", (0, 1))
+@pytest.mark.parametrize("names", [(b"first-key", b"other-key"), (b"other-key", b"first-key")])
+def test_a_damaged_index_leads_to_no_other_row(tmp_path, records, names, number):
     """Where the row of one key is found under the name of another, both are sound."""
     guarded = GuardedStore.open(tmp_path)
-    for key in ("first-key", "other-key"):
-        guarded.put_choice(records.choice(key=key))
+    right = [records.choice(key=k, generation=g) for k, g in (("first-key", 1), ("other-key", 2))]
+    for choice in right:
+        guarded.put_choice(choice)
     guarded.close()
     content = guarded.path.read_bytes()
-    places = [found.start() for found in re.finditer(b"first-key", content)]
+    places = [found.start() for found in re.finditer(names[0], content)]
     assert len(places) == 2, "the row and the index"
-    place = places[number % 2]
-    name = b"other-key" if number < 2 else b"firsu-key"
-    guarded.path.write_bytes(content[:place] + name + content[place + 9 :])
+    begin, end = places[number], places[number] + len(names[0])
+    guarded.path.write_bytes(content[:begin] + names[1] + content[end:])
 
     again = GuardedStore.open(tmp_path)
-    for key in ("first-key", "other-key"):
-        found = again.choice(key, "declared")
-        assert found is None or found == records.choice(key=key)
-    stored = [again.put_choice(records.choice(key=key)) for key in ("first-key", "other-key")]
-    assert [choice.key for choice in stored] == ["first-key", "other-key"]
-    assert again.choice("other-key") == records.choice(key="other-key")
+    for choice in right:
+        assert again.choice(choice.key, "declared") in (None, choice)
+    assert [again.put_choice(choice) for choice in right] == right
+    assert [again.choice(choice.key) for choice in right] == right
     again.close()
