@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup"]
+SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sqlite3
 from pathlib import Path
 
@@ -113,24 +112,18 @@ def test_a_sealed_row_with_a_foreign_content_is_absent(store, records):
     assert store.choice("key") is None
 
 
-@pytest.mark.parametrize("number", (0, 1))
-@pytest.mark.parametrize("names", [(b"first-key", b"other-key"), (b"other-key", b"first-key")])
-def test_a_damaged_index_leads_to_no_other_row(tmp_path, records, names, number):
-    """Where the row of one key is found under the name of another, both are sound."""
+def test_an_index_that_leads_to_another_row_is_made_again(tmp_path, records):
+    """One byte is enough: out of order, a search ends at a neighbour, which is sound itself."""
     guarded = GuardedStore.open(tmp_path)
-    right = [records.choice(key=k, generation=g) for k, g in (("first-key", 1), ("other-key", 2))]
+    right = [records.choice(key=f"key-{number}") for number in range(40)]
     for choice in right:
         guarded.put_choice(choice)
     guarded.close()
     content = guarded.path.read_bytes()
-    places = [found.start() for found in re.finditer(names[0], content)]
-    assert len(places) == 2, "the row and the index"
-    begin, end = places[number], places[number] + len(names[0])
-    guarded.path.write_bytes(content[:begin] + names[1] + content[end:])
+    assert content.count(b"key-14declared") == 1, "in the index; a row has more between them"
+    guarded.path.write_bytes(content.replace(b"key-14declared", b"kdy-14declared"))
 
     again = GuardedStore.open(tmp_path)
-    for choice in right:
-        assert again.choice(choice.key, "declared") in (None, choice)
-    assert [again.put_choice(choice) for choice in right] == right
+    assert again.choice("key-12", "declared") == right[12]
     assert [again.choice(choice.key) for choice in right] == right
     again.close()
