@@ -123,7 +123,10 @@ class Connection:
         """Whether what is written would go to a file that nobody finds again."""
         if self.path is None or self._file is None:
             return False
-        return place.identity(self.path) != self._file
+        try:
+            return place.identity(self.path) != self._file
+        except OSError:  # SQLite will meet it, too, if it lasts
+            return False
 
     @contextlib.contextmanager
     def _failures(self, action: str) -> Iterator[None]:
