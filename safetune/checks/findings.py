@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,9 +13,6 @@ from safetune.checks.watch import NEVER, Access, Clash, Stray, Times, Watch
 
 #: How many elements, of different rows where there are such, a finding names.
 _MOST_PLACES = 3
-
-#: How many programs and source lines are named for an element.
-_MOST_NAMED = 8
 
 
 def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
@@ -67,7 +65,24 @@ def _clash(clash: Clash, name: str, view: View, watch: Watch) -> Finding | None:
         return None
     mask = _elements(view, watch, times.clashes[clash])
     places = tuple(_clash_place(clash, view, index, watch) for index in _some(mask))
-    return _finding(Kind(clash.value), name, mask, places)
+    found = _finding(Kind(clash.value), name, mask, places)
+    return None if found is None else replace(found, most_programs=_most(clash, view, watch))
+
+
+def _most(clash: Clash, view: View, watch: Watch) -> int:
+    """Return the largest number of programs in the log of an argument's granule."""
+    times = watch.times[view.region]
+    inside = np.zeros(len(times.stored), dtype=bool)
+    _strided(inside, view, times.granule)[...] = True
+    granules, programs = [], []
+    for kind, where, prior, now in times.log:
+        if kind is clash and inside[where].any():
+            granules += [where, where]
+            latest = np.full(len(where), now)
+            programs += [watch.programs_at(prior), watch.programs_at(latest)]
+    found, numbers = np.concatenate(granules), np.concatenate(programs)
+    pairs = np.unique(np.stack([found, numbers])[:, inside[found]], axis=1)
+    return int(np.unique(pairs[0], return_counts=True)[1].max())
 
 
 def _clash_place(clash: Clash, view: View, index: tuple[int, ...], watch: Watch) -> Place:
@@ -87,7 +102,7 @@ def _place(index: tuple[int, ...], moments: Sequence[int], watch: Watch, where: 
     programs = watch.programs_at(np.array(moments, dtype=np.int64)) if moments else ()
     ids: list[Program] = [watch.ids(int(program)) for program in dict.fromkeys(programs)]
     lines = dict.fromkeys(line_text(watch.lines[moment]) for moment in moments)
-    return Place(index, where, tuple(ids[:_MOST_NAMED]), tuple(list(lines)[:_MOST_NAMED]))
+    return Place(index, where, tuple(ids), tuple(lines))
 
 
 def _unwritten(name: str, view: View, watch: Watch) -> Finding | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from safetune.checks import __file__ as checks_file
 from safetune.errors import NotInterpretable
 
 _LOCK = threading.RLock()
@@ -40,7 +42,7 @@ Instruments = Callable[[Any], Mapping[str, Callable[..., Any]]]
 def interpret(
     function: FunctionType,
     arguments: Mapping[str, Any],
-    grid: tuple[int, ...],
+    grid: tuple[int, int, int],
     instruments: Instruments,
 ) -> None:
     """Run a kernel's Python function once for each program of the grid, in order.
@@ -60,25 +62,30 @@ def interpret(
         kernel = functions.interpreted(function).rewritten
         given = {name: functions.convert(value) for name, value in arguments.items()}
         try:
-            _InPlace(kernel, list(inspect.signature(kernel).parameters), grid)(**given)
-        except interpreter.InterpreterError as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, NotInterpretable):
-                raise cause from None
+            _run(kernel, given, grid)
+        except NotInterpretable:
+            raise
+        except Exception as error:
             raise NotInterpretable(
                 f"{function.__name__} does not run in Triton's interpreter: "
-                f"{type(cause).__name__}: {cause}{_place(cause)}"
-            ) from cause
+                f"{type(error).__name__}: {error}{_place(error)}"
+            ) from error
 
 
-class _InPlace(interpreter.GridExecutor):  # type: ignore[misc]
-    """Triton's loop over programs, on arguments that are where the kernel may find them already."""
-
-    def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
-        return args_dev, kwargs
-
-    def _restore_args_dev(self, *_: Any) -> None:
-        pass
+def _run(kernel: Callable[..., Any], given: Mapping[str, Any], grid: tuple[int, int, int]) -> None:
+    """Triton's loop over programs, on arguments that are where the kernel is to find them."""
+    names = list(inspect.signature(kernel).parameters)
+    constants = interpreter.GridExecutor(kernel, names, grid).constexprs
+    options = {name: value for name, value in given.items() if name in names}
+    arguments = {
+        name: value if name in constants else interpreter._implicit_cvt(value)
+        for name, value in inspect.getcallargs(kernel, **options).items()
+    }
+    builder = interpreter.interpreter_builder
+    builder.set_grid_dim(*grid)
+    for program in itertools.product(*map(range, grid)):
+        builder.set_grid_idx(*program)
+        kernel(**arguments)
 
 
 class _Interpreted:
@@ -230,8 +237,8 @@ def _place(error: BaseException) -> str:
 
 
 _MACHINERY = tuple(
-    str(module.__file__).rpartition("__init__.py")[0] for module in (triton, np)
-) + (__file__.rpartition("interpretation.py")[0],)
+    str(file).rpartition("__init__.py")[0] for file in (triton.__file__, np.__file__, checks_file)
+)
 
 
 def is_machinery(filename: str) -> bool:

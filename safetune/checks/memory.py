@@ -141,7 +141,7 @@ class Memory:
         raise AssertionError(f"no copy at {pointer:#x}")
 
     def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each address, its region (-1 for none's) and its byte there, maybe outside."""
+        """Return the region of each address, -1 for none, and its byte there, maybe outside."""
         numbers = ((addresses - np.uint64(_FIRST - _SPACING // 2)) >> np.uint64(44)).astype(
             np.int64
         )

@@ -27,6 +27,8 @@ from safetune.kernel_source import base_function
 #: How long one launch may take in the interpreter unless `timeout_s` says otherwise.
 TIMEOUT_S = 600.0
 
+_OPTIONS = ("outputs", "reachable", "timeout_s")
+
 
 def check_overlap(
     kernel: Any,
@@ -40,10 +42,10 @@ def check_overlap(
 ) -> OverlapReport:
     """Run one launch in Triton's interpreter and return which programs break write ownership.
 
-    A finding is an element that is stored by two programs; or stored by one and updated atomically
-    or read by another; or that lies outside of every argument. Accesses that a lock or counter
-    orders do not count: atomics on one element that are not relaxed. Of an element's reads the first
-    and the last are kept.
+    A finding is an element that is stored by two programs; or written by one and read by another;
+    or stored by one and updated atomically by another; or that lies outside of every argument.
+    Accesses that a lock or a counter orders do not count: atomics on one element that are not
+    relaxed. Of the reads of an element the first and the last are looked at.
 
     Args:
         kernel: under `@triton.jit`, `@triton.heuristics`, `@triton.autotune` or `@safetune`,
@@ -94,15 +96,27 @@ def check_configs(
     Raises:
         InvalidSetting: `kernel` has no configs.
     """
-    tuner = kernel
-    while isinstance(tuner, Heuristics):
-        tuner = tuner.fn
-    if not isinstance(tuner, Autotuner):
-        raise InvalidSetting(f"{kernel!r} has no configs: use check_overlap")
-    options = ("outputs", "reachable", "timeout_s")
-    launch = {name: value for name, value in kwargs.items() if name not in options}
-    for config in _pruned(kernel, tuner, args, launch):
+    launch = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    for config in pruned_configs(kernel, args, launch):
         yield config, check_overlap(kernel, grid, *args, config=config, **kwargs)
+
+
+def pruned_configs(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Config]:
+    """Return the configs of a tuner that its prune function leaves for a launch.
+
+    Raises:
+        InvalidSetting: `kernel` has no configs.
+    """
+    kwargs = dict(kwargs)
+    while isinstance(kernel, Heuristics):
+        for name, heuristic in kernel.values.items():
+            kwargs[name] = heuristic(_named(kernel, args, kwargs))
+        kernel = kernel.fn
+    if not isinstance(kernel, Autotuner):
+        raise InvalidSetting(f"{kernel!r} has no configs: use check_overlap")
+    view = copy.copy(kernel)  # Triton's own code reads the arguments from the tuner
+    view.nargs = dict(zip(kernel.arg_names, args, strict=False))
+    return list(view.prune_configs(kwargs))
 
 
 def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +136,7 @@ def _apply_decorators(
 ) -> str:
     """Add what heuristics and the config set to both dicts; return the config as text.
 
-    Heuristics see the caller's tensors, and only look. The config's hook writes: it gets the copies.
+    Heuristics see the caller's tensors, as they only look; a config's hook writes, to the copies.
     """
     text = ""
     while not is_jit(kernel):
@@ -151,19 +165,6 @@ def _chosen(tuner: Autotuner, config: Config | None) -> Config:
         f"{tuner.base_fn.__name__} has {len(tuner.configs)} configs: pass config=, or call "
         "check_configs for all of them"
     )
-
-
-def _pruned(
-    kernel: Any, tuner: Autotuner, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Sequence[Config]:
-    kwargs = dict(kwargs)
-    while kernel is not tuner:
-        for name, heuristic in kernel.values.items():
-            kwargs[name] = heuristic({**_named(kernel, args, kwargs)})
-        kernel = kernel.fn
-    view = copy.copy(tuner)
-    view.nargs = dict(zip(tuner.arg_names, args, strict=False))
-    return view.prune_configs(kwargs)
 
 
 def _sizes(grid: Any, meta: dict[str, Any]) -> tuple[int, int, int]:

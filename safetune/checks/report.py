@@ -26,11 +26,15 @@ class Kind(Enum):
 
 #: What the elements of a finding are, after their number.
 _WORDS = {
-    Kind.OVERLAP: "stored by more than one program",
-    Kind.MIXED: "stored by one program and updated atomically by another",
-    Kind.READ_WRITE: "read by one program and written by another",
+    Kind.OVERLAP: "stored by several programs",
+    Kind.MIXED: "stored and atomically updated by different programs",
+    Kind.READ_WRITE: "read and written by different programs",
     Kind.UNWRITTEN: "never written",
 }
+
+
+#: How many programs are named when an element is printed.
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Place:
     Attributes:
         index: in the argument; for what is outside, one number, counted in elements from its first.
         where: for what is outside of a view, how it lies to the storage; else empty.
-        programs: those seen at it, at most `report.MOST_PROGRAMS`.
+        programs: those seen at it.
         lines: the kernel's source lines, as `file:line`.
     """
 
@@ -54,7 +58,9 @@ class Place:
         parts += [f"({self.where})"] if self.where else []
         if self.programs:
             noun = "program" if len(self.programs) == 1 else "programs"
-            parts.append(f"{noun} {', '.join(map(_ids, self.programs))}")
+            more = len(self.programs) - _MOST_SHOWN
+            shown = ", ".join(map(_ids, self.programs[:_MOST_SHOWN]))
+            parts.append(f"{noun} {shown}" + (f" and {more} more" if more > 0 else ""))
         if self.lines:
             parts.append(f"at {', '.join(self.lines)}")
         return " ".join(parts)
@@ -71,6 +77,7 @@ class Finding:
         rows: how many different indices these have but for the last dimension.
         places: a few of them.
         access: for `OUTSIDE` what was tried: read, store, atomic.
+        most_programs: for what several programs do to an element, the most seen at one.
     """
 
     kind: Kind
@@ -79,6 +86,7 @@ class Finding:
     rows: int
     places: tuple[Place, ...]
     access: str = ""
+    most_programs: int = 0
 
     def __str__(self) -> str:
         count = f"{self.elements} element{'s' if self.elements != 1 else ''}"
@@ -90,6 +98,8 @@ class Finding:
             what += " outside its storage" if self.argument else " at addresses of no argument"
         elif self.kind is Kind.GAP:
             what = "written inside its storage, but in no argument"
+        if self.most_programs > 2:
+            what += f", up to {self.most_programs} of them"
         lines = [f"{self.argument or 'no argument'}: {count} {what}"]
         lines += [f"    {place}" for place in self.places]
         return "\n".join(lines)

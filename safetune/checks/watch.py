@@ -114,7 +114,7 @@ class Watch:
         self._grid = grid
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        granules = {number: 16 for number in range(len(memory.regions))}
+        granules = dict.fromkeys(range(len(memory.regions)), 16)
         for view in memory.views:
             parts = (view.itemsize, view.offset, *view.strides)
             granules[view.region] = math.gcd(granules[view.region], *parts)
@@ -168,8 +168,6 @@ class Watch:
         """
         now = self._tick()
         alone = int(addresses.flat[0]) if addresses.size == 1 and active.all() else None
-        if acquires and alone is not None:
-            self._acquire(alone)
         real, allowed = np.zeros_like(addresses), np.zeros(addresses.shape, dtype=bool)
         numbers, offsets = self._memory.locate(addresses)
         for number in np.unique(numbers[active]):
@@ -187,6 +185,8 @@ class Watch:
                 self.strays.append(Stray(access, int(number), places[lanes], itemsize, now))
         if access in (Access.STORE, Access.ATOMIC) and active.any():
             self.storing.add(self._program)
+        if acquires and alone is not None:  # too late for this access: it may have been the first
+            self._acquire(alone)
         if releases and alone is not None:
             self._release(alone, now)
         return real, allowed
