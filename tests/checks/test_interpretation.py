@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from pathlib import Path
@@ -130,6 +131,10 @@ def test_what_is_a_jit_function() -> None:
 
 SCRIPT = '''
 import sys, torch, triton
+import triton.experimental.gluon
+from types import ModuleType
+from typing import Any
+from triton.runtime import interpreter
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -145,6 +150,8 @@ def rows(y, n, BLOCK: tl.constexpr, STEP: tl.constexpr):
     values = tl.load(y + offsets, mask=offsets < n, other=0.0)
     tl.store(y + offsets, scaled(values - tl.sum(values), 2.0), mask=offsets < n)
 
+ALL_OF_LANGUAGE
+
 def compiled():
     """The text of the kernel before it is optimised, for a card that is not there."""
     signature = {"y": "*fp32", "n": "i32", "BLOCK": "constexpr", "STEP": "constexpr"}
@@ -155,10 +162,13 @@ triton.knobs.compilation.always_compile = True
 assert type(rows).__name__ == "JITFunction" and type(tl.sum).__name__ == "JITFunction"
 if sys.argv[1] == "compile first":
     before = compiled()
+language = all_of_language()
 y = torch.randn(40)
 assert check_overlap(rows, (3,), y, 40, 16, 16, outputs=["y"]).ok
 found = check_overlap(rows, (3,), y, 40, 16, 15).find("overlap", "y")
-assert (found.elements, found.places[0].lines) == (2, ("script.py:16",)), found
+assert (found.elements, found.places[0].lines) == (2, ("script.py:20",)), found
+changed = [name for name, value in all_of_language().items() if language.get(name) is not value]
+assert changed == [], changed
 if sys.argv[1] != "compile first":
     before = compiled()
 assert "tt.store" in before
@@ -168,9 +178,9 @@ assert compiled() == before
 
 @pytest.mark.parametrize("order", ["compile first", "check first"])
 def test_a_process_that_compiles(fresh_process: FreshProcess, tmp_path: Path, order: str) -> None:
-    """Without TRITON_INTERPRET, and the compiler works as before."""
+    """Without TRITON_INTERPRET; the language is what it was, and the compiler works as before."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("ALL_OF_LANGUAGE", inspect.getsource(all_of_language)))
 
     result = fresh_process(script, order, env={"TRITON_INTERPRET": None})
 
