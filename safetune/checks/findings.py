@@ -176,7 +176,7 @@ def _is_written(times: Times) -> np.ndarray:
 
 def _elements(view: View, watch: Watch, flags: np.ndarray) -> np.ndarray:
     """Return flags per granule as flags per element: any of its granules has it."""
-    return _strided(flags, view, watch.times[view.region].granule).any(axis=-1)
+    return np.asarray(_strided(flags, view, watch.times[view.region].granule).any(axis=-1))
 
 
 def _strided(flags: np.ndarray, view: View, granule: int) -> np.ndarray:

@@ -104,11 +104,11 @@ class _Interpreted:
         """The plain function, with globals in which every kernel is an interpreted one."""
         function = self._function
         names = set(_names(function.__code__))
-        variables = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
-        space = {**function.__globals__, **variables}
+        space = {**function.__globals__, **_nonlocals(function)}
         for name in names & space.keys():
             space[name] = self._functions.convert(space[name])
         space["__triton_language__"] = tl  # the interpreter looks for it under any name
+        space.setdefault("range", _range)
         code = function.__code__
         copied = FunctionType(
             code, space, function.__name__, function.__defaults__, function.__closure__
@@ -144,7 +144,7 @@ class _Functions:
             return _View(value, self)
         if inspect.isfunction(value) and tl.core.is_builtin(value):
             return functools.partial(_call_builtin, value)
-        if isinstance(value, tl.constexpr):
+        if isinstance(value, tl.constexpr) and is_jit(value.value):
             return tl.constexpr(self.convert(value.value))
         return value
 
@@ -180,8 +180,21 @@ def _speak_interpreted(functions: _Functions) -> None:
             for name, value in list(vars(thing).items()):
                 if is_jit(value):
                     setattr(thing, name, functions.convert(value))
+    tl.range = _range
     # Triton 3.6 makes an int of an array of one element, which NumPy 2.4 refuses.
     tl.tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+def _range(start: Any, end: Any = None, step: Any = 1, **_: Any) -> Iterator[Any]:
+    """`range` and `tl.range` with counters as a compiled kernel has them: tensors of 32 or 64 bits.
+
+    Triton's interpreter counts in Python's integers, which have no `to`, and never overflow.
+    """
+    bounds = (0, start, step) if end is None else (start, end, step)
+    wide = any(isinstance(bound, tl.tensor) and bound.dtype.int_bitwidth > 32 for bound in bounds)
+    number, kind = (np.int64, tl.int64) if wide else (np.int32, tl.int32)
+    for value in range(*bounds):
+        yield tl.tensor(interpreter.TensorHandle(np.array([value], dtype=number), kind), kind)
 
 
 def _language() -> list[Any]:
@@ -215,6 +228,14 @@ def _restored(things: list[Any]) -> Iterator[None]:
                     setattr(thing, name, old[name])
             for name in old.keys() - vars(thing).keys():
                 setattr(thing, name, old[name])
+
+
+def _nonlocals(function: FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -17,7 +17,14 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune.tuning.layout import TensorSpec
-from safetune.tuning.storages import Span, merged_spans, reading, storage_bytes, tensor_spec
+from safetune.tuning.storages import (
+    Span,
+    merged_spans,
+    reading,
+    span_of,
+    storage_bytes,
+    tensor_spec,
+)
 
 #: Made-up addresses begin above all real ones, and stay positive as int64.
 _FIRST = 1 << 56
@@ -95,7 +102,7 @@ class Memory:
         for index, span in enumerate(self._spans):
             self._add(index, span)
         specs = [tensor_spec(tensor, self._spans) for tensor in tensors]
-        for tensor in tensors:
+        for tensor in {span_of(tensor): tensor for tensor in tensors}.values():
             self._fill(tensor)
         self.views = [_view(name, spec) for (name, _), spec in zip(leaves, specs, strict=True)]
 

@@ -33,6 +33,7 @@ _OPTIONS = ("outputs", "reachable", "timeout_s")
 def check_overlap(
     kernel: Any,
     grid: Any,
+    /,
     *args: Any,
     config: Config | None = None,
     outputs: Sequence[str] = (),
@@ -89,7 +90,7 @@ def check_overlap(
 
 
 def check_configs(
-    kernel: Any, grid: Any, *args: Any, **kwargs: Any
+    kernel: Any, grid: Any, /, *args: Any, **kwargs: Any
 ) -> Iterator[tuple[Config, OverlapReport]]:
     """Yield (config, report) for each config that pruning leaves; see `check_overlap`.
 
@@ -140,7 +141,7 @@ def _apply_decorators(
     """
     text = ""
     while not is_jit(kernel):
-        added = {}
+        added: dict[str, Any] = {}
         if isinstance(kernel, Heuristics):
             for name, heuristic in kernel.values.items():
                 added[name] = heuristic({**named, **added})

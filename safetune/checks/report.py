@@ -92,7 +92,7 @@ class Finding:
         count = f"{self.elements} element{'s' if self.elements != 1 else ''}"
         if self.rows > 1:
             count += f" in {self.rows} rows"
-        what = _WORDS.get(self.kind)
+        what = _WORDS.get(self.kind, "")
         if self.kind is Kind.OUTSIDE:
             what = {"read": "read", "poll": "read", "store": "stored"}.get(self.access, "updated")
             what += " outside its storage" if self.argument else " at addresses of no argument"

@@ -100,6 +100,29 @@ def test_what_a_kernel_calls(kind: Any) -> None:
 
 
 @kinds
+def test_counters_of_loops(kind: Any) -> None:
+    """They are tensors, as in a compiled kernel, and overflow where they have 32 bits."""
+
+    def body(y, begin, end):
+        for index in tl.range(begin, end, num_stages=2):
+            tl.store(y + index * 2**16, 1.0)
+        for index in range(begin, end):
+            tl.store(y + index.to(tl.int64) * 0, 1.0)
+
+    begin = 2**15
+    y = torch.zeros(1)
+    found = check_overlap(kind(body), (1,), y, begin, begin + 1).find("outside")
+    assert [place.index for place in found.places] == [(-(2**31),)]
+
+    def wide_body(y, begin, end):
+        for index in range(begin.to(tl.int64), end):
+            tl.store(y + index * 2**16, 1.0)
+
+    found = check_overlap(kind(wide_body), (1,), y, begin, begin + 1).find("outside")
+    assert [place.index for place in found.places] == [(2**31,)]
+
+
+@kinds
 def test_two_threads(kind: Any) -> None:
     """The interpreter's state is that of the process: a check waits for the other one."""
     reports: list[Any] = []

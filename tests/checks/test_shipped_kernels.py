@@ -99,16 +99,17 @@ class Problem:
     groups: int
 
     @classmethod
-    def of(cls, tokens: int, columns: int, groups: int) -> Problem:
+    def of(cls, tokens: int, columns: int, groups: int, device: str = "cpu") -> Problem:
         rows = tokens * groups
         generator = torch.Generator().manual_seed(0)
         matrices = [torch.randn(rows, columns, generator=generator) for _ in range(3)]
         vectors = [torch.randn(groups * columns, generator=generator) for _ in range(2)]
-        return cls(*matrices, *vectors, torch.ones(rows), groups)
+        tensors = [tensor.to(device) for tensor in (*matrices, *vectors, torch.ones(rows))]
+        return cls(*tensors, groups)
 
     def backward(self, is_rms_norm: bool = False, **options: Any) -> Tensor:
         """Launch the backward pass; return dx."""
-        mean = None if is_rms_norm else torch.zeros(len(self.x))
+        mean = None if is_rms_norm else torch.zeros_like(self.rstd)
         options = {"dres": self.dres, "has_residual": True, **options}
         operands = (self.dy, self.x, self.weight, self.bias, mean, self.rstd)
         return layer_norm_bwd(
@@ -210,9 +211,9 @@ def test_every_config_of_forward(launched: list[Launch], is_rms_norm: bool) -> N
 @pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize("over", ["dy", "dres"])
 def test_in_place_is_bit_for_bit_the_same(
-    launched: list[Launch], over: str, is_rms_norm: bool
+    launched: list[Launch], device: str, over: str, is_rms_norm: bool
 ) -> None:
-    problem = Problem.of(33, 50, 2)
+    problem = Problem.of(33, 50, 2, device)
     dx = problem.backward(is_rms_norm)
     kernel, configs = launched[0].kernel.fn, launched[0].configs()
     for config in configs:
