@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -57,33 +58,39 @@ def _same(value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and value.data_ptr() == tensor.data_ptr()
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What is launched instead of running: results are not looked at here."""
-    from importlib import import_module
+class Launches(list[Launch]):
+    """What is launched. Nothing runs: results are not looked at here."""
 
-    found: list[Launch] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Any] = []
+
+    def add(self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add a launch; the tensors that are new with it are its outputs."""
+        known = [value for launch in self for value in launch.args] + self.inputs
+        outputs = [
+            name
+            for name, value in zip(kernel.arg_names, args, strict=False)
+            if isinstance(value, Tensor)
+            if not any(_same(other, value) for other in known)
+        ]
+        self.append(Launch(kernel, grid, args, kwargs, tuple(outputs)))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
 
     def watch(kernel: Any) -> None:
         def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            known = [value for launch in found for value in launch.args]
-            names = [
-                name
-                for name, value in zip(kernel.arg_names, args, strict=False)
-                if isinstance(value, Tensor) and value.isnan().all()
-                if not any(_same(other, value) for other in known if isinstance(other, Tensor))
-            ]
-            found.append(Launch(kernel, grid, args, kwargs, tuple(names)))
+            found.add(kernel, grid, args, kwargs)
 
         monkeypatch.setattr(kernel, "run", run)
 
+    # The function `layer_norm` hides the module of its name.
     for kernel in find_kernels(vars(import_module("safetune.kernels.layer_norm"))):
         watch(kernel.tuner)
-    # Outputs are told from inputs by what is in them.
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield found
-    torch.use_deterministic_algorithms(False)
+    return found
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ class Problem:
     dres: Tensor
     weight: Tensor
     bias: Tensor
+    mean: Tensor
     rstd: Tensor
     groups: int
 
@@ -102,19 +110,25 @@ class Problem:
     def of(cls, tokens: int, columns: int, groups: int, device: str = "cpu") -> Problem:
         rows = tokens * groups
         generator = torch.Generator().manual_seed(0)
-        matrices = [torch.randn(rows, columns, generator=generator) for _ in range(3)]
-        vectors = [torch.randn(groups * columns, generator=generator) for _ in range(2)]
-        tensors = [tensor.to(device) for tensor in (*matrices, *vectors, torch.ones(rows))]
-        return cls(*tensors, groups)
+        tensors = [torch.randn(rows, columns, generator=generator) for _ in range(3)]
+        tensors += [torch.randn(groups * columns, generator=generator) for _ in range(2)]
+        tensors += [torch.zeros(rows), torch.ones(rows)]
+        return cls(*(tensor.to(device) for tensor in tensors), groups)
 
-    def backward(self, is_rms_norm: bool = False, **options: Any) -> Tensor:
+    def backward(self, launched: Launches, is_rms_norm: bool = False, **options: Any) -> Tensor:
         """Launch the backward pass; return dx."""
-        mean = None if is_rms_norm else torch.zeros_like(self.rstd)
+        launched.inputs = list(vars(self).values())
+        mean = None if is_rms_norm else self.mean
         options = {"dres": self.dres, "has_residual": True, **options}
         operands = (self.dy, self.x, self.weight, self.bias, mean, self.rstd)
         return layer_norm_bwd(
             *operands, is_rms_norm=is_rms_norm, num_groups=self.groups, **options
         )[0]
+
+    def forward(self, launched: Launches, is_rms_norm: bool) -> None:
+        launched.inputs = list(vars(self).values())
+        operands = (self.x, self.weight, self.bias, 1e-5, self.dres)
+        layer_norm_fwd(*operands, is_rms_norm=is_rms_norm, num_groups=self.groups)
 
 
 #: Tokens, groups, SMs. Programs are what takes time here.
@@ -150,7 +164,7 @@ def is_owned(report: Any) -> None:
 @pytest.mark.internals
 @pytest.mark.parametrize(("tokens", "groups", "sms", "number"), cases())
 def test_one_program_writes_each_element(
-    launched: list[Launch],
+    launched: Launches,
     monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     groups: int,
@@ -160,7 +174,7 @@ def test_one_program_writes_each_element(
     """Backward and finalize; in turn dx is its own, or lies over dy or the residual's gradient."""
     monkeypatch.setattr(launches, "INTERPRETER_SM_COUNT", sms)
     problem = Problem.of(tokens, 64 if tokens * groups <= 5000 else 8, groups)
-    dx = problem.backward(is_rms_norm=bool(number % 2))
+    dx = problem.backward(launched, is_rms_norm=bool(number % 2))
 
     assert len(launched) == (2 if tokens else 0)
     for launch in launched:
@@ -185,9 +199,9 @@ def test_one_program_writes_each_element(
     ids=["residual", "plain", "two dtypes", "recompute"],
 )
 def test_every_config_of_backward(
-    launched: list[Launch], options: dict[str, Any], outputs: int
+    launched: Launches, options: dict[str, Any], outputs: int
 ) -> None:
-    Problem.of(23, 50, 3).backward(**options)
+    Problem.of(23, 50, 3).backward(launched, **options)
 
     for launch in launched:
         for config in launch.configs():
@@ -197,10 +211,8 @@ def test_every_config_of_backward(
 
 @pytest.mark.internals
 @pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
-def test_every_config_of_forward(launched: list[Launch], is_rms_norm: bool) -> None:
-    problem = Problem.of(67, 50, 3)
-    operands = (problem.x, problem.weight, problem.bias, 1e-5, problem.dres)
-    layer_norm_fwd(*operands, is_rms_norm=is_rms_norm, num_groups=3)
+def test_every_config_of_forward(launched: Launches, is_rms_norm: bool) -> None:
+    Problem.of(67, 50, 3).forward(launched, is_rms_norm)
 
     (launch,) = launched
     for config in launch.configs():
@@ -211,10 +223,10 @@ def test_every_config_of_forward(launched: list[Launch], is_rms_norm: bool) -> N
 @pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize("over", ["dy", "dres"])
 def test_in_place_is_bit_for_bit_the_same(
-    launched: list[Launch], device: str, over: str, is_rms_norm: bool
+    launched: Launches, device: str, over: str, is_rms_norm: bool
 ) -> None:
     problem = Problem.of(33, 50, 2, device)
-    dx = problem.backward(is_rms_norm)
+    dx = problem.backward(launched, is_rms_norm)
     kernel, configs = launched[0].kernel.fn, launched[0].configs()
     for config in configs:
         plain = launched[0].over(dx, torch.empty_like(dx))
