@@ -250,12 +250,26 @@ class TestOrder:
 
         assert check_overlap(make_locked("acq_rel"), (4,), zeros(16), lock).ok
 
-    def test_a_relaxed_lock_orders_nothing(self) -> None:
+    @pytest.mark.parametrize("sem", ["relaxed", "acquire", "release"])
+    def test_half_a_lock_orders_nothing(self, sem: str) -> None:
         lock = zeros(1, dtype=torch.int32)
 
-        report = check_overlap(make_locked("relaxed"), (4,), zeros(16), lock)
+        report = check_overlap(make_locked(sem), (4,), zeros(16), lock)
 
         assert report.find("overlap").elements == 16
+
+    def test_a_third_programs_lock_orders_nothing(self) -> None:
+        @triton.jit
+        def bystander(y, lock):
+            program = tl.program_id(0)
+            if program > 0:
+                tl.atomic_xchg(lock, 0)
+            if program != 1:
+                tl.store(y, 1.0)
+
+        report = check_overlap(bystander, (3,), zeros(1), zeros(1, dtype=torch.int32))
+
+        assert report.find("overlap").places[0].programs == ((0, 0, 0), (2, 0, 0))
 
     def test_two_locks_order_nothing(self) -> None:
         @triton.jit
