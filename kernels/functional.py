@@ -91,10 +91,10 @@ def layer_norm_bwd(
     Raises:
         ValueError: a shape does not go with that of `x`, or the rows are too long.
     """
+    check_operands(x, num_groups, {"dy": dy, "dres": dres}, {"weight": weight, "bias": bias})
     if rstd is None or (mean is None and not is_rms_norm):
         missing = "rstd" if rstd is None else "mean"
         raise ValueError(f"{missing} is None; pass what layer_norm_fwd returned")
-    check_operands(x, num_groups, {"dy": dy, "dres": dres}, {"weight": weight, "bias": bias})
     dy, x, weight, bias, dres = _contiguous(dy, x, weight, bias, dres)
     pin = pinned(deterministic)
     plan = backward_plan(x, num_groups, pin)
