@@ -40,7 +40,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
 def operators(counter: Any) -> list[str]:
     """Return the names of safetune's operators in all graphs that were seen."""
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
-    return [target for target in targets if target.startswith("safetune")]
+    return [target.removesuffix(".default") for target in targets if target.startswith("safetune")]
 
 
 def block(x: Tensor, residual: Tensor, first: Any, last: Any) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,8 @@ def test_one_graph_for_every_number_of_tokens(random: Any, gradients: Any) -> No
         dy = torch.randn_like(y)
         (dx,), (right,) = gradients(y, dy, x), gradients(eager, dy, x)
         assert torch.equal(dx, right)
-    assert counter.frame_count == 1
+    # Dynamo counts a graph of nothing as well; the operator is in one graph only.
+    assert operators(counter) == ["safetune.layer_norm"]
 
 
 @pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)

@@ -78,7 +78,7 @@ class Problem:
         exact_incoming = [gradient.double() for gradient in incoming]
         theirs = gradients(right, exact_incoming, *self.exact)
         for gradient, exact, leaf in zip(mine, theirs, self.leaves, strict=True):
-            assert (gradient is None) == (leaf is None)
+            assert (gradient is None) == (exact is None)
             if gradient is not None:
                 assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype)
                 assert_near(gradient, exact, dtype)
