@@ -109,3 +109,28 @@ def test_state(fla: ModuleType, name: str, arguments: dict[str, Any]) -> None:
     assert {key: getattr(ours, key) for key in public} == {
         key: getattr(theirs, key) for key in public
     }
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("prenorm", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_the_low_level_functions_work_under_flas_modules(
+    monkeypatch: pytest.MonkeyPatch, fla: ModuleType, random: Any, name: str, prenorm: bool
+) -> None:
+    """FLA's modules run on ours, and give what our modules do, gradients too, to the bit."""
+    monkeypatch.setattr(fla, "layer_norm_fwd", kernels.layer_norm_fwd)
+    monkeypatch.setattr(fla, "layer_norm_bwd", kernels.layer_norm_bwd)
+    sizes = (3, 24) if name.startswith("GroupNorm") else (24,)
+    x, residual = random(2, 5, 24, dtype=torch.bfloat16), random(2, 5, 24)
+    linear = (random(7, 24), random(7)) if name.endswith("Linear") else ()
+    results = []
+    for module in (kernels, fla):
+        norm = getattr(module, name)(*sizes, bias=True, device=x.device)
+        outputs = norm(x, *linear, residual=residual, prenorm=prenorm)
+        outputs = outputs if prenorm else (outputs,)
+        leaves = (x, residual, *linear, *norm.parameters())
+        incoming = [torch.ones_like(output) for output in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
