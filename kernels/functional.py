@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from safetune.kernels.grid_policy import GridPlan
 from safetune.kernels.launches import (
@@ -18,16 +19,13 @@ from safetune.kernels.launches import (
     check_operands,
     finalize_launch,
     forward_launch,
-    run_launch,
 )
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
     layer_norm_forward_kernel,
 )
-from safetune.kernels.operands import pinned
-
-Tensor = torch.Tensor
+from safetune.kernels.pinned import is_pinned, multiprocessors, run_launch
 
 
 def layer_norm_fwd(
@@ -59,7 +57,7 @@ def layer_norm_fwd(
     )
     if x.numel():
         with torch.cuda.device_of(x):
-            run_launch(layer_norm_forward_kernel, launch, pinned(deterministic))
+            run_launch(layer_norm_forward_kernel, launch, is_pinned(deterministic))
     normalized = x if outputs.residual is None else outputs.residual
     return outputs.y, outputs.mean, outputs.rstd, normalized
 
@@ -96,8 +94,8 @@ def layer_norm_bwd(
         missing = "rstd" if rstd is None else "mean"
         raise ValueError(f"{missing} is None; pass what layer_norm_fwd returned")
     dy, x, weight, bias, dres = _contiguous(dy, x, weight, bias, dres)
-    pin = pinned(deterministic)
-    plan = backward_plan(x, num_groups, pin)
+    pinned = is_pinned(deterministic)
+    plan = backward_plan(x, num_groups, multiprocessors(x, pinned))
     outputs, launch = backward_launch(
         plan,
         dy,
@@ -114,15 +112,19 @@ def layer_norm_bwd(
     )
     with torch.cuda.device_of(x):
         if x.numel():
-            run_launch(layer_norm_backward_kernel, launch, pin)
-        dw, db = _finalize(plan, outputs, weight, bias, pin)
+            run_launch(layer_norm_backward_kernel, launch, pinned)
+        dw, db = _finalize(plan, outputs, weight, bias, pinned)
     dres_in = outputs.x if has_residual and outputs.residual is None else outputs.residual
     gradients = (outputs.x, dw, db, dres_in)
     return (*gradients, outputs.y) if recompute_output else gradients
 
 
 def _finalize(
-    plan: GridPlan, outputs: BackwardOutputs, weight: Tensor | None, bias: Tensor | None, pin: bool
+    plan: GridPlan,
+    outputs: BackwardOutputs,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    pinned: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return (dw, db): the partial sums of all programs, added up."""
     if weight is None and bias is None:
@@ -132,7 +134,7 @@ def _finalize(
         return dw, db
     partials = (outputs.weight_partials, outputs.bias_partials)
     gradients, launch = finalize_launch(plan, *partials, weight, bias)
-    run_launch(layer_norm_finalize_kernel, launch, pin)
+    run_launch(layer_norm_finalize_kernel, launch, pinned)
     return gradients
 
 

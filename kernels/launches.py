@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton import Config
 
-from safetune.autotuner import Autotuner
 from safetune.kernels.configs import backward_tile_heights, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 
@@ -23,11 +21,6 @@ MAX_COLUMNS = 65536
 
 #: The interpreter runs programs one after the other, so a few are enough to have several.
 INTERPRETER_SM_COUNT = 2
-
-#: What a pinned launch plans for on any GPU: an H100's.
-PINNED_SM_COUNT = 132
-
-_pinned_configs: dict[tuple[Any, ...], Config] = {}
 
 
 class Launch(NamedTuple):
@@ -59,19 +52,6 @@ class BackwardOutputs(NamedTuple):
     y: torch.Tensor | None
     weight_partials: torch.Tensor | None
     bias_partials: torch.Tensor | None
-
-
-def run_launch(kernel: Autotuner, launch: Launch, pinned: bool) -> None:
-    """Launch on the current device: tuned, or pinned to the first config that is not pruned."""
-    if not pinned:
-        kernel[launch.grid](*launch.args, **launch.kwargs)
-        return
-    key = (kernel, *launch.kwargs.values())  # all constexprs; pruning reads no others
-    config = _pinned_configs.get(key)
-    if config is None:
-        named = dict(zip(kernel.arg_names, launch.args, strict=False))
-        config = _pinned_configs[key] = kernel.pruned_for(named, launch.kwargs)[0]
-    kernel.fn[launch.grid](*launch.args, **launch.kwargs, **config.all_kwargs())
 
 
 def check_operands(
@@ -131,14 +111,14 @@ def forward_launch(
     return outputs, Launch(grid, (*args, rows, eps), kwargs)
 
 
-def backward_plan(x: torch.Tensor, num_groups: int, pinned: bool = False) -> GridPlan:
+def backward_plan(x: torch.Tensor, num_groups: int, multiprocessors: int | None = None) -> GridPlan:
     """Return which program of the backward kernel owns which rows of `x`.
 
-    Pinned, that is the same on every GPU: the order of the sums over rows depends on it.
+    For so many multiprocessors; default: those of the device of `x`.
     """
     rows, columns = x.shape
     heights = backward_tile_heights(columns)
-    multiprocessors = PINNED_SM_COUNT if pinned and x.is_cuda else sm_count(x.device)
+    multiprocessors = multiprocessors or sm_count(x.device)
     return plan_grid(rows // num_groups, num_groups, multiprocessors, heights)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from safetune.kernels.norm import group_norm
 from safetune.kernels.norm_linear import group_norm_linear
-
-Tensor = torch.Tensor
 
 
 class _Norm(nn.Module):

@@ -9,18 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
 from safetune.kernels.operands import (
     as_rows,
     launches_directly,
-    pinned,
     residual_rows,
     stores_residual,
     with_offset,
 )
-
-Tensor = torch.Tensor
+from safetune.kernels.pinned import is_pinned
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -147,7 +146,7 @@ def group_norm(
         residual_in_fp32,
         is_rms_norm,
         num_groups,
-        pinned(deterministic),
+        is_pinned(deterministic),
     )
     stored = stores_residual(x, residual, residual_in_fp32)
     return (y, residual_out if stored else x) if prenorm else y

@@ -9,19 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from safetune.kernels.functional import layer_norm_fwd
 from safetune.kernels.operands import (
     as_rows,
-    pinned,
     residual_rows,
     stores_residual,
     with_offset,
 )
 from safetune.kernels.ops import keep_norm, norm_gradients
-
-Tensor = torch.Tensor
+from safetune.kernels.pinned import is_pinned
 
 
 @torch.library.custom_op(
@@ -167,7 +166,7 @@ def group_norm_linear(
         residual_in_fp32,
         is_rms_norm,
         num_groups,
-        pinned(deterministic),
+        is_pinned(deterministic),
     )
     stored = stores_residual(x, residual, residual_in_fp32)
     return (output, residual_out if stored else x) if prenorm else output

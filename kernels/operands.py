@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 #: What has memory that a kernel can be launched on; subclasses (fake, functional, distributed
 #: tensors) have none, or more than one.
@@ -57,10 +56,3 @@ def with_offset(weight: Tensor | None, offset: float) -> Tensor | None:
     if weight is None:
         raise ValueError(f"weight_offset={offset} needs a weight to be added to, not None")
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
-
-
-def pinned(deterministic: bool | None) -> bool:
-    """Whether to run without tuning: as asked, or as torch was asked for all that it does."""
-    if deterministic is None:
-        return torch.are_deterministic_algorithms_enabled()
-    return deterministic

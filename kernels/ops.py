@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
 from safetune.kernels.operands import as_rows, residual_rows, stores_residual
-
-Tensor = torch.Tensor
 
 
 @torch.library.custom_op(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 
-from safetune.kernels import LayerNorm, group_norm_linear, launches, layer_norm
+from safetune.kernels import LayerNorm, group_norm_linear, launches, layer_norm, pinned
 from safetune.kernels.configs import BACKWARD_CONFIGS, FINALIZE_CONFIGS, FORWARD_CONFIGS
 from safetune.kernels.launches import Launch
 from safetune.kernels.layer_norm import (
@@ -85,18 +86,18 @@ def test_torch_is_asked(results: Any, tuned_to: Any, torch_deterministic: None) 
 
 
 def test_the_grid_is_the_same_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu:
-        shape = (100_000, 256)
-        device = torch.device("cuda")
-        is_cuda = True
-
+    x: Any = SimpleNamespace(
+        shape=(100_000, 256), device=torch.device("cuda"), is_cuda=True, element_size=lambda: 2
+    )
+    x.dtype = torch.bfloat16
     plans = []
-    for multiprocessors in (108, 132, 188):
-        monkeypatch.setattr(launches, "sm_count", lambda device, count=multiprocessors: count)
-        plans.append([launches.backward_plan(OnGpu(), 1, pinned) for pinned in (False, True)])
-    free, pinned = zip(*plans, strict=True)
+    for count in (108, 132, 188):
+        monkeypatch.setattr(launches, "sm_count", lambda device, count=count: count)
+        counts = (None, pinned.multiprocessors(x, True))
+        plans.append([launches.backward_plan(x, 1, count) for count in counts])
+    free, fixed = zip(*plans, strict=True)
     assert len(set(free)) == 3
-    assert set(pinned) == {free[1]}  # the H100's
+    assert set(fixed) == {free[1]}  # the H100's
 
 
 @pytest.mark.parametrize("columns", [64, 16384])
@@ -113,7 +114,7 @@ def test_the_pinned_config_is_the_first_that_is_not_pruned(columns: int) -> None
             return {(1,): lambda *args, **options: chosen.append(options)}
 
     constexprs = {"COLUMNS": columns}
-    launches.run_launch(Recorder(), Launch((1,), (), constexprs), pinned=True)
+    pinned.run_launch(Recorder(), Launch((1,), (), constexprs), True)
     first = kernel.pruned_for({}, constexprs)[0]
     assert chosen == [{**constexprs, **first.all_kwargs()}]
 
