@@ -126,9 +126,11 @@ def test_one_graph_for_every_number_of_tokens(random: Any, gradients: Any) -> No
     assert operators(counter) == ["safetune.layer_norm"]
 
 
-@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    ("groups", "is_rms_norm", "residual"),
+    [(1, False, None), (3, False, torch.bfloat16), (3, True, torch.float32)],
+    ids=str,
+)
 def test_opcheck(random: Any, groups: int, is_rms_norm: bool, residual: torch.dtype | None) -> None:
     """Schema, fake results (strides too), gradients and dynamic shapes, by PyTorch's own check."""
     x = random(24, 5).t()  # no operator needs contiguous operands
@@ -142,8 +144,9 @@ def test_opcheck(random: Any, groups: int, is_rms_norm: bool, residual: torch.dt
     torch.library.opcheck(torch.ops.safetune.layer_norm_linear.default, linear)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("x_dtype", "recompute"), [(torch.float32, False), (torch.bfloat16, True)], ids=str
+)
 def test_opcheck_of_backward(random: Any, x_dtype: torch.dtype, recompute: bool) -> None:
     operands = [random(5, 24, grad=False) for _ in range(3)]
     weight, mean, rstd = (random(size, grad=False) for size in (24, 10, 10))
