@@ -123,7 +123,7 @@ def group_norm(
         ValueError: a shape does not go with that of `x`, or a row is too long.
     """
     weight = with_offset(weight, weight_offset)
-    if launches_directly(x):
+    if launches_directly(x, weight, bias, residual):
         return LayerNormFunction.apply(
             x,
             weight,

@@ -9,12 +9,17 @@ from torch import Tensor
 
 #: What has memory that a kernel can be launched on; subclasses (fake, functional, distributed
 #: tensors) have none, or more than one.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
-def launches_directly(x: Tensor) -> bool:
-    """Whether kernels are launched on `x` itself, rather than through an operator of `ops`."""
-    return type(x) in _PLAIN and not torch.compiler.is_compiling()
+def launches_directly(*operands: Tensor | None) -> bool:
+    """Whether kernels are launched on the operands, rather than through an operator of `ops`."""
+    if torch.compiler.is_compiling():
+        return False
+    for operand in operands:  # not `all(...)`, which takes three times as long
+        if type(operand) not in _PLAIN:
+            return False
+    return True
 
 
 def as_rows(x: Tensor, num_groups: int) -> Tensor:

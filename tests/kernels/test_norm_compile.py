@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from safetune.kernels import (
     GroupNorm,
@@ -19,6 +19,11 @@ from safetune.kernels import (
     group_norm_linear,
     layer_norm,
     rms_norm,
+)
+from safetune.kernels.layer_norm import (
+    layer_norm_backward_kernel,
+    layer_norm_finalize_kernel,
+    layer_norm_forward_kernel,
 )
 
 pytestmark = pytest.mark.usefixtures("loops")
@@ -183,6 +188,43 @@ def test_an_operator_and_the_plain_function_agree_to_the_bit(
     for mine, theirs in zip(found, right, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
+
+
+def test_a_fake_weight_is_enough(random: Any) -> None:
+    x = random(4, 24)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = rms_norm(x, torch.ones(24), None)
+    assert isinstance(y, FakeTensor)
+
+
+@pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
+def test_both_ways_share_one_tuning(
+    monkeypatch: pytest.MonkeyPatch, random: Any, gradients: Any, is_rms_norm: bool
+) -> None:
+    """Every launch has arguments of the same dtypes and constexprs, and so the same key."""
+    launches: list[Any] = []
+    for kernel in (
+        layer_norm_forward_kernel,
+        layer_norm_backward_kernel,
+        layer_norm_finalize_kernel,
+    ):
+
+        def noting(*args: Any, grid: Any, _kernel: Any = kernel, **kwargs: Any) -> Any:
+            dtypes = [getattr(argument, "dtype", argument) for argument in args]
+            launches.append((_kernel.base_fn.__name__, dtypes, kwargs))
+            return _kernel.fn.run(*args, grid=grid, **kwargs, **_kernel.configs[0].all_kwargs())
+
+        monkeypatch.setattr(kernel, "run", noting)
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return layer_norm(x, weight, None, is_rms_norm=is_rms_norm)
+
+    leaves = (random(5, 24), random(24))
+    for function in (call, compiled(call)[0]):
+        y = function(*leaves)
+        gradients(y, torch.ones_like(y), *leaves)
+    assert len(launches) == 6
+    assert launches[:3] == launches[3:]
 
 
 def test_bad_shapes_are_named_while_tracing(random: Any) -> None:
