@@ -9,17 +9,12 @@ from torch import Tensor
 
 #: What has memory that a kernel can be launched on; subclasses (fake, functional, distributed
 #: tensors) have none, or more than one.
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def launches_directly(*operands: Tensor | None) -> bool:
     """Whether kernels are launched on the operands, rather than through an operator of `ops`."""
-    if torch.compiler.is_compiling():
-        return False
-    for operand in operands:  # not `all(...)`, which takes three times as long
-        if type(operand) not in _PLAIN:
-            return False
-    return True
+    return not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, operands))
 
 
 def as_rows(x: Tensor, num_groups: int) -> Tensor:
