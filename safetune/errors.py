@@ -66,6 +66,10 @@ class StoreError(SafetuneError):
     """The database cannot be opened, read or written."""
 
 
+class PackError(SafetuneError):
+    """A file of choices that does not hold what it should; the message names it and the reason."""
+
+
 class TargetError(SafetuneError):
     """A command-line TARGET that does not import, or holds nothing to tune."""
 

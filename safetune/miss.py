@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
-from safetune.config import check_conflicts, config_digest
+from safetune.config import check_conflicts, config_digest, config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.inline import tune_inline
 from safetune.kernel_source import base_function, kernel_identity
@@ -27,6 +28,8 @@ from safetune.tuning.jobs import Call, TuningRequest
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
     from safetune.call_form import CallForm
+
+logger = logging.getLogger("safetune")
 
 _LAUNCH_KEYWORDS = ("grid", "warmup")
 
@@ -101,7 +104,7 @@ class Miss:
             device.interpreter() if self.call.interpreted else _detect(self.call.index)
         )
         return TuningKey(
-            kernel=_identity(tuner),
+            kernel=identity_of(tuner),
             values=tuple(
                 (name, canonical.encode(arguments[name]))
                 for name in tuner.keys
@@ -158,10 +161,11 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     postponed = tuner.postponed.get(key)
     if postponed is not None and not postponed.due(settings):
         return postponed.config
-    if tuner.isolation == "inline":
+    tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
+    if tunes and tuner.isolation == "inline":
         return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     miss = Miss(tuner, args, kwargs)
-    if reason := why_not_isolated(miss.call):
+    if tunes and (reason := why_not_isolated(miss.call)):
         _warn_once(reason)
         return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     request = miss.request()
@@ -171,6 +175,12 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     stored = _stored(miss, request, lookup)
     if stored is not None:
         return tuner.adopt(key, stored)
+    if not tunes:
+        from safetune import frozen, record
+
+        if settings.mode is Mode.RECORD:
+            record.remember(miss, request, lookup.store)
+        return tuner.adopt(key, frozen.instead(request, lookup))
     if settings.mode is Mode.BACKGROUND:
         from safetune.background import tune_meanwhile
 
@@ -180,11 +190,14 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     """The stored choice, if it was made from the list that the decorator declares now."""
-    choice = lookup.find(request.key.digest)
+    choice = lookup.find(request.key, request.declared)
     configs = {config_digest(config): config for config in request.configs}
-    if choice is None or choice.declared != request.declared or choice.config_digest not in configs:
+    if choice is None or choice.config_digest not in configs:
         return None
+    lookup.adopt(choice)
     config = configs[choice.config_digest]
+    kernel = request.key.kernel.name
+    logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     known = fallback.known_outcomes(request, lookup.store)
     announce.report(miss.tuner, miss.readable_key(), config, announce.timings_of(known))
     return config
@@ -233,7 +246,8 @@ def _detect(index: int) -> tuple[device.Device, device.Toolchain]:
     return device.detect(index)
 
 
-def _identity(tuner: Autotuner) -> KernelIdentity:
+def identity_of(tuner: Autotuner) -> KernelIdentity:
+    """Return the identity of a tuner's kernel and of what runs around it; looked up once."""
     identity = tuner.__dict__.get("_identity")
     if identity is None:
         hooks = tuner.hooks

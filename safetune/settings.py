@@ -23,11 +23,15 @@ class Mode(str, Enum):
 
     TUNE: measure the configs, and wait for that.
     BACKGROUND: launch a fallback now, measure meanwhile, and use the choice once it is there.
+    FROZEN: launch a choice or a fallback; never tune, start a process or write.
+    RECORD: launch as FROZEN does, and remember the call for `safetune tune --recorded`.
     OFF: launch the first config; nothing is looked up or stored.
     """
 
     TUNE = "tune"
     BACKGROUND = "background"
+    FROZEN = "frozen"
+    RECORD = "record"
     OFF = "off"
 
 
@@ -77,6 +81,7 @@ class Settings:
             launched stays until `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
+        packs: SAFETUNE_PACKS, directories of packs, the first one first.
     """
 
     mode: Mode
@@ -84,6 +89,7 @@ class Settings:
     cache_dir: Path
     copy_limit: int
     world_size: int = 1
+    packs: tuple[Path, ...] = ()
 
     @classmethod
     def current(cls) -> Settings:
@@ -99,12 +105,17 @@ class Settings:
             cache_dir=directory,
             world_size=_number(env.get("WORLD_SIZE")),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
+            packs=_directories(env.get("SAFETUNE_PACKS") or ""),
         )
 
 
 def _number(text: str | None) -> int:
     """A variable that is not ours: what means nothing is no error of the caller's."""
     return int(text) if text and text.isdecimal() else 1
+
+
+def _directories(text: str) -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
 
 
 def _default_cache_dir() -> Path:

@@ -50,7 +50,13 @@ def m001_create_tables(database: Database) -> None:
     database.table("key").create_index(["name"])
 
 
-HISTORY = (m001_create_tables,)
+def m002_create_call(database: Database) -> None:
+    """Calls that were recorded to be tuned offline."""
+    columns = {"key": str, "name": str, "place": str, "arguments": str, "created": float}
+    database.table("call").create({**columns, "checksum": str}, pk="key")
+
+
+HISTORY = (m001_create_tables, m002_create_call)
 
 #: `PRAGMA user_version` of a database that has every step.
 VERSION = len(HISTORY)

@@ -58,6 +58,7 @@ _KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
 _CLEAR = (
     "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
     "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
+    "DELETE FROM call WHERE name = ?",
 )
 _CLEAR_KEYS = "DELETE FROM key WHERE name = ?"
 _CLEAR_UNUSED = (
@@ -93,6 +94,11 @@ class Store:
     def path(self) -> Path | None:
         """The database file; None in memory."""
         return self._connection.path
+
+    @property
+    def connection(self) -> Connection:
+        """What the modules beside this one read and write other tables through."""
+        return self._connection
 
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""
