@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from safetune.errors import PackError
 from safetune.outcome import Mark
 from safetune.store import pack_format, rows
-from safetune.store.packs import read_pack
+from safetune.store.packs import beginning, read_pack
 from safetune.store.records import StoredChoice
 from safetune.store.rows import CorruptRowError, Table
 from safetune.store.sqlite import DATABASE_NAME, Store
@@ -66,9 +66,11 @@ def collect(path: Path) -> Collected:
         if not packs:
             raise PackError(f"{path} holds no packs (*.json) and no {DATABASE_NAME}")
         return Collected([entry for pack in packs for entry in read_pack(pack)])
-    if _is_database(path):
-        return of_database(path)
-    return Collected(read_pack(path))
+    try:
+        is_database = beginning(path, len(_SQLITE)) == _SQLITE
+    except (OSError, PackError):
+        is_database = False  # reading it as a pack says what is wrong
+    return of_database(path) if is_database else Collected(read_pack(path))
 
 
 def of_database(path: Path) -> Collected:
@@ -213,11 +215,3 @@ def _contended(store: Store) -> set[tuple[str, str]]:
                 if trial.generation >= marked.get(identity, (0, False))[0]:
                     marked[identity] = trial.generation, trial.outcome.marked(Mark.CONTENDED)
     return {identity for identity, (_, contended) in marked.items() if contended}
-
-
-def _is_database(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_SQLITE)) == _SQLITE
-    except OSError as error:
-        raise PackError(f"{path}: {error.strerror or error}") from error

@@ -27,11 +27,21 @@ if TYPE_CHECKING:
 def read_pack(path: Path) -> list[StoredChoice]:
     """Return the choices in a pack; raises `PackError`, which names the file and the reason."""
     try:
-        return pack_format.load(_bytes(path))
+        return pack_format.load(beginning(path, pack_format.MAX_BYTES + 1))
     except OSError as error:
         raise PackError(f"{path}: {error.strerror or error}") from error
     except PackError as error:
         raise PackError(f"{path}: {error}") from error
+
+
+def beginning(path: Path, count: int) -> bytes:
+    """Return the first bytes of a plain file; raises `PackError` for a pipe, and `OSError`."""
+    # Opening a pipe would wait for whoever writes to it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise PackError("it is no plain file")
+        return file.read(count)
 
 
 def shipped() -> Path | None:
@@ -94,12 +104,3 @@ class Packs:
 
     def _is_told(self, directory: Path) -> bool:
         return any(path.parent == directory for path in list(self._read))
-
-
-def _bytes(path: Path) -> bytes:
-    """The bytes of a plain file, of one that is too large one more than allowed."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise PackError("it is no file")
-        return file.read(pack_format.MAX_BYTES + 1)
