@@ -91,7 +91,7 @@ class Miss:
             key=self.key(),
             call=self.call,
             configs=configs,
-            declared=_declared(tuner),
+            declared=declared_by(tuner),
             limits=tuner.limits,
             force=force,
         )
@@ -265,5 +265,6 @@ def identity_of(tuner: Autotuner) -> KernelIdentity:
     return identity
 
 
-def _declared(tuner: Autotuner) -> str:
+def declared_by(tuner: Autotuner) -> str:
+    """Return the digest over the list of configs that a tuner chooses from."""
     return canonical.digest(sorted(config_digest(config) for config in tuner.configs))
