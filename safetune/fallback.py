@@ -85,8 +85,7 @@ def nearest(
         same = (each.call.get("dtypes"), each.call.get("options"))
         if config is None or same != (record["dtypes"], record["options"]):
             continue
-        values = each.call.get("values")
-        apart = distance(record["values"], values) if _are_pairs(values) else None
+        apart = distance(record["values"], _pairs(each.call.get("values")))
         if apart is not None and (best is None or apart < best[0]):
             best = apart, config, each
     return None if best is None else best[1:]
@@ -118,11 +117,12 @@ def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
     return total
 
 
-def _are_pairs(values: Any) -> bool:
-    """Whether a row, which anybody may have written, has values as keys have them."""
-    return isinstance(values, list) and all(
+def _pairs(values: Any) -> list[list[Any]]:
+    """The values of a stored key; what no key has where a row, by whomever, makes no sense."""
+    sound = isinstance(values, list) and all(
         isinstance(pair, list) and len(pair) == 2 for pair in values
     )
+    return values if sound else [["", None]]
 
 
 def _logarithm(number: float) -> float:

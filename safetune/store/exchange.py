@@ -77,7 +77,7 @@ def of_database(path: Path) -> Collected:
     """Return the choices of a database, which is only read; raises `StoreError`."""
     from safetune.store.read_only import open_read_only
 
-    store = open_read_only(path)
+    store = open_read_only(path, Store)
     try:
         return of_store(store)
     finally:

@@ -1,34 +1,117 @@
-"""Where a choice is looked for, and in which order: memory, the local store, packs.
+"""Where a choice is looked for, in which order, and the rule that the store is never in the way.
 
-A layer that has no choice for the key and for the configs that are declared now is passed over. A
-store that cannot be opened costs one warning and the run goes on in memory; what a layer does when
-it fails later is its own business (`guarded`, `packs`), and never raises.
+The order is that of `Lookup`'s layers: memory, the local store, packs. The rule is `open_store` and
+`GuardedStore`: a store that cannot be opened costs one warning, one that fails later costs one line
+in the log, and the run goes on in memory.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetune.errors import StoreError
 from safetune.settings import Mode
-from safetune.store.guarded import GuardedStore
+from safetune.store.connection import Connection
 from safetune.store.packs import Packs, shipped
+from safetune.store.rows import RecordError
 from safetune.store.sqlite import DATABASE_NAME, Store
 
 if TYPE_CHECKING:
     from safetune.key import TuningKey
     from safetune.settings import Settings
-    from safetune.store.records import ChoiceRecord, KinChoice
+    from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
+
+logger = logging.getLogger("safetune")
+
+Answer = TypeVar("Answer")
 
 Layer = Callable[["TuningKey", str], "ChoiceRecord | None"]
 
 _lookups: dict[tuple[Path, tuple[Path, ...], bool], Lookup] = {}
 _opening = threading.Lock()
+
+
+class GuardedStore(Store):
+    """A store whose tuning methods never raise.
+
+    When one fails to write, this and all later records go to memory; what is already stored is
+    still read. When one fails to read, only memory is left. Each is logged once. A record that no
+    store would keep is logged and dropped. The methods for people (`choices`, `trials_of`,
+    `kernels`, `clear`) raise as they do in `Store`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._spare: Store | None = None
+        self._unreadable = False
+
+    def put_key(self, record: KeyRecord) -> None:
+        """Write a key, here or in memory."""
+        self._write(Store.put_key, record)
+
+    def put_trial(self, record: TrialRecord) -> None:
+        """Write an outcome, here or in memory."""
+        self._write(Store.put_trial, record)
+
+    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
+        """Write a choice, here or in memory, and return the one to use."""
+        return self._write(Store.put_choice, record) or record
+
+    def trials(self, key: str, generation: int) -> list[TrialRecord]:
+        """Return the outcomes of one generation, those in memory over those stored."""
+        answers = self._read(Store.trials, key, generation)
+        merged = {trial.config_digest: trial for answer in answers for trial in answer}
+        return list(merged.values())
+
+    def choice(self, key: str) -> ChoiceRecord | None:
+        """Return the choice of the highest generation, stored or in memory."""
+        found = [choice for choice in self._read(Store.choice, key) if choice is not None]
+        return max(found, key=lambda choice: choice.generation, default=None)
+
+    def generation(self, key: str) -> int:
+        """Return the highest generation, stored or in memory; 0 if none."""
+        return max(self._read(Store.generation, key), default=0)
+
+    def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
+        """Return the choices of a kernel's keys on a device, stored and in memory."""
+        answers = self._read(Store.kin, kernel_digest, device_digest)
+        return [kin for answer in answers for kin in answer]
+
+    def _write(self, method: Callable[[Store, Any], Answer], record: Any) -> Answer | None:
+        try:
+            if self._spare is None:
+                try:
+                    return method(self, record)
+                except RecordError:
+                    raise
+                except StoreError as error:
+                    logger.warning("%s; going on in memory", error)
+                    self._spare = Store.in_memory()
+            return method(self._spare, record)
+        except StoreError as error:
+            logger.warning("a record is not kept: %s", error)
+            return None
+
+    def _read(self, method: Callable[..., Answer], *arguments: Any) -> list[Answer]:
+        answers = []
+        if not self._unreadable:
+            try:
+                answers.append(method(self, *arguments))
+            except StoreError as error:
+                logger.warning("%s; going on without what it holds", error)
+                self._unreadable = True
+        if self._spare is not None:
+            try:
+                answers.append(method(self._spare, *arguments))
+            except StoreError as error:
+                logger.warning("%s", error)
+        return answers
 
 
 class Lookup:

@@ -29,7 +29,7 @@ _BUSY_TIMEOUT_S = 30.0
 AnyStore = TypeVar("AnyStore", bound=Store)
 
 
-def open_read_only(path: Path, kind: type[AnyStore] = Store) -> AnyStore:
+def open_read_only(path: Path, kind: type[AnyStore]) -> AnyStore:
     """Return a store of this kind over a database file that is never written to.
 
     Raises:

@@ -68,10 +68,14 @@ _CLEAR_UNUSED = (
 
 
 class Store:
-    """A database of trials and choices. Safe from several threads and after a fork."""
+    """A database of trials and choices. Safe from several threads and after a fork.
+
+    Attributes:
+        connection: what the modules beside this one read and write other tables through.
+    """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection = self.connection = connection
         self._reported: set[tuple[Any, ...]] = set()
 
     @classmethod
@@ -94,11 +98,6 @@ class Store:
     def path(self) -> Path | None:
         """The database file; None in memory."""
         return self._connection.path
-
-    @property
-    def connection(self) -> Connection:
-        """What the modules beside this one read and write other tables through."""
-        return self._connection
 
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""

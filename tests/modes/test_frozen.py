@@ -224,6 +224,7 @@ READ_AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from safetune.store.read_only import open_read_only
+from safetune.store.sqlite import Store
 import safetune.store.exchange, sqlite_utils
 if os.geteuid() == 0:
     os.setgroups([])
@@ -237,7 +238,7 @@ except OSError:
 else:
     sys.exit("this user may write here")
 for path in folder.glob("*.db"):
-    print(path.name, sorted(e.choice.measured for e in open_read_only(path).choices()))
+    print(path.name, sorted(e.choice.measured for e in open_read_only(path, Store).choices()))
 """
 
 
@@ -286,7 +287,7 @@ def test_a_store_that_cannot_be_read_costs_one_warning(
 
 def test_nothing_is_written_through_a_read_only_store(cache_dir: Path) -> None:
     Store.open(cache_dir).close()
-    store = open_read_only(cache_dir / "safetune.db")
+    store = open_read_only(cache_dir / "safetune.db", Store)
     with pytest.raises(StoreError, match="is only read here"):
         store.clear("add")
 
