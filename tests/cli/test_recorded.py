@@ -37,8 +37,8 @@ def test_calls_are_tuned_as_they_were(
 
     tuned = [(t["kernel"], t["shape"], t["measured"]) for t in first["tunings"]]
     assert tuned == [
-        ("scale", "n=100, DTYPE=float32", 2),
-        ("scale", "n=200, DTYPE=float32", 2),
+        ("scale", "n=100, DTYPE=float32, ZERO=True", 2),
+        ("scale", "n=200, DTYPE=float32, ZERO=True", 2),
         ("gather", "n=100", 2),
     ]
     assert [(left["call"], left["reason"]) for left in first["left_out"]] == [

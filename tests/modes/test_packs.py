@@ -59,12 +59,25 @@ def test_what_does_not_match_is_tuned(copies: Any, packed: Any, changes: Any) ->
     assert tuned(made)
 
 
-def test_what_a_file_holds_counts_and_not_its_name(copies: Any, packed: Any) -> None:
+def test_what_a_file_holds_counts_and_not_its_name(
+    copies: Any, packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = copies(blocks=(16, 32))
     path = packed(made, 32)
     theirs = packed(made, 32, kernel_digest="ab" * 16)
     os.replace(theirs, path)
+    with monkeypatch.context() as patched:
+        patched.setenv("SAFETUNE_MODE", "frozen")
+        assert copies(blocks=(16, 32))() == 16, "not even as something near"
     assert tuned(made)
+
+
+def test_two_lists_of_configs_in_one_pack(copies: Any, packed: Any) -> None:
+    """Of two versions of a program."""
+    old, new = copies(blocks=(16, 32, 64)), copies(blocks=(32, 64, 128))
+    assert packed(old, 64) == packed(new, 128)
+    assert [old(), new()] == [64, 128]
+    assert open_lookup(Settings.current()).store.kernels() == []
 
 
 def test_the_order(copies: Any, packed: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -117,9 +130,10 @@ def test_a_directory_that_is_none_costs_one_warning(
     copies: Any, told: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SAFETUNE_PACKS", str(tmp_path / "typo"))
-    made = copies(blocks=(16, 32))
-    assert tuned(made)
-    made(101)
+    monkeypatch.setenv("SAFETUNE_MODE", "frozen")
+    made, scales = copies(blocks=(16, 32)), copies(blocks=(16, 32), reset_to_zero=["dst"])
+    assert made() == 16
+    assert scales() == 16, "another kernel, and so another file"
     assert told() == [f"safetune: SAFETUNE_PACKS names {tmp_path / 'typo'}, which is no directory"]
 
 

@@ -13,11 +13,14 @@ def grid(meta):
     return (triton.cdiv(meta["n"], meta["BLOCK"]),)
 
 
-@safetune(configs=CONFIGS, key=["n", "DTYPE"])
+@triton.heuristics({"ZERO": lambda arguments: not arguments["factors"].any()})
+@safetune(configs=CONFIGS, key=["n", "DTYPE", "ZERO"])
 @triton.jit
-def scale(x, factors, n, by, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def scale(x, factors, n, by, DTYPE: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < n
+    if ZERO:
+        by = 0.0
     value = tl.load(x + offset, mask=mask) * tl.load(factors + offset, mask=mask) * by
     tl.store(x + offset, value.to(DTYPE), mask=mask)
 
@@ -50,7 +53,7 @@ def nested():
 
 
 def call_all():
-    memory = torch.randn(400)
+    memory = torch.zeros(400)
     for n in (100, 100, 200):
         scale[grid](memory[1 : n + 1], memory[200:], n, 2.0, DTYPE=tl.float32)
     values = torch.randn(100)
