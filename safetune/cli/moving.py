@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.stored import json_option, open_existing, print_json
+from safetune.cli.stored import json_option, open_store, print_json
 from safetune.errors import TargetError
 from safetune.settings import Settings
 
@@ -37,7 +37,7 @@ def export(place: Path, kernel: tuple[str, ...], device: str | None, as_json: bo
     """
     from safetune.store import exchange
 
-    collected = exchange.of_store(open_existing())
+    collected = exchange.of_store(open_store())
     chosen = exchange.selected(collected.entries, kernel, device)
     _tell_left_out(collected)
     if not chosen:
@@ -114,7 +114,7 @@ def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: 
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TargetError(f"{directory} is there already and not empty; pack makes it anew")
-    collected = exchange.of_store(open_existing())
+    collected = exchange.of_store(open_store())
     _tell_left_out(collected)
     others = [_collect(path).entries for path in Settings.current().packs if _has_packs(path)]
     every = exchange.merged(collected.entries, *others)

@@ -38,7 +38,7 @@ json_option = click.option(
 @json_option
 def list_choices(as_json: bool) -> None:
     """List the stored choices, one row per kernel, arguments and device."""
-    stored = open_existing().choices()
+    stored = open_store().choices()
     if as_json:
         print_json([_choice_data(entry) for entry in stored])
         return
@@ -64,7 +64,7 @@ def show(kernel: str, as_json: bool) -> None:
 
     One table per key; of a config that was tried more than once, the last trial.
     """
-    store = open_existing()
+    store = open_store()
     choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
     stored = [(key, _latest(trials)) for key, trials in store.trials_of(kernel)]
     if not stored:
@@ -110,7 +110,7 @@ def path(as_json: bool) -> None:
 @json_option
 def clear(kernel: str, as_json: bool) -> None:
     """Forget every trial and choice of KERNEL."""
-    store = open_existing()
+    store = open_store()
     if kernel not in store.kernels():
         raise _not_stored(kernel, store)
     count = store.clear(kernel)
@@ -126,8 +126,8 @@ def _database() -> Path:
     return Settings.current().cache_dir / DATABASE_NAME
 
 
-def open_existing() -> Store:
-    """Return the store, or an empty one in memory where there is no database."""
+def open_store() -> Store:
+    """Return the store, or an empty one where there is no database."""
     from safetune.store.sqlite import Store
 
     database = _database()
@@ -170,7 +170,7 @@ def _kernel_and_device(entry: StoredChoice) -> tuple[str, str]:
 
 
 def print_json(data: Any) -> None:
-    """Print what a command has to say to programs."""
+    """Print for programs."""
     click.echo(json.dumps(data, indent=2))
 
 
