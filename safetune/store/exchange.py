@@ -91,7 +91,7 @@ def of_store(store: Store) -> Collected:
     """
     found = Collected()
     contended = _contended(store)
-    for entry in store.choices():
+    for entry in store.choices(every_list=True):
         what = f"{entry.key.kernel_name} {entry.key.call.get('values')}"
         if (entry.key.digest, entry.choice.config_digest) in contended:
             found.left_out.append(f"{what}: it was timed while the program used the device")

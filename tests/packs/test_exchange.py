@@ -69,6 +69,17 @@ class TestRoundTrip:
         assert imported == exchange.Imported(new=0, known=7, kept=0)
         assert write(exchange.of_store(store).entries, tmp_path / "out") == first
 
+    def test_a_choice_for_each_list_of_configs(self, choices: Any, tmp_path: Path) -> None:
+        """As two versions of a program leave them."""
+        old, new = choices.entry(1), choices.entry(1, declared="99" * 16, generation=2)
+        store = choices.store(tmp_path / "a", old, new)
+        first = write(exchange.of_store(store).entries, tmp_path / "first")
+        assert len(store.choices()) == 1
+        assert len(exchange.collect(tmp_path / "first").entries) == 2
+        empty = Store.open(tmp_path / "b")
+        exchange.import_into(empty, exchange.collect(tmp_path / "first").entries)
+        assert write(exchange.of_store(empty).entries, tmp_path / "second") == first
+
 
 class TestImport:
     def test_all_or_nothing(self, choices: Any, tmp_path: Path) -> None:
