@@ -68,14 +68,10 @@ _CLEAR_UNUSED = (
 
 
 class Store:
-    """A database of trials and choices. Safe from several threads and after a fork.
-
-    Attributes:
-        connection: what the modules beside this one read and write other tables through.
-    """
+    """A database of trials and choices. Safe from several threads and after a fork."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = self.connection = connection
+        self._connection = connection
         self._reported: set[tuple[Any, ...]] = set()
 
     @classmethod
@@ -98,6 +94,11 @@ class Store:
     def path(self) -> Path | None:
         """The database file; None in memory."""
         return self._connection.path
+
+    @property
+    def connection(self) -> Connection:
+        """What it reads and writes through."""
+        return self._connection
 
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""
