@@ -91,7 +91,7 @@ def of_store(store: Store) -> Collected:
     """
     found = Collected()
     contended = _contended(store)
-    for entry in store.choices(every_list=True):
+    for entry in _of_every_list(store):
         what = f"{entry.key.kernel_name} {entry.key.call.get('values')}"
         if (entry.key.digest, entry.choice.config_digest) in contended:
             found.left_out.append(f"{what}: it was timed while the program used the device")
@@ -203,6 +203,21 @@ def _put_if_absent(
         f"INSERT OR REPLACE INTO {table.name} ({names}) VALUES ({places})", list(row.values())
     )
     return None
+
+
+def _of_every_list(store: Store) -> list[StoredChoice]:
+    """The current choice for each key and list of configs: of two versions of a program, both."""
+    keys = {entry.key.digest: entry.key for entry in store.choices()}
+    with store.connection.reading() as connection:
+        found = connection.execute(f"{rows.CHOICE.select} ORDER BY generation DESC").fetchall()
+    current: dict[tuple[str, str], StoredChoice] = {}
+    for row in found:
+        with contextlib.suppress(CorruptRowError):
+            choice = rows.choice_record(row)
+            if choice.key in keys:
+                entry = StoredChoice(keys[choice.key], choice)
+                current.setdefault((choice.key, choice.declared), entry)
+    return list(current.values())
 
 
 def _contended(store: Store) -> set[tuple[str, str]]:

@@ -164,27 +164,26 @@ class Store:
         return max(choice.generation if choice else 0, trial.generation if trial else 0)
 
     def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
-        """Return the current choices of every key of a kernel on a device, one for each list of
-        configs; raises `StoreError`.
+        """Return the current choices of a kernel's keys on a device; raises `StoreError`.
+
+        One for each key and list of configs.
         """
         wanted = (rows.text(kernel_digest), rows.text(device_digest))
         with self._connection.reading() as connection:
-            keys = _fetch(connection, _KIN_KEYS, *wanted)
+            found_keys = _fetch(connection, _KIN_KEYS, *wanted)
             found = _fetch(connection, _KIN_CHOICES, *wanted)
-        current = self._current(found, every_list=True)
+        keys = {key["digest"]: key for key in self._valid(KEY, found_keys, KEY.unseal)}
+        current: dict[str, dict[str, ChoiceRecord]] = {digest: {} for digest in keys}
+        for choice in self._valid(CHOICE, found, rows.choice_record):
+            current.get(choice.key, {}).setdefault(choice.declared, choice)
         return [
-            KinChoice(key["toolchain"], key["call"], choice)
-            for key in self._valid(KEY, keys, KEY.unseal)
-            for choice in current.get(key["digest"], ())
+            KinChoice(keys[digest]["toolchain"], keys[digest]["call"], choice)
+            for digest, choices in current.items()
+            for choice in choices.values()
         ]
 
-    def choices(
-        self, kernel_name: str | None = None, every_list: bool = False
-    ) -> list[StoredChoice]:
+    def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key, or of one kernel's keys, by kernel name.
-
-        Args:
-            every_list: one for each list of configs that the key has a choice from.
 
         Raises:
             StoreError: the database cannot be read.
@@ -192,8 +191,10 @@ class Store:
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
             found = _fetch(connection, _CHOICES, *_name_twice(kernel_name))
-        current = self._current(found, every_list)
-        return [StoredChoice(key, choice) for key in keys for choice in current.get(key.digest, ())]
+        current: dict[str, ChoiceRecord] = {}
+        for choice in self._valid(CHOICE, found, rows.choice_record):
+            current.setdefault(choice.key, choice)
+        return [StoredChoice(key, current[key.digest]) for key in keys if key.digest in current]
 
     def trials_of(self, kernel_name: str) -> list[tuple[KeyRecord, list[TrialRecord]]]:
         """Return each key of a kernel with its trials of all generations; raises `StoreError`."""
@@ -224,18 +225,6 @@ class Store:
             for statement in _CLEAR_UNUSED:
                 database.conn.execute(statement)
         return deleted
-
-    def _current(
-        self, found: Iterable[Sequence[Any]], every_list: bool
-    ) -> dict[str, list[ChoiceRecord]]:
-        """The choices to use for each key, of rows that have the latest generation first."""
-        current: dict[tuple[str, str], ChoiceRecord] = {}
-        for choice in self._valid(CHOICE, found, rows.choice_record):
-            current.setdefault((choice.key, choice.declared if every_list else ""), choice)
-        of_key: dict[str, list[ChoiceRecord]] = {}
-        for choice in current.values():
-            of_key.setdefault(choice.key, []).append(choice)
-        return of_key
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels = self._by_digest(connection, KERNEL)
