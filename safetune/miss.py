@@ -14,7 +14,7 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
-from safetune.config import check_conflicts, config_digest, config_text
+from safetune.config import check_conflicts, config_digest, config_record, config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.inline import tune_inline
 from safetune.kernel_source import base_function, kernel_identity
@@ -185,7 +185,7 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
         from safetune.background import tune_meanwhile
 
         return tune_meanwhile(miss, key, request, lookup.store, settings)
-    return _tune(miss, key, request, lookup.store)
+    return _tune(miss, key, request, lookup.store, settings)
 
 
 def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
@@ -194,8 +194,16 @@ def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None
     configs = {config_digest(config): config for config in request.configs}
     if choice is None or choice.config_digest not in configs:
         return None
-    lookup.adopt(choice)
     config = configs[choice.config_digest]
+    if canonical.dumps(choice.config) != canonical.dumps(config_record(config)):
+        logger.warning(
+            "ignoring a stored choice of %s for %s: its values are not those of the config that it "
+            "names",
+            request.key.kernel.name,
+            request.key,
+        )
+        return None
+    lookup.adopt(choice)
     kernel = request.key.kernel.name
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     known = fallback.known_outcomes(request, lookup.store)
@@ -203,13 +211,16 @@ def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None
     return config
 
 
-def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store) -> Config:
+def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings) -> Config:
+    from safetune.tuning.flight import Patience
     from safetune.tuning.tuner import tune
 
     tuner = miss.tuner
     try:
         with announce.observing(request.key.kernel.name) as observe:
-            result = tune(request, store, observe, functools.partial(announce.warn_of_grid, tuner))
+            warn_of_grid = functools.partial(announce.warn_of_grid, tuner)
+            patience = Patience(settings.wait_s)
+            result = tune(request, store, observe, warn_of_grid, patience=patience)
     except KernelNotTransferable as error:
         return tuner.adopt(key, fallback.untuned(request, store, error))
     except (WorkerUnavailable, NoWorkingConfig) as error:

@@ -21,7 +21,8 @@ from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_store
 from safetune.store.sqlite import Store
 from safetune.tuning.jobs import TuningRequest
-from safetune.tuning.tuner import Observer, Progress, TuningResult, tune
+from safetune.tuning.result import Observer, Progress, TuningResult
+from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 
 

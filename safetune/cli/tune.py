@@ -21,7 +21,7 @@ from safetune.errors import NoWorkingConfig, TargetError
 if TYPE_CHECKING:
     from safetune.offline import OfflineKernel, Task
     from safetune.recorded import LeftOut
-    from safetune.tuning.tuner import TuningResult
+    from safetune.tuning.result import TuningResult
 
 
 @click.command("tune")

@@ -15,16 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from safetune.errors import StoreError
+from safetune.errors import LeaseLost, StoreError
 from safetune.settings import Mode
 from safetune.store.connection import Connection
 from safetune.store.packs import Packs, shipped
+from safetune.store.recovery import Damaged
 from safetune.store.rows import RecordError
 from safetune.store.sqlite import DATABASE_NAME, Store
 
 if TYPE_CHECKING:
     from safetune.key import TuningKey
     from safetune.settings import Settings
+    from safetune.store.lease import Lease
     from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
 
 logger = logging.getLogger("safetune")
@@ -55,23 +57,25 @@ class GuardedStore(Store):
         """Write a key, here or in memory."""
         self._write(Store.put_key, record)
 
-    def put_trial(self, record: TrialRecord) -> None:
-        """Write an outcome, here or in memory."""
-        self._write(Store.put_trial, record)
+    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
+        """Write an outcome, here or in memory; raises `LeaseLost`."""
+        self._write(Store.put_trial, record, lease)
 
-    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
-        """Write a choice, here or in memory, and return the one to use."""
-        return self._write(Store.put_choice, record) or record
+    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
+        """Write a choice, here or in memory, and return the one to use; raises `LeaseLost`."""
+        return self._write(Store.put_choice, record, lease) or record
 
-    def trials(self, key: str, generation: int) -> list[TrialRecord]:
-        """Return the outcomes of one generation, those in memory over those stored."""
+    def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
+        """Return the outcomes of a key or one generation, those in memory over those stored."""
         answers = self._read(Store.trials, key, generation)
-        merged = {trial.config_digest: trial for answer in answers for trial in answer}
-        return list(merged.values())
+        merged = {
+            (trial.generation, trial.config_digest): trial for answer in answers for trial in answer
+        }
+        return sorted(merged.values(), key=lambda trial: trial.generation)
 
-    def choice(self, key: str) -> ChoiceRecord | None:
+    def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
         """Return the choice of the highest generation, stored or in memory."""
-        found = [choice for choice in self._read(Store.choice, key) if choice is not None]
+        found = [choice for choice in self._read(Store.choice, key, declared) if choice is not None]
         return max(found, key=lambda choice: choice.generation, default=None)
 
     def generation(self, key: str) -> int:
@@ -83,26 +87,37 @@ class GuardedStore(Store):
         answers = self._read(Store.kin, kernel_digest, device_digest)
         return [kin for answer in answers for kin in answer]
 
-    def _write(self, method: Callable[[Store, Any], Answer], record: Any) -> Answer | None:
+    def _write(
+        self, method: Callable[..., Answer], record: Any, *lease: Lease | None
+    ) -> Answer | None:
         try:
             if self._spare is None:
                 try:
-                    return method(self, record)
-                except RecordError:
+                    return self._tried(method, record, *lease)
+                except (RecordError, LeaseLost):
                     raise
                 except StoreError as error:
                     logger.warning("%s; going on in memory", error)
                     self._spare = Store.in_memory()
             return method(self._spare, record)
+        except LeaseLost:
+            raise
         except StoreError as error:
             logger.warning("a record is not kept: %s", error)
             return None
+
+    def _tried(self, method: Callable[..., Answer], *arguments: Any) -> Answer:
+        """Once more where the file was damaged: it is moved aside when it is opened again."""
+        try:
+            return method(self, *arguments)
+        except Damaged:
+            return method(self, *arguments)
 
     def _read(self, method: Callable[..., Answer], *arguments: Any) -> list[Answer]:
         answers = []
         if not self._unreadable:
             try:
-                answers.append(method(self, *arguments))
+                answers.append(self._tried(method, *arguments))
             except StoreError as error:
                 logger.warning("%s; going on without what it holds", error)
                 self._unreadable = True
@@ -143,7 +158,7 @@ class Lookup:
         """
         for layer in self._layers:
             choice = layer(key, declared)
-            if choice is not None and choice.declared == declared:
+            if choice is not None:
                 return choice
         return None
 
@@ -163,7 +178,7 @@ class Lookup:
         return self._memory.get((key.digest, declared))
 
     def _in_store(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        return self.store.choice(key.digest)
+        return self.store.choice(key.digest, declared)
 
 
 def open_lookup(settings: Settings) -> Lookup:
@@ -172,7 +187,9 @@ def open_lookup(settings: Settings) -> Lookup:
     One object per process, directory of the store, packs, and whether the store is only read, as it
     is under `Mode.FROZEN`; usable after a fork.
     """
-    directory = Path(os.path.abspath(settings.cache_dir))
+    directory = settings.cache_dir
+    if not directory.parts[0].startswith("~"):  # there is no home, which opening it says
+        directory = Path(os.path.abspath(directory))
     frozen = settings.mode is Mode.FROZEN
     place = (directory, settings.packs, frozen)
     with _opening:

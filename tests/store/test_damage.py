@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store import rows
+from safetune.store.lookup import GuardedStore
 from safetune.store.sqlite import Store
 
 
@@ -85,7 +87,7 @@ def test_a_damaged_row_is_replaced_by_the_next_write(store, records):
 @pytest.mark.parametrize("flipped", [b"\xff", b"N"])
 def test_a_flipped_byte_in_the_file_costs_one_row(store, records, flipped):
     """SQLite's own check does not see it; 0xff is not even text any more."""
-    store.put_choice(records.choice(declared="MARKER"))
+    store.put_choice(records.choice(config={"BLOCK": "MARKER"}))
     store.put_choice(records.choice(key="sound"))
     store.close()
     content = store.path.read_bytes()
@@ -109,3 +111,26 @@ def test_a_sealed_row_with_a_foreign_content_is_absent(store, records):
                 f"VALUES ({', '.join('?' * len(row))})", *content)  # fmt: skip
     assert store.trials("key", 1) == []
     assert store.choice("key") is None
+
+
+@pytest.mark.parametrize("number", (0, 1))
+@pytest.mark.parametrize("names", [(b"first-key", b"other-key"), (b"other-key", b"first-key")])
+def test_a_damaged_index_leads_to_no_other_row(tmp_path, records, names, number):
+    """Where the row of one key is found under the name of another, both are sound."""
+    guarded = GuardedStore.open(tmp_path)
+    right = [records.choice(key=k, generation=g) for k, g in (("first-key", 1), ("other-key", 2))]
+    for choice in right:
+        guarded.put_choice(choice)
+    guarded.close()
+    content = guarded.path.read_bytes()
+    places = [found.start() for found in re.finditer(names[0], content)]
+    assert len(places) == 2, "the row and the index"
+    begin, end = places[number], places[number] + len(names[0])
+    guarded.path.write_bytes(content[:begin] + names[1] + content[end:])
+
+    again = GuardedStore.open(tmp_path)
+    for choice in right:
+        assert again.choice(choice.key, "declared") in (None, choice)
+    assert [again.put_choice(choice) for choice in right] == right
+    assert [again.choice(choice.key) for choice in right] == right
+    again.close()
