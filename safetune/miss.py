@@ -15,7 +15,7 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
-from safetune.config import check_conflicts, config_digest, config_record
+from safetune.config import check_conflicts, config_digest, config_record, config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.inline import tune_inline
 from safetune.kernel_source import base_function, kernel_identity
@@ -92,7 +92,7 @@ class Miss:
             key=self.key(),
             call=self.call,
             configs=configs,
-            declared=_declared(tuner),
+            declared=declared_by(tuner),
             limits=tuner.limits,
             force=force,
         )
@@ -105,7 +105,7 @@ class Miss:
             device.interpreter() if self.call.interpreted else _detect(self.call.index)
         )
         return TuningKey(
-            kernel=_identity(tuner),
+            kernel=identity_of(tuner),
             values=tuple(
                 (name, canonical.encode(arguments[name]))
                 for name in tuner.keys
@@ -167,10 +167,11 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     postponed = tuner.postponed.get(key)
     if postponed is not None and not postponed.due(settings):
         return postponed.config
-    if tuner.isolation == "inline":
+    tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
+    if tunes and tuner.isolation == "inline":
         return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     miss = Miss(tuner, args, kwargs)
-    if reason := why_not_isolated(miss.call):
+    if tunes and (reason := why_not_isolated(miss.call)):
         _warn_once(reason)
         return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     request = miss.request()
@@ -180,6 +181,12 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     choice = stored(miss, request, lookup)
     if choice is not None:
         return tuner.adopt(key, choice)
+    if not tunes:
+        from safetune import frozen, record
+
+        if settings.mode is Mode.RECORD:
+            record.remember(miss, request, lookup.store)
+        return tuner.adopt(key, frozen.instead(request, lookup))
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.background import tune_meanwhile
 
@@ -202,7 +209,7 @@ _waiting: list[None] = []
 
 def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
-    choice = lookup.find(request.key.digest, request.declared)
+    choice = lookup.find(request.key, request.declared)
     configs = {config_digest(config): config for config in request.configs}
     if choice is None or choice.config_digest not in configs:
         return None
@@ -215,6 +222,9 @@ def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
             request.key,
         )
         return None
+    lookup.adopt(choice)
+    kernel = request.key.kernel.name
+    logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     known = fallback.known_outcomes(request, lookup.store)
     announce.report(miss.tuner, miss.readable_key(), config, announce.timings_of(known))
     return config
@@ -266,7 +276,8 @@ def _detect(index: int) -> tuple[device.Device, device.Toolchain]:
     return device.detect(index)
 
 
-def _identity(tuner: Autotuner) -> KernelIdentity:
+def identity_of(tuner: Autotuner) -> KernelIdentity:
+    """Return the identity of a tuner's kernel and of what runs around it; looked up once."""
     identity = tuner.__dict__.get("_identity")
     if identity is None:
         hooks = tuner.hooks
@@ -284,5 +295,6 @@ def _identity(tuner: Autotuner) -> KernelIdentity:
     return identity
 
 
-def _declared(tuner: Autotuner) -> str:
+def declared_by(tuner: Autotuner) -> str:
+    """Return the digest over the list of configs that a tuner chooses from."""
     return canonical.digest(sorted(config_digest(config) for config in tuner.configs))

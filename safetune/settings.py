@@ -24,11 +24,15 @@ class Mode(str, Enum):
 
     TUNE: measure the configs, and wait for that.
     BACKGROUND: launch a fallback now, measure meanwhile, and use the choice once it is there.
+    FROZEN: launch a choice or a fallback; never tune, start a process or write.
+    RECORD: launch as FROZEN does, and remember the call for `safetune tune --recorded`.
     OFF: launch the first config; nothing is looked up or stored.
     """
 
     TUNE = "tune"
     BACKGROUND = "background"
+    FROZEN = "frozen"
+    RECORD = "record"
     OFF = "off"
 
 
@@ -106,6 +110,7 @@ class Settings:
             launched stays until `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
+        packs: SAFETUNE_PACKS, directories of packs, the first one first.
         wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
             processes' tunings, all its waits together.
     """
@@ -115,6 +120,7 @@ class Settings:
     cache_dir: Path
     copy_limit: int
     world_size: int = 1
+    packs: tuple[Path, ...] = ()
     wait_s: float = 120.0
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
 
@@ -137,6 +143,7 @@ class Settings:
                 env.get("SAFETUNE_CAPTURE_MISS") or "fallback",
             ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
+            packs=_directories(env.get("SAFETUNE_PACKS") or ""),
             wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
         )
 
@@ -144,6 +151,10 @@ class Settings:
 def _number(text: str | None) -> int:
     """A variable that is not ours: what means nothing is no error of the caller's."""
     return int(text) if text and text.isdecimal() else 1
+
+
+def _directories(text: str) -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
 
 
 def _default_cache_dir() -> Path:

@@ -71,7 +71,13 @@ def m002_lease_and_choice_per_list(database: Database) -> None:
     database.table("key").create_index(["kernel", "device"])
 
 
-HISTORY = (m001_create_tables, m002_lease_and_choice_per_list)
+def m003_create_call(database: Database) -> None:
+    """Calls that were recorded to be tuned offline."""
+    columns = {"key": str, "name": str, "place": str, "arguments": str, "created": float}
+    database.table("call").create({**columns, "checksum": str}, pk="key")
+
+
+HISTORY = (m001_create_tables, m002_lease_and_choice_per_list, m003_create_call)
 
 #: `PRAGMA user_version` of a database that has every step.
 VERSION = len(HISTORY)

@@ -37,6 +37,7 @@ AGES = (
 CLEAR = (
     "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
     "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
+    "DELETE FROM call WHERE name = ?",
 )
 CLEAR_KEYS = "DELETE FROM key WHERE name = ?"
 CLEAR_UNUSED = (

@@ -170,18 +170,22 @@ class Store:
         return max(choice.generation if choice else 0, trial.generation if trial else 0)
 
     def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
-        """Return the current choice of every key of a kernel on a device; raises `StoreError`."""
+        """Return the current choices of a kernel's keys on a device; raises `StoreError`.
+
+        One for each key and list of configs.
+        """
         wanted = (rows.text(kernel_digest), rows.text(device_digest))
         with self._connection.reading() as connection:
-            keys = fetch(connection, queries.KIN_KEYS, *wanted)
+            found_keys = fetch(connection, queries.KIN_KEYS, *wanted)
             found = fetch(connection, queries.KIN_CHOICES, *wanted)
-        current: dict[str, ChoiceRecord] = {}
+        keys = {key["digest"]: key for key in self._valid(KEY, found_keys, KEY.unseal)}
+        current: dict[str, dict[str, ChoiceRecord]] = {digest: {} for digest in keys}
         for choice in self._valid(CHOICE, found, rows.choice_record):
-            current.setdefault(choice.key, choice)
+            current.get(choice.key, {}).setdefault(choice.declared, choice)
         return [
-            KinChoice(key["toolchain"], key["call"], current[key["digest"]])
-            for key in self._valid(KEY, keys, KEY.unseal)
-            if key["digest"] in current
+            KinChoice(keys[digest]["toolchain"], keys[digest]["call"], choice)
+            for digest, choices in current.items()
+            for choice in choices.values()
         ]
 
     def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:

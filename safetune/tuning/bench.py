@@ -77,7 +77,7 @@ class LaunchBench:
         if not self.interpreted:
             self._kernel = compilation.pack_for_compiler(kernel_base(call.kernel))
         self._inputs = Inputs(call, tensors.tensors)
-        self.marks = self._inputs.marks
+        self.marks = (*self._inputs.marks, *request.marks)
         self.grids = grids
         self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
         header = {

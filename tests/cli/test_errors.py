@@ -176,7 +176,8 @@ class TestOptions:
         monkeypatch.setenv("SAFETUNE_MODE", "fast")
 
         assert safetune.error("list") == (
-            "Error: SAFETUNE_MODE='fast' is not known; use one of: tune, background, off"
+            "Error: SAFETUNE_MODE='fast' is not known; use one of: tune, "
+            "background, frozen, record, off"
         )
 
 

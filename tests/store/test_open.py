@@ -12,6 +12,7 @@ import pytest
 
 from safetune.errors import StoreError
 from safetune.store import migrations, recovery, rows
+from safetune.store.calls import CALL
 from safetune.store.sqlite import Store
 
 
@@ -53,7 +54,7 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
 
 def test_the_migrations_make_the_tables_that_rows_describes(store):
     connection = sqlite3.connect(store.path)
-    for table in (rows.KERNEL, rows.DEVICE, rows.KEY, rows.TRIAL, rows.CHOICE):
+    for table in (rows.KERNEL, rows.DEVICE, rows.KEY, rows.TRIAL, rows.CHOICE, CALL):
         found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
         assert [name for _, name, *_ in found] == [name for name, _ in table.columns] + ["checksum"]
         order = sorted((position, name) for _, name, _, _, _, position in found if position)
@@ -108,8 +109,8 @@ def test_a_newer_database_is_refused_and_left_alone(store, records):
     connection.execute("PRAGMA user_version=99")
     connection.close()
     content = store.path.read_bytes()
-    known = migrations.VERSION
-    with pytest.raises(StoreError, match=rf"newer safetune \(schema 99, this one knows {known}\)"):
+    known = rf"newer safetune \(schema 99, this one knows {migrations.VERSION}\)"
+    with pytest.raises(StoreError, match=known):
         Store.open(store.path.parent)
     assert store.path.read_bytes() == content
 
