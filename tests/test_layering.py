@@ -23,7 +23,7 @@ LAYERS: list[list[str]] = [
     ["sources", "kernel_source"],
     ["config"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
-    ["tuning"],
+    ["tuning", "scratch"],
     [
         "progress",
         "announce",
@@ -34,6 +34,7 @@ LAYERS: list[list[str]] = [
         "rejection",
         "background",
         "miss",
+        "capture",
     ],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
