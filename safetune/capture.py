@@ -23,6 +23,7 @@ from triton.runtime.autotuner import Config
 from safetune import fallback, miss
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
+from safetune.record import remember
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning import cuda_driver
