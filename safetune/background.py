@@ -24,6 +24,7 @@ from safetune.outcome import Mark, Outcome
 from safetune.store.sqlite import Store
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.evidence import Evidence
+from safetune.tuning.flight import Patience
 from safetune.tuning.fork_server import close_servers
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.tuner import tune
@@ -80,7 +81,7 @@ class BackgroundBench(LaunchBench):
 
     def __enter__(self) -> BackgroundBench:
         self._entered = True
-        self._child.begin()
+        self.begin()
         return self
 
     def discard(self) -> None:
@@ -246,7 +247,8 @@ def _tune(job: Job) -> None:
     request, tuner = job.request, job.tuner
     try:
         with announce.observing(request.key.kernel.name, quiet=True) as observe:
-            result = tune(request, job.store, observe, bench=job.bench)
+            patience = Patience(check=_worker.check)
+            result = tune(request, job.store, observe, bench=job.bench, patience=patience)
     except NoWorkingConfig as error:
         if not error.transient:
             logger.warning("%s", error)

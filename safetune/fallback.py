@@ -62,8 +62,7 @@ def known_outcomes(request: TuningRequest, store: Store) -> list[tuple[Config, O
     key = request.key.digest
     found = {
         trial.config_digest: trial.outcome
-        for generation in range(1, store.generation(key) + 1)
-        for trial in store.trials(key, generation)
+        for trial in store.trials(key)
         if trial.config_digest in configs and trial.outcome.verdict not in TRANSIENT
     }
     return [(configs[digest], outcome) for digest, outcome in found.items()]

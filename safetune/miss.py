@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
-from safetune.config import check_conflicts, config_digest
+from safetune.config import check_conflicts, config_digest, config_record
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.inline import tune_inline
 from safetune.kernel_source import base_function, kernel_identity
@@ -27,6 +28,8 @@ from safetune.tuning.jobs import Call, TuningRequest
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
     from safetune.call_form import CallForm
+
+logger = logging.getLogger("safetune")
 
 _LAUNCH_KEYWORDS = ("grid", "warmup")
 
@@ -175,28 +178,39 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
         from safetune.background import tune_meanwhile
 
         return tune_meanwhile(miss, key, request, lookup.store, settings)
-    return _tune(miss, key, request, lookup.store)
+    return _tune(miss, key, request, lookup.store, settings)
 
 
 def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     """The stored choice, if it was made from the list that the decorator declares now."""
-    choice = lookup.find(request.key.digest)
+    choice = lookup.find(request.key.digest, request.declared)
     configs = {config_digest(config): config for config in request.configs}
-    if choice is None or choice.declared != request.declared or choice.config_digest not in configs:
+    if choice is None or choice.config_digest not in configs:
         return None
     config = configs[choice.config_digest]
+    if canonical.dumps(choice.config) != canonical.dumps(config_record(config)):
+        logger.warning(
+            "ignoring a stored choice of %s for %s: its values are not those of the config that it "
+            "names",
+            request.key.kernel.name,
+            request.key,
+        )
+        return None
     known = fallback.known_outcomes(request, lookup.store)
     announce.report(miss.tuner, miss.readable_key(), config, announce.timings_of(known))
     return config
 
 
-def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store) -> Config:
+def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings) -> Config:
+    from safetune.tuning.flight import Patience
     from safetune.tuning.tuner import tune
 
     tuner = miss.tuner
     try:
         with announce.observing(request.key.kernel.name) as observe:
-            result = tune(request, store, observe, functools.partial(announce.warn_of_grid, tuner))
+            warn_of_grid = functools.partial(announce.warn_of_grid, tuner)
+            patience = Patience(settings.wait_s)
+            result = tune(request, store, observe, warn_of_grid, patience=patience)
     except KernelNotTransferable as error:
         return tuner.adopt(key, fallback.untuned(request, store, error))
     except (WorkerUnavailable, NoWorkingConfig) as error:

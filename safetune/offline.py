@@ -20,7 +20,8 @@ from safetune.miss import Miss, why_not_isolated
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.jobs import TuningRequest
-from safetune.tuning.tuner import Observer, Progress, TuningResult, tune
+from safetune.tuning.result import Observer, Progress, TuningResult
+from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 
 

@@ -6,6 +6,7 @@ environment at any time before a key is first seen.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -65,6 +66,17 @@ def parse_size(name: str, value: str) -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
+def parse_seconds(name: str, value: str) -> float:
+    """Return the seconds that `value` says, 0 or more; raises `InvalidSetting`."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidSetting(f"{name}={value!r} is no number of seconds; give one, e.g. 120")
+    return seconds
+
+
 @dataclass(frozen=True)
 class Settings:
     """The process-wide settings.
@@ -77,6 +89,8 @@ class Settings:
             launched stays until `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
+        wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
+            processes' tunings, all its waits together.
     """
 
     mode: Mode
@@ -84,6 +98,7 @@ class Settings:
     cache_dir: Path
     copy_limit: int
     world_size: int = 1
+    wait_s: float = 120.0
 
     @classmethod
     def current(cls) -> Settings:
@@ -99,6 +114,7 @@ class Settings:
             cache_dir=directory,
             world_size=_number(env.get("WORLD_SIZE")),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
+            wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
         )
 
 

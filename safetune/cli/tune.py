@@ -19,7 +19,7 @@ from safetune.errors import NoDevice, NoWorkingConfig, TargetError
 
 if TYPE_CHECKING:
     from safetune.offline import OfflineKernel, Task
-    from safetune.tuning.tuner import TuningResult
+    from safetune.tuning.result import TuningResult
 
 
 @click.command("tune")

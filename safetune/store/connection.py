@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetune.errors import StoreError
+from safetune.errors import LeaseLost, StoreError
 from safetune.store import migrations
 from safetune.store.rows import RecordError
 
@@ -68,6 +68,16 @@ class Connection:
             with migrations.immediate(connection):
                 yield Database(connection, execute_plugins=False, recursive_triggers=False)
 
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """One transaction for plain statements, committed at the end; raises `StoreError`."""
+        with (
+            self._alone() as connection,
+            self._failures("write to"),
+            migrations.immediate(connection),
+        ):
+            yield connection
+
     def open(self) -> None:
         """Open the database now instead of at the first use; raises `StoreError`."""
         with self._alone():
@@ -96,7 +106,7 @@ class Connection:
         """Turn what may fail in SQLite and sqlite-utils into one line that names the path."""
         try:
             yield
-        except RecordError:
+        except (RecordError, LeaseLost):
             raise
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from safetune.errors import StoreError
+from safetune.errors import LeaseLost, StoreError
 from safetune.store.connection import Connection
 from safetune.store.rows import RecordError
 from safetune.store.sqlite import Store
 
 if TYPE_CHECKING:
     from safetune.settings import Settings
+    from safetune.store.lease import Lease
     from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
 
 logger = logging.getLogger("safetune")
@@ -50,23 +51,25 @@ class GuardedStore(Store):
         """Write a key, here or in memory."""
         self._write(Store.put_key, record)
 
-    def put_trial(self, record: TrialRecord) -> None:
-        """Write an outcome, here or in memory."""
-        self._write(Store.put_trial, record)
+    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
+        """Write an outcome, here or in memory; raises `LeaseLost`."""
+        self._write(Store.put_trial, record, lease)
 
-    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
-        """Write a choice, here or in memory, and return the one to use."""
-        return self._write(Store.put_choice, record) or record
+    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
+        """Write a choice, here or in memory, and return the one to use; raises `LeaseLost`."""
+        return self._write(Store.put_choice, record, lease) or record
 
-    def trials(self, key: str, generation: int) -> list[TrialRecord]:
-        """Return the outcomes of one generation, those in memory over those stored."""
+    def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
+        """Return the outcomes of a key or one generation, those in memory over those stored."""
         answers = self._read(Store.trials, key, generation)
-        merged = {trial.config_digest: trial for answer in answers for trial in answer}
-        return list(merged.values())
+        merged = {
+            (trial.generation, trial.config_digest): trial for answer in answers for trial in answer
+        }
+        return sorted(merged.values(), key=lambda trial: trial.generation)
 
-    def choice(self, key: str) -> ChoiceRecord | None:
+    def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
         """Return the choice of the highest generation, stored or in memory."""
-        found = [choice for choice in self._read(Store.choice, key) if choice is not None]
+        found = [choice for choice in self._read(Store.choice, key, declared) if choice is not None]
         return max(found, key=lambda choice: choice.generation, default=None)
 
     def generation(self, key: str) -> int:
@@ -78,17 +81,21 @@ class GuardedStore(Store):
         answers = self._read(Store.kin, kernel_digest, device_digest)
         return [kin for answer in answers for kin in answer]
 
-    def _write(self, method: Callable[[Store, Any], Answer], record: Any) -> Answer | None:
+    def _write(
+        self, method: Callable[..., Answer], record: Any, *lease: Lease | None
+    ) -> Answer | None:
         try:
             if self._spare is None:
                 try:
-                    return method(self, record)
-                except RecordError:
+                    return method(self, record, *lease)
+                except (RecordError, LeaseLost):
                     raise
                 except StoreError as error:
                     logger.warning("%s; going on in memory", error)
                     self._spare = Store.in_memory()
             return method(self._spare, record)
+        except LeaseLost:
+            raise
         except StoreError as error:
             logger.warning("a record is not kept: %s", error)
             return None
@@ -118,26 +125,29 @@ class Lookup:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._memory: dict[str, ChoiceRecord] = {}
+        self._memory: dict[tuple[str, str], ChoiceRecord] = {}
 
-    def find(self, key: str) -> ChoiceRecord | None:
-        """Return the choice for a key's digest: memory, then the local store.
+    def find(self, key: str, declared: str) -> ChoiceRecord | None:
+        """Return the choice for a key's digest from a config list: memory, then the local store.
 
         The caller validates it against the declared configs, and says so with `adopt`.
         """
-        for layer in (self._memory.get, self.store.choice):
-            choice = layer(key)
+        for layer in (self._remembered, self.store.choice):
+            choice = layer(key, declared)
             if choice is not None:
                 return choice
         return None
 
     def adopt(self, choice: ChoiceRecord) -> None:
         """Keep a valid choice in memory, over the one that was there."""
-        self._memory[choice.key] = choice
+        self._memory[choice.key, choice.declared] = choice
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: str, declared: str) -> None:
         """Drop a choice from memory; the store keeps it."""
-        self._memory.pop(key, None)
+        self._memory.pop((key, declared), None)
+
+    def _remembered(self, key: str, declared: str) -> ChoiceRecord | None:
+        return self._memory.get((key, declared))
 
 
 def open_lookup(settings: Settings) -> Lookup:

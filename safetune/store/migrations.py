@@ -50,7 +50,20 @@ def m001_create_tables(database: Database) -> None:
     database.table("key").create_index(["name"])
 
 
-HISTORY = (m001_create_tables,)
+def m002_lease_and_choice_per_list(database: Database) -> None:
+    """One choice for each config list of a key; leases; an index for the kin of a key.
+
+    A token is never used twice, not even after its row is gone: AUTOINCREMENT.
+    """
+    database.table("choice").transform(pk=("key", "declared", "generation"))
+    database.execute(
+        "CREATE TABLE lease (token INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, "
+        "owner TEXT NOT NULL, beats INTEGER NOT NULL)"
+    )
+    database.table("key").create_index(["kernel", "device"])
+
+
+HISTORY = (m001_create_tables, m002_lease_and_choice_per_list)
 
 #: `PRAGMA user_version` of a database that has every step.
 VERSION = len(HISTORY)

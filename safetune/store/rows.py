@@ -177,7 +177,7 @@ TRIAL = Table(
 )
 CHOICE = Table(
     "choice",
-    ("key", "generation"),
+    ("key", "declared", "generation"),
     (
         ("key", str),
         ("generation", int),

@@ -17,6 +17,7 @@ from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT
 from safetune.store import rows
 from safetune.store.connection import Connection
+from safetune.store.lease import Contender, Lease, check
 from safetune.store.records import (
     ChoiceRecord,
     KeyRecord,
@@ -38,21 +39,20 @@ logger = logging.getLogger("safetune")
 
 Record = TypeVar("Record")
 
-_CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? ORDER BY generation DESC"
-_CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND generation = ?"
+_NEWEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"
+_CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_NEWEST_FIRST}"
+_CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
+_CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
+_TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 _TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
-_TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation DESC"
 
 _OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ? IS NULL OR key.name = ?"
 _KEYS = f"{KEY.select} WHERE ? IS NULL OR name = ? ORDER BY name, rowid"
-_CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} ORDER BY choice.generation DESC"
+_CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} {_NEWEST_FIRST}"
 _TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
 _KIN = "key.kernel = ? AND key.device = ?"
 _KIN_KEYS = f"{KEY.select} WHERE {_KIN} ORDER BY rowid"
-_KIN_CHOICES = (
-    f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} "
-    "ORDER BY choice.generation DESC"
-)
+_KIN_CHOICES = f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} {_NEWEST_FIRST}"
 _KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
 
 _CLEAR = (
@@ -98,6 +98,10 @@ class Store:
         """Close the database; every later call raises `StoreError`."""
         self._connection.close()
 
+    def contender(self, name: str) -> Contender:
+        """Return what asks for the lease of this name, as often as it is asked to."""
+        return Contender(self._connection, name)
+
     def put_key(self, record: KeyRecord) -> None:
         """Write a key with its kernel and device, or refresh them; raises `StoreError`."""
         prepared = rows.key_rows(record)
@@ -105,42 +109,61 @@ class Store:
             for table, row in prepared:
                 _upsert(database, table, row)
 
-    def put_trial(self, record: TrialRecord) -> None:
+    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
         """Write what became of one config, over an earlier row of the same generation.
 
         A transient outcome never replaces a row: it says nothing of the config.
 
+        Args:
+            lease: what the writer must still hold when this is written.
+
         Raises:
-            StoreError: it cannot be written; `RecordError` if the record itself is refused.
+            StoreError: it cannot be written; `RecordError` if the record itself is refused,
+                `LeaseLost` if another process has the lease now.
         """
         row = rows.trial_row(record)
         with self._connection.writing() as database:
+            check(lease, database.conn)
             if record.outcome.verdict in TRANSIENT:
                 _table(database, TRIAL).insert(row, pk=TRIAL.primary_key, ignore=True)
             else:
                 _upsert(database, TRIAL, row)
 
-    def trials(self, key: str, generation: int) -> list[TrialRecord]:
-        """Return the outcomes of one generation in the order of writing; raises `StoreError`."""
+    def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
+        """Return the outcomes of a key, or of one generation of it; raises `StoreError`.
+
+        In the order of generations, and within one in that of writing.
+        """
+        wanted: list[rows.Scalar] = [rows.text(key)]
+        if generation is not None:
+            wanted.append(generation)
+        statement = _TRIALS_OF_KEY if generation is None else _TRIALS_OF_GENERATION
         with self._connection.reading() as connection:
-            found = _fetch(connection, _TRIALS_OF_GENERATION, rows.text(key), generation)
+            found = _fetch(connection, statement, *wanted)
         return list(self._valid(TRIAL, found, rows.trial_record))
 
-    def choice(self, key: str) -> ChoiceRecord | None:
-        """Return the choice of the highest generation; raises `StoreError`."""
+    def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
+        """Return the choice of the highest generation; raises `StoreError`.
+
+        Args:
+            declared: the config list that it is chosen from; of any list if None.
+        """
+        wanted = [rows.text(name) for name in (key, declared) if name is not None]
+        statement = _CHOICES_OF_KEY if declared is None else _CHOICES_OF_LIST
         with self._connection.reading() as connection:
-            found = _fetch(connection, _CHOICES_OF_KEY, rows.text(key))
+            found = _fetch(connection, statement, *wanted)
         return next(self._valid(CHOICE, found, rows.choice_record), None)
 
-    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
+    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
         """Write a choice unless its generation has one; return the one that is stored now.
 
-        Raises:
-            StoreError: it cannot be written; `RecordError` if the record itself is refused.
+        One for each key, config list and generation. `lease` and what is raised: see `put_trial`.
         """
         row = rows.choice_row(record)
         with self._connection.writing() as database:
-            found = _fetch(database.conn, _CHOICE_OF_GENERATION, row["key"], row["generation"])
+            check(lease, database.conn)
+            wanted = (row[name] for name in CHOICE.primary_key)
+            found = _fetch(database.conn, _CHOICE_OF_GENERATION, *wanted)
             stored = next(self._valid(CHOICE, found, rows.choice_record), None)
             if stored is None:
                 # Replaces a row that is there but corrupt.
@@ -154,7 +177,7 @@ class Store:
             choices = _fetch(connection, _CHOICES_OF_KEY, rows.text(key))
             trials = _fetch(connection, _TRIALS_OF_KEY, rows.text(key))
         choice = next(self._valid(CHOICE, choices, rows.choice_record), None)
-        trial = next(self._valid(TRIAL, trials, rows.trial_record), None)
+        trial = next(self._valid(TRIAL, reversed(trials), rows.trial_record), None)
         return max(choice.generation if choice else 0, trial.generation if trial else 0)
 
     def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:

@@ -85,7 +85,7 @@ def test_a_damaged_row_is_replaced_by_the_next_write(store, records):
 @pytest.mark.parametrize("flipped", [b"\xff", b"N"])
 def test_a_flipped_byte_in_the_file_costs_one_row(store, records, flipped):
     """SQLite's own check does not see it; 0xff is not even text any more."""
-    store.put_choice(records.choice(declared="MARKER"))
+    store.put_choice(records.choice(config={"BLOCK": "MARKER"}))
     store.put_choice(records.choice(key="sound"))
     store.close()
     content = store.path.read_bytes()

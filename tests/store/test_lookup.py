@@ -43,23 +43,23 @@ def refuse_writes(store) -> None:
 
 def test_memory_is_asked_before_the_store(store, records):
     lookup = Lookup(store)
-    assert lookup.find("key") is None
+    assert lookup.find("key", "declared") is None
     store.put_choice(records.choice("stored"))
-    assert lookup.find("key").config_digest == "stored"
+    assert lookup.find("key", "declared").config_digest == "stored"
     lookup.adopt(records.choice("adopted"))
-    assert lookup.find("key").config_digest == "adopted"
-    lookup.forget("key")
-    lookup.forget("key")
-    assert lookup.find("key").config_digest == "stored"
+    assert lookup.find("key", "declared").config_digest == "adopted"
+    lookup.forget("key", "declared")
+    lookup.forget("key", "declared")
+    assert lookup.find("key", "declared").config_digest == "stored"
 
 
 def test_a_newer_generation_is_not_picked_up_in_the_middle_of_a_run(store, records):
     lookup = Lookup(store)
     store.put_choice(records.choice("c1"))
-    lookup.adopt(lookup.find("key"))
+    lookup.adopt(lookup.find("key", "declared"))
     store.put_choice(records.choice("c2", generation=2))
-    assert lookup.find("key").config_digest == "c1"
-    assert Lookup(store).find("key").config_digest == "c2"
+    assert lookup.find("key", "declared").config_digest == "c1"
+    assert Lookup(store).find("key", "declared").config_digest == "c2"
 
 
 def test_a_process_has_one_store_per_directory(tmp_path, settings_for):
@@ -201,11 +201,11 @@ lookup.adopt(lookup.store.put_choice(choice("c1")))
 pid = os.fork()
 if pid == 0:
     assert open_lookup(Settings.current()) is lookup
-    assert lookup.find("key").config_digest == "c1"
+    assert lookup.find("key", "declared").config_digest == "c1"
     lookup.store.put_choice(choice("c2", generation=2))
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-print(lookup.find("key").config_digest, lookup.store.choice("key").config_digest)
+print(lookup.find("key", "declared").config_digest, lookup.store.choice("key").config_digest)
 """,
         tmp_path,
     )

@@ -48,7 +48,7 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
     assert pragmas == [migrations.VERSION, 0x53465455, "wal"]
     applied = connection.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall()
     connection.close()
-    assert applied == [("safetune", "m001_create_tables")]
+    assert applied == [("safetune", step.__name__) for step in migrations.HISTORY]
 
 
 def test_the_migrations_make_the_tables_that_rows_describes(store):
@@ -104,7 +104,8 @@ def test_a_newer_database_is_refused_and_left_alone(store, records):
     connection.execute("PRAGMA user_version=99")
     connection.close()
     content = store.path.read_bytes()
-    with pytest.raises(StoreError, match=r"newer safetune \(schema 99, this one knows 1\)"):
+    known = migrations.VERSION
+    with pytest.raises(StoreError, match=rf"newer safetune \(schema 99, this one knows {known}\)"):
         Store.open(store.path.parent)
     assert store.path.read_bytes() == content
 

@@ -240,7 +240,8 @@ def test_a_closed_store_says_so(store):
 
 def test_the_lookup_is_one_search_of_an_index(store, records):
     connection = sqlite3.connect(store.path)
-    plan = connection.execute("EXPLAIN QUERY PLAN " + sqlite._CHOICES_OF_KEY, ("key",)).fetchall()
+    statement = "EXPLAIN QUERY PLAN " + sqlite._CHOICES_OF_LIST
+    plan = connection.execute(statement, ("key", "declared")).fetchall()
     connection.close()
     assert len(plan) == 1
     assert plan[0][3].startswith("SEARCH choice USING INDEX")
