@@ -14,6 +14,7 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
+from safetune.agreement import remember
 from safetune.config import check_conflicts, config_digest, config_record
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.inline import tune_inline
@@ -23,6 +24,7 @@ from safetune.settings import Mode, Settings
 from safetune.specialisation import specialisation
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.store.sqlite import Store
+from safetune.tuning.cluster import space_of
 from safetune.tuning.jobs import Call, TuningRequest
 
 if TYPE_CHECKING:
@@ -170,6 +172,7 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     request = miss.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
+    remember(tuner, key, request)
     lookup = open_lookup(settings)
     stored = _stored(miss, request, lookup)
     if stored is not None:
@@ -183,7 +186,7 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     """The stored choice, if it was made from the list that the decorator declares now."""
-    choice = lookup.find(request.key.digest, request.declared)
+    choice = lookup.find(request.key.digest, request.declared, space_of(request.key))
     configs = {config_digest(config): config for config in request.configs}
     if choice is None or choice.config_digest not in configs:
         return None

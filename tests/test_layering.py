@@ -24,7 +24,7 @@ LAYERS: list[list[str]] = [
     ["config"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
     ["tuning"],
-    ["progress", "announce", "inline", "fallback", "rejection", "background", "miss"],
+    ["progress", "announce", "inline", "fallback", "rejection", "background", "agreement", "miss"],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
     ["integrations", "checks", "kernels", "offline"],

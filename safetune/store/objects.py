@@ -1,6 +1,6 @@
 """A shared store behind any fsspec URL: one immutable object per choice.
 
-    ROOT/1/NAMESPACE/KERNEL.KEY.GENERATION.json
+    ROOT/1/NAMESPACE/KERNEL.KEY.LIST.GENERATION.json
 
 Written with fsspec's `mode="create"`, which is a conditional put where the back end has one (S3's
 If-None-Match; memory). Elsewhere it is a look and then a write, so of two nodes that write at the
@@ -21,7 +21,7 @@ from safetune.store.records import StoredChoice
 from safetune.store.shared import Lease, NoLease, Unwritable
 from safetune.store.shared_record import ForeignRecord, Name
 
-_FILE = re.compile(r".*\.([0-9a-f]{32})\.([1-9][0-9]{0,6})\.json", re.ASCII)
+_FILE = re.compile(r".*\.([0-9a-f]{32})\.([0-9a-f]{32})\.([1-9][0-9]{0,6})\.json", re.ASCII)
 
 #: How many objects are fetched together; fsspec does that concurrently where it can.
 _TOGETHER = 200
@@ -29,8 +29,6 @@ _TOGETHER = 200
 
 class Objects:
     """The records below a path of an fsspec file system."""
-
-    has_leases = False
 
     def __init__(self, filesystem: Any, root: str, place: str) -> None:
         self.place = place
@@ -57,9 +55,9 @@ class Objects:
                 if path in paths and (stored := _decoded(text, paths[path])):
                     yield stored
 
-    def get(self, namespace: str, key: str) -> StoredChoice | None:
-        """Return the record of a key's highest generation; raises `StoreError`."""
-        names = {name for name in self.names(namespace) if name.key == key}
+    def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
+        """Return the record of the highest generation; raises `StoreError`."""
+        names = {name for name in self.names(namespace) if name[:2] == (key, declared)}
         found = self.pull(namespace, names)
         return max(found, key=lambda stored: stored.choice.generation, default=None)
 
@@ -105,7 +103,7 @@ class Objects:
         except FileNotFoundError:
             return {}
         matches = [(path, _FILE.fullmatch(path)) for path in paths]
-        return {Name(m[1], int(m[2])): path for path, m in matches if m}
+        return {Name(m[1], m[2], int(m[3])): path for path, m in matches if m}
 
     @contextlib.contextmanager
     def _failures(self, action: str) -> Iterator[None]:

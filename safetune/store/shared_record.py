@@ -38,16 +38,17 @@ class Name(NamedTuple):
     """What a record is filed under. There is one record of a name, the first."""
 
     key: str
+    declared: str
     generation: int
 
 
-class ForeignRecord(Exception):  # noqa: N818
+class ForeignRecord(Exception):
     """Text that is no record of this format, or is one of something else: treated as absent."""
 
 
 def name_of(stored: StoredChoice) -> Name:
     """Return the name of a choice's record."""
-    return Name(stored.choice.key, stored.choice.generation)
+    return Name(stored.choice.key, stored.choice.declared, stored.choice.generation)
 
 
 def namespace(device: Mapping[str, Any], toolchain: Mapping[str, Any]) -> str:
@@ -67,7 +68,9 @@ def encode(stored: StoredChoice) -> str:
         text = canonical.dumps({**content, "checksum": canonical.digest(content)})
         decode(text)
     except (ForeignRecord, TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"the choice for {stored.key.kernel_name} is not shared: {error}") from error
+        raise RecordError(
+            f"the choice for {stored.key.kernel_name} is not shared: {error}"
+        ) from error
     return text
 
 
