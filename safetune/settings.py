@@ -106,7 +106,8 @@ def place_of(url: str) -> str:
     """Return a URL as a message may show it: without user, password and parameters."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}" if parts.scheme else parts.path
+    path = parts.path if host else parts.path.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{path}" if parts.scheme else path
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,15 @@ _DEFAULTS = {
 #: A server has no connection left for as long as others need theirs: some ten milliseconds each.
 _CONNECT_FOR_S = 1.6
 _CONNECT_PAUSE_S = 0.05
+_MAX_CONNECT_PAUSE_S = 0.3
+
+# Plain reads: `to_regclass` may remember what was not there before this session got the lock.
+_HAS_SCHEMA = "SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = 'safetune'"
+_HAS_TABLES = """
+SELECT 1 FROM pg_catalog.pg_class AS relation
+JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = relation.relnamespace
+WHERE namespace.nspname = 'safetune' AND relation.relname = 'version'
+"""
 
 #: One entry is one step; a database is at the version that counts them.
 HISTORY = (
@@ -67,7 +76,7 @@ def connect(url: str, clock: Callable[[], float] = time.monotonic) -> psycopg.Co
             # No prepared statements: a pooler may give each transaction another server process.
             return psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
         except psycopg.OperationalError:
-            pause_s *= 2
+            pause_s = min(2 * pause_s, _MAX_CONNECT_PAUSE_S)
             delay_s = random.uniform(pause_s / 2, pause_s)
             if clock() + delay_s > end:
                 raise
@@ -76,10 +85,9 @@ def connect(url: str, clock: Callable[[], float] = time.monotonic) -> psycopg.Co
 
 def version(connection: psycopg.Connection[Any]) -> int:
     """The version of the tables, 0 if there are none; raises `StoreError` on a newer one."""
-    row = connection.execute("SELECT to_regclass('safetune.version')").fetchone()
-    if row is None or row[0] is None:
+    if connection.execute(_HAS_TABLES).fetchone() is None:
         return 0
-    found = connection.execute("SELECT version FROM safetune.version").fetchone()
+    found = connection.execute("SELECT found.version FROM safetune.version AS found").fetchone()
     number = int(found[0]) if found else 0
     if number > len(HISTORY):
         raise StoreError(
@@ -93,8 +101,7 @@ def migrate(connection: psycopg.Connection[Any]) -> None:
     """Make or bring up to date the tables, in the transaction that is open."""
     connection.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
     found = version(connection)
-    schema = connection.execute("SELECT to_regnamespace('safetune')").fetchone()
-    if schema is None or schema[0] is None:
+    if connection.execute(_HAS_SCHEMA).fetchone() is None:
         connection.execute("CREATE SCHEMA safetune")
     for step in HISTORY[found:]:
         connection.execute(step)

@@ -63,11 +63,17 @@ class Claim:
 class SharedLayer:
     """A shared store behind a local one. No method raises, and none waits for long."""
 
-    def __init__(self, backend: SharedStore, local: Connection) -> None:
+    def __init__(
+        self,
+        backend: SharedStore,
+        local: Connection,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._backend = backend
         self._local = local
         self._courier = Courier("safetune-shared")
-        self._budget = Budget()
+        self._clock = clock
+        self._budget = Budget(clock)
         self._off_until = self._unwritable_until = 0.0
         self._told: set[str] = set()
         self._refreshed: dict[str, float] = {}
@@ -78,7 +84,7 @@ class SharedLayer:
     @property
     def is_on(self) -> bool:
         """Whether the store is asked at all just now."""
-        return time.monotonic() >= self._off_until and not self._courier.is_stuck
+        return self._clock() >= self._off_until and not self._courier.is_stuck
 
     def refresh(self, space: str, since: float | None = None) -> None:
         """Bring the local store up to date with a namespace, unless that was done lately.
@@ -88,7 +94,7 @@ class SharedLayer:
         Args:
             since: how long ago is lately, in seconds since the epoch; a minute ago if None.
         """
-        now = time.monotonic()
+        now = self._clock()
         last = self._refreshed.get(space)
         if not self.is_on or (since is None and last is not None and now - last < REFRESH_S):
             return
@@ -123,7 +129,7 @@ class SharedLayer:
 
         That is `stored` itself where no answer comes in time; it is published later then.
         """
-        if not self.is_on or time.monotonic() < self._unwritable_until:
+        if not self.is_on or self._clock() < self._unwritable_until:
             return stored
         found = self._ask(lambda: self._deliver(space, [stored]), [stored])
         return found[0] if found else stored
@@ -140,7 +146,7 @@ class SharedLayer:
         if self._off_until:
             self._off_until = 0.0
             self._budget.refill()
-        begin = time.monotonic()
+        begin = self._clock()
         try:
             return self._courier.ask(lambda: self._errand(work), self._budget.left_s())
         except Unwritable as error:
@@ -150,7 +156,7 @@ class SharedLayer:
         except StoreError as error:
             self._stop(str(error))
         finally:
-            self._budget.spend(time.monotonic() - begin)
+            self._budget.spend(self._clock() - begin)
         return otherwise
 
     def _errand(self, work: Callable[[], Answer]) -> Answer:
@@ -165,11 +171,11 @@ class SharedLayer:
             self._backend.close()
 
     def _stop(self, problem: str) -> None:
-        self._off_until = time.monotonic() + RETRY_S
+        self._off_until = self._clock() + RETRY_S
         self._tell("off", f"{problem}; going on without it, and trying again in {RETRY_S:.0f} s")
 
     def _stop_writing(self, problem: Unwritable) -> None:
-        self._unwritable_until = time.monotonic() + RETRY_S
+        self._unwritable_until = self._clock() + RETRY_S
         self._tell("unwritable", f"{problem}; what is chosen here is not shared for now")
 
     def _tell(self, what: str, text: str) -> None:
@@ -192,7 +198,7 @@ class SharedLayer:
             while batch := list(itertools.islice(pulled, _BATCH)):
                 self._keep(batch)
             try:
-                if time.monotonic() >= self._unwritable_until:
+                if self._clock() >= self._unwritable_until:
                     self._deliver(space, self._unpublished(space, names))
             except Unwritable as problem:
                 return problem
