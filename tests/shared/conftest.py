@@ -222,7 +222,7 @@ class Children:
         for child in self._running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, 9)
-            child.communicate()
+            child.communicate(timeout=60)
 
 
 @pytest.fixture
