@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from safetune import canonical
-from safetune.key import KernelIdentity, TuningKey
 from safetune.device import Device, Toolchain
+from safetune.key import KernelIdentity, TuningKey
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
@@ -71,16 +71,16 @@ def choice(number: int = 0, block: int = 64, generation: int = 1, **changes: Any
     return replace(record, **changes)
 
 
-def stored(
-    number: int = 0, block: int = 64, generation: int = 1, **changes: Any
-) -> StoredChoice:
+def stored(number: int = 0, block: int = 64, generation: int = 1, **changes: Any) -> StoredChoice:
     """Return a choice as another node would publish it."""
     bare: dict[str, Any] = {"kernel_source": "", "kernel_file": "", "kernel_line": 0}
     record: KeyRecord = replace(key_record(key(number)), **bare)
     return StoredChoice(record, choice(number, block, generation, **changes))
 
 
-def tuned(store: GuardedStore, number: int = 0, block: int = 64, marks: tuple[str, ...] = ()) -> None:
+def tuned(
+    store: GuardedStore, number: int = 0, block: int = 64, marks: tuple[str, ...] = ()
+) -> None:
     """Have a local store hold what a tuning on this node would have left."""
     outcome = Outcome(Verdict.OK, Timing(1.5, 1.4, 1.6, 10, "final"), marks=marks)
     store.put_key(key_record(key(number)))

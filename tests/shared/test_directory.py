@@ -15,7 +15,6 @@ import pytest
 from safetune.errors import StoreError
 from safetune.store import directory as module
 from safetune.store.directory import Directory
-from safetune.store.shared import Unwritable
 from safetune.store.shared_record import name_of
 
 from .conftest import LIST, SPACE, Children, key, stored

@@ -248,9 +248,7 @@ class TestExchange:
         assert {name.key for name in shared.names(SPACE)} == {key(0).digest, key(3).digest}
         assert shared.get(SPACE, key(0).digest, LIST) == stored(0)
 
-    def test_a_local_store_that_cannot_be_written(
-        self, tmp_path: Path, database: str
-    ) -> None:
+    def test_a_local_store_that_cannot_be_written(self, tmp_path: Path, database: str) -> None:
         """What was pulled is in memory then, and is found."""
         open_shared(database).publish(SPACE, [stored(0, 64), stored(0, 128, 2)])
         store = GuardedStore.open(tmp_path / "node")
@@ -337,7 +335,10 @@ class TestOncePerNode:
     def test_one_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("")
-        with node.turn(database, "x", 0.0, 1.0) as first, node.turn(database, "x", 0.0, 0.05) as second:
+        with (
+            node.turn(database, "x", 0.0, 1.0) as first,
+            node.turn(database, "x", 0.0, 0.05) as second,
+        ):
             assert (first, second) == (True, False)
 
 
@@ -380,5 +381,3 @@ def test_a_fork_starts_afresh(database: str, local: GuardedStore) -> None:
         key(0).digest,
         key(1).digest,
     }
-
-
