@@ -100,7 +100,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
-        self._key_locks: dict[Any, threading.Lock] = {}
+        self._key_locks: dict[Any, threading.RLock] = {}
         self.rejections: dict[Any, Rejections] = {}
         self.postponed: dict[Any, Postponed] = {}
         _alive.add(self)
@@ -227,7 +227,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def reject(self, key: Any, specialisation: Any, config: Config) -> Rejections:
         """Take this memory key off the fast path: some calls of it cannot launch `config`."""
-        with self._key_locks.setdefault(key, threading.Lock()):
+        with self._key_locks.setdefault(key, threading.RLock()):
             rejections = self.rejections.setdefault(key, Rejections())
             rejections.reject(specialisation, config)
             if self.cache.get(key) is config:
@@ -240,7 +240,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     ) -> Config:
         from safetune import miss  # the store and the tuning wait for the first miss
 
-        with self._key_locks.setdefault(key, threading.Lock()):
+        with self._key_locks.setdefault(key, threading.RLock()):
             config = self.cache.get(key)
             if config is None:
                 config = miss.resolve(self, key, form, args, kwargs)

@@ -143,7 +143,7 @@ class Settings:
         """Read the environment; raises `InvalidSetting` on a value that means nothing."""
         env = os.environ
         explicit = env.get("SAFETUNE_CACHE_DIR")
-        directory = Path(explicit).expanduser() if explicit else _default_cache_dir()
+        directory = Path(os.path.expanduser(explicit)) if explicit else _default_cache_dir()
         return cls(
             mode=parse_choice(Mode, "SAFETUNE_MODE", env.get("SAFETUNE_MODE") or "tune"),
             phantom=parse_choice(
@@ -164,4 +164,7 @@ def _number(text: str | None) -> int:
 
 
 def _default_cache_dir() -> Path:
-    return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    try:
+        return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    except RuntimeError:  # there is no home, which opening the store says
+        return Path("~", ".cache", "safetune")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetune.errors import LeaseLost, StoreError
 from safetune.store.connection import Connection
+from safetune.store.recovery import Damaged
 from safetune.store.rows import RecordError
 from safetune.store.sqlite import Store
 
@@ -89,7 +90,7 @@ class GuardedStore(Store):
         try:
             if self._spare is None:
                 try:
-                    return method(self, record, *lease)
+                    return self._tried(method, record, *lease)
                 except (RecordError, LeaseLost):
                     raise
                 except StoreError as error:
@@ -102,11 +103,18 @@ class GuardedStore(Store):
             logger.warning("a record is not kept: %s", error)
             return None
 
+    def _tried(self, method: Callable[..., Answer], *arguments: Any) -> Answer:
+        """Once more where the file was damaged: it is moved aside when it is opened again."""
+        try:
+            return method(self, *arguments)
+        except Damaged:
+            return method(self, *arguments)
+
     def _read(self, method: Callable[..., Answer], *arguments: Any) -> list[Answer]:
         answers = []
         if not self._unreadable:
             try:
-                answers.append(method(self, *arguments))
+                answers.append(self._tried(method, *arguments))
             except StoreError as error:
                 logger.warning("%s; going on without what it holds", error)
                 self._unreadable = True
@@ -172,7 +180,9 @@ def open_lookup(settings: Settings) -> Lookup:
     Raises:
         InvalidSetting: nothing here can open SAFETUNE_SHARED. Never `StoreError`.
     """
-    directory = Path(os.path.abspath(settings.cache_dir))
+    directory = settings.cache_dir
+    if not directory.parts[0].startswith("~"):  # there is no home, which opening it says
+        directory = Path(os.path.abspath(directory))
     with _opening:
         if (directory, settings.shared) in _lookups:
             return _lookups[directory, settings.shared]

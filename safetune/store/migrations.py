@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
+from safetune.store.recovery import Damaged
+from safetune.store.rows import TABLES
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
@@ -24,6 +26,12 @@ APPLICATION_ID = 0x53465455
 #: The switch to WAL does not honour the busy timeout: tried this often, then left to the next open.
 _WAL_ATTEMPTS = 5
 _WAL_PAUSE_S = 0.01
+
+_STRANGERS = (
+    "SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index') "
+    "OR sql LIKE 'CREATE VIRTUAL%' LIMIT 1"
+)
+_LEASE = "SELECT token, name, owner, beats FROM lease"
 
 
 def m001_create_tables(database: Database) -> None:
@@ -74,14 +82,36 @@ def prepare(connection: sqlite3.Connection) -> None:
 
     Raises:
         StoreError: it was written by a newer safetune, or by something else; it is left as it is.
+            `Damaged` where tables or columns are missing.
         sqlite3.Error: it is no database, or cannot be read or written.
     """
     with _transaction(connection, "BEGIN"):  # one snapshot: another process may migrate right now
         current = is_current(connection)
+        if current:
+            _check_schema(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
     _switch_to_wal(connection, attempts=1 if current else _WAL_ATTEMPTS)
     if not current:
         _migrate(connection)
+
+
+def prepare_suspect(connection: sqlite3.Connection) -> None:
+    """Do what `prepare` does with a database in which damage was seen, if none is found now.
+
+    Raises:
+        Damaged: pages are damaged.
+    """
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != ("ok",):
+        raise Damaged(str(found and found[0]))
+    prepare(connection)
+
+
+def check_current(connection: sqlite3.Connection) -> None:
+    """Raise `StoreError` unless a database that cannot be changed is as `prepare` leaves it."""
+    if not is_current(connection):
+        raise StoreError("it cannot be written to, and an older safetune made it")
+    _check_schema(connection)
 
 
 def is_current(connection: sqlite3.Connection) -> bool:
@@ -98,6 +128,26 @@ def is_current(connection: sqlite3.Connection) -> bool:
     if application or version or _has_tables(connection):
         raise StoreError("it is a database, but not one of safetune; it is left untouched")
     return False
+
+
+def _check_schema(connection: sqlite3.Connection) -> None:
+    """See that every table has its columns, and that nothing else in the file runs with them.
+
+    Raises:
+        Damaged: a table or column is missing.
+        StoreError: it has triggers, views or virtual tables.
+    """
+    if connection.execute(_STRANGERS).fetchone() is not None:
+        raise StoreError(
+            "it has triggers or views, which safetune never makes; it is left as it is"
+        )
+    try:
+        for select in (*(table.select for table in TABLES), _LEASE):
+            connection.execute(f"{select} LIMIT 0")
+    except sqlite3.OperationalError as error:
+        if str(error).startswith("no such"):
+            raise Damaged(str(error)) from error
+        raise
 
 
 def _migrate(connection: sqlite3.Connection) -> None:

@@ -132,6 +132,9 @@ _WRITERS: dict[type, Any] = {
     tuple: _texts,
 }
 
+#: No number in a row that is compared or counted with is larger.
+_MOST = 10**12
+
 _TIMING = ("median_ms", "p20_ms", "p80_ms", "count", "stage")
 
 KERNEL = Table(
@@ -189,6 +192,8 @@ CHOICE = Table(
         ("created", float),
     ),
 )
+
+TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE)
 
 
 def key_rows(record: KeyRecord) -> tuple[tuple[Table, dict[str, Scalar]], ...]:
@@ -257,6 +262,7 @@ def trial_record(row: Sequence[Any]) -> TrialRecord:
         verdict = Verdict(values["verdict"])
     except ValueError as error:
         raise CorruptRowError(str(error)) from error
+    _check_range(values)
     timing = tuple(values[name] for name in _TIMING)
     if None in timing and set(timing) != {None}:
         raise CorruptRowError("half a timing")
@@ -285,4 +291,14 @@ def choice_row(record: ChoiceRecord) -> dict[str, Scalar]:
 
 def choice_record(row: Sequence[Any]) -> ChoiceRecord:
     """Return the choice that `CHOICE.select` read; raises `CorruptRowError`."""
-    return ChoiceRecord(**CHOICE.unseal(row))
+    values = CHOICE.unseal(row)
+    _check_range(values)
+    return ChoiceRecord(**values)
+
+
+def _check_range(values: Mapping[str, Any]) -> None:
+    """Refuse what no tuning writes: whoever counts up from such a number would never end."""
+    for name, least in (("generation", 1), ("median_ms", 0), ("count", 0), ("measured", 0)):
+        value = values.get(name)
+        if value is not None and not least <= value <= _MOST:
+            raise CorruptRowError(f"{name} is {value}")

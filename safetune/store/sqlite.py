@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT
-from safetune.store import rows
+from safetune.store import queries, rows
 from safetune.store.connection import Connection
 from safetune.store.lease import Contender, Lease, check
+from safetune.store.queries import fetch
 from safetune.store.records import (
     ChoiceRecord,
     KeyRecord,
@@ -40,32 +41,6 @@ DATABASE_NAME = "safetune.db"
 logger = logging.getLogger("safetune")
 
 Record = TypeVar("Record")
-
-_NEWEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"
-_CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_NEWEST_FIRST}"
-_CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
-_CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
-_TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
-_TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
-
-_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ? IS NULL OR key.name = ?"
-_KEYS = f"{KEY.select} WHERE ? IS NULL OR name = ? ORDER BY name, rowid"
-_CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} {_NEWEST_FIRST}"
-_TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
-_KIN = "key.kernel = ? AND key.device = ?"
-_KIN_KEYS = f"{KEY.select} WHERE {_KIN} ORDER BY rowid"
-_KIN_CHOICES = f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} {_NEWEST_FIRST}"
-_KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
-
-_CLEAR = (
-    "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
-    "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
-)
-_CLEAR_KEYS = "DELETE FROM key WHERE name = ?"
-_CLEAR_UNUSED = (
-    "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
-    "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
-)
 
 
 class Store:
@@ -98,6 +73,11 @@ class Store:
     def path(self) -> Path | None:
         """The database file; None in memory."""
         return self._connection.path
+
+    @property
+    def connection(self) -> Connection:
+        """What it reads and writes through."""
+        return self._connection
 
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""
@@ -142,9 +122,9 @@ class Store:
         wanted: list[rows.Scalar] = [rows.text(key)]
         if generation is not None:
             wanted.append(generation)
-        statement = _TRIALS_OF_KEY if generation is None else _TRIALS_OF_GENERATION
+        statement = queries.TRIALS_OF_KEY if generation is None else queries.TRIALS_OF_GENERATION
         with self._connection.reading() as connection:
-            found = _fetch(connection, statement, *wanted)
+            found = fetch(connection, statement, *wanted)
         return list(self._valid(TRIAL, found, rows.trial_record))
 
     def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
@@ -154,9 +134,9 @@ class Store:
             declared: the config list that it is chosen from; of any list if None.
         """
         wanted = [rows.text(name) for name in (key, declared) if name is not None]
-        statement = _CHOICES_OF_KEY if declared is None else _CHOICES_OF_LIST
+        statement = queries.CHOICES_OF_KEY if declared is None else queries.CHOICES_OF_LIST
         with self._connection.reading() as connection:
-            found = _fetch(connection, statement, *wanted)
+            found = fetch(connection, statement, *wanted)
         return next(self._valid(CHOICE, found, rows.choice_record), None)
 
     def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
@@ -168,7 +148,7 @@ class Store:
         with self._connection.writing() as database:
             check(lease, database.conn)
             wanted = (row[name] for name in CHOICE.primary_key)
-            found = _fetch(database.conn, _CHOICE_OF_GENERATION, *wanted)
+            found = fetch(database.conn, queries.CHOICE_OF_GENERATION, *wanted)
             stored = next(self._valid(CHOICE, found, rows.choice_record), None)
             if stored is None:
                 # Replaces a row that is there but corrupt.
@@ -179,8 +159,8 @@ class Store:
     def generation(self, key: str) -> int:
         """Return the highest generation with a trial or choice, 0 if none; raises `StoreError`."""
         with self._connection.reading() as connection:
-            choices = _fetch(connection, _CHOICES_OF_KEY, rows.text(key))
-            trials = _fetch(connection, _TRIALS_OF_KEY, rows.text(key))
+            choices = fetch(connection, queries.CHOICES_OF_KEY, rows.text(key))
+            trials = fetch(connection, queries.TRIALS_OF_KEY, rows.text(key))
         choice = next(self._valid(CHOICE, choices, rows.choice_record), None)
         trial = next(self._valid(TRIAL, reversed(trials), rows.trial_record), None)
         return max(choice.generation if choice else 0, trial.generation if trial else 0)
@@ -189,8 +169,8 @@ class Store:
         """Return the current choice of every key of a kernel on a device; raises `StoreError`."""
         wanted = (rows.text(kernel_digest), rows.text(device_digest))
         with self._connection.reading() as connection:
-            keys = _fetch(connection, _KIN_KEYS, *wanted)
-            found = _fetch(connection, _KIN_CHOICES, *wanted)
+            keys = fetch(connection, queries.KIN_KEYS, *wanted)
+            found = fetch(connection, queries.KIN_CHOICES, *wanted)
         current: dict[str, ChoiceRecord] = {}
         for choice in self._valid(CHOICE, found, rows.choice_record):
             current.setdefault(choice.key, choice)
@@ -208,7 +188,7 @@ class Store:
         """
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = _fetch(connection, _CHOICES, *_name_twice(kernel_name))
+            found = fetch(connection, queries.CHOICES, *_name_twice(kernel_name))
         current: dict[str, ChoiceRecord] = {}
         for choice in self._valid(CHOICE, found, rows.choice_record):
             current.setdefault(choice.key, choice)
@@ -218,7 +198,7 @@ class Store:
         """Return each key of a kernel with its trials of all generations; raises `StoreError`."""
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = _fetch(connection, _TRIALS, *_name_twice(kernel_name))
+            found = fetch(connection, queries.TRIALS, *_name_twice(kernel_name))
         trials: dict[str, list[TrialRecord]] = {}
         for trial in self._valid(TRIAL, found, rows.trial_record):
             trials.setdefault(trial.key, []).append(trial)
@@ -227,7 +207,7 @@ class Store:
     def kernels(self) -> list[str]:
         """Return the names of all kernels with a key, sorted; raises `StoreError`."""
         with self._connection.reading() as connection:
-            return [str(name) for (name,) in _fetch(connection, _KERNEL_NAMES)]
+            return [str(name) for (name,) in fetch(connection, queries.KERNEL_NAMES)]
 
     def clear(self, kernel_name: str) -> int:
         """Delete a kernel's keys, trials and choices; return how many keys it had.
@@ -237,17 +217,17 @@ class Store:
         """
         name = (rows.text(kernel_name),)
         with self._connection.writing() as database:
-            for statement in _CLEAR:
+            for statement in queries.CLEAR:
                 database.conn.execute(statement, name)
-            deleted = database.conn.execute(_CLEAR_KEYS, name).rowcount
-            for statement in _CLEAR_UNUSED:
+            deleted = database.conn.execute(queries.CLEAR_KEYS, name).rowcount
+            for statement in queries.CLEAR_UNUSED:
                 database.conn.execute(statement)
         return deleted
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels = self._by_digest(connection, KERNEL)
         devices = self._by_digest(connection, DEVICE)
-        found = _fetch(connection, _KEYS, *_name_twice(kernel_name))
+        found = fetch(connection, queries.KEYS, *_name_twice(kernel_name))
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
             for key in self._valid(KEY, found, KEY.unseal)
@@ -255,7 +235,7 @@ class Store:
         ]
 
     def _by_digest(self, connection: sqlite3.Connection, table: Table) -> dict[str, Any]:
-        found = _fetch(connection, table.select)
+        found = fetch(connection, table.select)
         return {values["digest"]: values for values in self._valid(table, found, table.unseal)}
 
     def _valid(
@@ -279,13 +259,6 @@ class Store:
             logger.warning(
                 "ignoring a corrupt row of %s: %s %s: %s", self.path, table.name, identity, error
             )
-
-
-def _fetch(
-    connection: sqlite3.Connection, statement: str, *parameters: rows.Scalar
-) -> list[Sequence[Any]]:
-    """All rows at once: a half-read SELECT would pin an old snapshot and block a COMMIT."""
-    return connection.execute(statement, parameters).fetchall()
 
 
 def _upsert(database: Database, table: Table, row: dict[str, rows.Scalar]) -> None:

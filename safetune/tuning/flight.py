@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from safetune.config import config_digest
 from safetune.errors import Busy, StoreError
 from safetune.store.lease import Lease
 from safetune.store.records import ChoiceRecord
@@ -33,6 +34,12 @@ _POLL_S = 0.02
 _MAX_POLL_S = 0.25
 
 _holding = threading.local()
+
+
+def _names() -> set[str]:
+    """What this thread holds."""
+    names: set[str] = _holding.__dict__.setdefault("names", set())
+    return names
 
 
 class _Spent:
@@ -70,15 +77,19 @@ def lead(
     Raises:
         Busy: another process is still tuning the key, and no more waiting is allowed.
     """
-    chosen = None if request.force else lambda: _choice(request, store)
-    with _held(store, request.key.digest, patience, chosen) as found:
+    if request.key.digest in _names():
+        raise Busy("its tuning has launched it again with the same key")
+    with _held(store, request.key.digest, patience, lambda: _choice(request, store)) as found:
         yield found
 
 
 @contextlib.contextmanager
 def compiling(store: Store, patience: Patience) -> Iterator[None]:
     """Be the only process of this node that compiles; raises `Busy`."""
-    with _held(store, COMPILING, patience, None):
+    if COMPILING in _names():  # a tuning within a tuning
+        yield
+        return
+    with _held(store, COMPILING, patience, lambda: None):
         yield
 
 
@@ -87,14 +98,8 @@ def _held(
     store: Store,
     name: str,
     patience: Patience,
-    chosen: Callable[[], ChoiceRecord | None] | None,
+    chosen: Callable[[], ChoiceRecord | None],
 ) -> Iterator[ChoiceRecord | Lease | None]:
-    names: set[str] = _holding.__dict__.setdefault("names", set())
-    if name in names:
-        if chosen is None:
-            yield None
-            return
-        raise Busy("its tuning has launched it again with the same key")
     lease = None
     if store.path is not None:  # nobody else sees what is in memory
         found = _waited(store, name, patience, chosen)
@@ -102,11 +107,11 @@ def _held(
             yield found
             return
         lease = found
-    names.add(name)
+    _names().add(name)
     try:
         yield lease
     finally:
-        names.discard(name)
+        _names().discard(name)
         if lease is not None:
             lease.release()
 
@@ -115,7 +120,7 @@ def _waited(
     store: Store,
     name: str,
     patience: Patience,
-    chosen: Callable[[], ChoiceRecord | None] | None,
+    chosen: Callable[[], ChoiceRecord | None],
 ) -> ChoiceRecord | Lease | None:
     """Return what comes first: the lease, or the choice."""
     contender = store.contender(name)
@@ -123,18 +128,18 @@ def _waited(
     while True:
         begin = time.monotonic()
         try:
+            if (choice := chosen()) is not None:
+                return choice
             lease = contender.attempt()
         except StoreError as error:
             logger.info("%s; tuning without regard to other processes", error)
             return None
-        # Once more with the lease in hand: its last owner may have chosen just before it left.
-        choice = chosen() if chosen is not None else None
-        if choice is not None:
-            if lease is not None:
-                lease.release()
-            return choice
         if lease is not None:
-            return lease
+            # Once more: the last owner may have chosen just before it let go.
+            if (choice := chosen()) is None:
+                return lease
+            lease.release()
+            return choice
         if pause_s == _POLL_S:
             logger.info("waiting for another process: %s", name)
         pause(pause_s, patience, begin)
@@ -157,8 +162,8 @@ def pause(seconds: float, patience: Patience, begin: float) -> None:
 
 
 def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
-    from safetune.config import config_digest
-
+    if request.force:
+        return None
     choice = store.choice(request.key.digest, request.declared)
     if choice is None or choice.config_digest not in map(config_digest, request.configs):
         return None

@@ -75,10 +75,10 @@ def break_with_a_file_in_the_way(directory) -> str:
     return "File exists"
 
 
-def break_with_garbage(directory) -> str:
+def break_with_a_link(directory) -> str:
     directory.mkdir()
-    (directory / "safetune.db").write_bytes(b"garbage" * 1000)
-    return "file is not a database"
+    (directory / "safetune.db").symlink_to("/dev/null")
+    return "is a symbolic link"
 
 
 def break_with_a_newer_version(directory) -> str:
@@ -91,7 +91,7 @@ def break_with_a_newer_version(directory) -> str:
 
 @pytest.mark.parametrize(
     "break_it",
-    [break_with_a_file_in_the_way, break_with_garbage, break_with_a_newer_version],
+    [break_with_a_file_in_the_way, break_with_a_link, break_with_a_newer_version],
 )
 def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for, records, break_it):
     reason = break_it(tmp_path / "cache")

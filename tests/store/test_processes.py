@@ -254,9 +254,9 @@ def test_a_fork_while_a_thread_opens_a_store(tmp_path, children):
         """
 import signal
 from safetune.settings import Settings
-from safetune.store import connection, lookup
+from safetune.store import lookup, place
 os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
-with connection._creating, lookup._opening:
+with place.creating, lookup._opening:
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)

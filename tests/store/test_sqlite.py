@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from safetune.errors import StoreError
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store import rows, sqlite
+from safetune.store import queries, rows
 from safetune.store.records import StoredChoice
 from safetune.store.sqlite import Store
 
@@ -240,7 +240,7 @@ def test_a_closed_store_says_so(store):
 
 def test_the_lookup_is_one_search_of_an_index(store, records):
     connection = sqlite3.connect(store.path)
-    statement = "EXPLAIN QUERY PLAN " + sqlite._CHOICES_OF_LIST
+    statement = "EXPLAIN QUERY PLAN " + queries.CHOICES_OF_LIST
     plan = connection.execute(statement, ("key", "declared")).fetchall()
     connection.close()
     assert len(plan) == 1
