@@ -133,6 +133,7 @@ def _candidates(
         if shared is not None and space not in spaces:
             spaces.add(space)
             shared.refresh(space, since=now)
+        lookup.forget(each.key.digest, each.declared)  # a newer generation counts from here on
         choice = lookup.find(each.key.digest, each.declared)
         if choice is not None and choice.config_digest in each.configs:
             trials = lookup.store.trials(each.key.digest)

@@ -46,7 +46,6 @@ class GuardedStore(Store):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self.connection = connection
         self._spare: Store | None = None
         self._unreadable = False
 
@@ -140,12 +139,18 @@ class Lookup:
     def find(self, key: str, declared: str, space: str = "") -> ChoiceRecord | None:
         """Return the choice for a key's digest from a config list: from the first layer with one.
 
-        That of the shared store is read by bringing the local one up to date with a whole
-        namespace (`space`) at once; its own is what the local store could not keep.
-
         The caller validates it against the declared configs, and says so with `adopt`.
+
+        Args:
+            space: the key's namespace in the shared store. It is read by bringing the local store
+                up to date with all of the namespace, at most once a minute, before either is asked.
         """
-        for layer in (self._remembered, self._local(space), self._shared):
+        remembered = self._memory.get((key, declared))
+        if remembered is not None:
+            return remembered
+        if self.store.shared is not None and space:
+            self.store.shared.refresh(space)
+        for layer in (self.store.choice, self._in_shared):
             choice = layer(key, declared)
             if choice is not None:
                 return choice
@@ -159,19 +164,10 @@ class Lookup:
         """Drop a choice from memory; the store keeps it."""
         self._memory.pop((key, declared), None)
 
-    def _remembered(self, key: str, declared: str) -> ChoiceRecord | None:
-        return self._memory.get((key, declared))
-
-    def _local(self, space: str) -> Callable[[str, str], ChoiceRecord | None]:
-        def choice(key: str, declared: str) -> ChoiceRecord | None:
-            if self.store.shared is not None and space:
-                self.store.shared.refresh(space)
-            return self.store.choice(key, declared)
-
-        return choice
-
-    def _shared(self, key: str, declared: str) -> ChoiceRecord | None:
-        return None if self.store.shared is None else self.store.shared.choice(key, declared)
+    def _in_shared(self, key: str, declared: str) -> ChoiceRecord | None:
+        """What was pulled, and the local store could not keep."""
+        shared = self.store.shared
+        return None if shared is None else shared.choice(key, declared)
 
 
 def open_lookup(settings: Settings) -> Lookup:

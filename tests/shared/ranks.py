@@ -31,7 +31,7 @@ from safetune.tuning.jobs import key_record
 BLOCKS = (16, 32, 64, 128)
 
 #: What a rank's store holds: for each n, the BLOCK and generation, or None for no choice.
-#: 100: all differ. 200: one has a later generation. 300: one has a fallback. 400+: a key of its own.
+#: 100: all differ. 200: one has a later generation. 300: one has a fallback. 400+: its own key.
 STORED = {
     100: lambda rank: (BLOCKS[rank], 1),
     200: lambda rank: (BLOCKS[rank], 2 if rank == 2 else 1),

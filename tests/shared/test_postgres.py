@@ -167,25 +167,25 @@ def test_a_newer_schema_is_left_alone(database: str, shared: Postgres) -> None:
         lambda store: store.publish(SPACE, [stored(1)]),
         lambda store: store.lease("key"),
     ):
-        with closing(Postgres(database)) as store:
-            with pytest.raises(StoreError, match=r"newer safetune \(schema 99"):
-                use(store)
+        store = Postgres(database)
+        with closing(store), pytest.raises(StoreError, match=r"newer safetune \(schema 99"):
+            use(store)
     assert execute(database, "SELECT count(*) FROM safetune.choice") == [(1,)]
 
 
 def test_tables_of_somebody_else(database: str) -> None:
     execute(database, "CREATE SCHEMA safetune; CREATE TABLE safetune.version (name text)")
-    with closing(Postgres(database)) as store:
-        with pytest.raises(StoreError, match="cannot read the shared store postgresql://127"):
-            store.names(SPACE)
+    store, told = Postgres(database), "cannot read the shared store postgresql://127"
+    with closing(store), pytest.raises(StoreError, match=told):
+        store.names(SPACE)
 
 
 def test_what_the_url_says_of_a_connection_counts(database: str) -> None:
     """TLS among others: this server has none, so a URL that insists on it must not connect."""
     insisting = database.replace("sslmode=disable", "sslmode=verify-full&connect_timeout=3")
-    with closing(Postgres(insisting)) as store:
-        with pytest.raises(StoreError, match="root certificate|SSL"):
-            store.names(SPACE)
+    store = Postgres(insisting)
+    with closing(store), pytest.raises(StoreError, match=r"root certificate|SSL"):
+        store.names(SPACE)
 
 
 def test_a_server_that_has_no_connection_left_is_tried_again(database: str) -> None:

@@ -50,8 +50,8 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
         assert rank["stored"] == rank["after"], "the next run begins with what was agreed on"
         nodes = [text for text in rank["said"] if "no SAFETUNE_SHARED" in text]
         assert nodes == [
-            "safetune: 4 processes, 1 of them on this node, and no SAFETUNE_SHARED: each node tunes "
-            "for itself, and they may launch different configs until safetune.sync()"
+            "safetune: 4 processes, 1 of them on this node, and no SAFETUNE_SHARED: each node "
+            "tunes for itself, and they may launch different configs until safetune.sync()"
         ]
 
 
