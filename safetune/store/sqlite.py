@@ -8,6 +8,7 @@ run.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from safetune.store.records import (
     StoredChoice,
     TrialRecord,
 )
+from safetune.store.recovery import Damaged
 from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, CorruptRowError, Table
 
 if TYPE_CHECKING:
@@ -125,7 +127,9 @@ class Store:
         statement = queries.TRIALS_OF_KEY if generation is None else queries.TRIALS_OF_GENERATION
         with self._connection.reading() as connection:
             found = fetch(connection, statement, *wanted)
-        return list(self._valid(TRIAL, found, rows.trial_record))
+            trials = list(self._valid(TRIAL, found, rows.trial_record))
+            _check_found(trials, *wanted)
+        return trials
 
     def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
         """Return the choice of the highest generation; raises `StoreError`.
@@ -137,7 +141,9 @@ class Store:
         statement = queries.CHOICES_OF_KEY if declared is None else queries.CHOICES_OF_LIST
         with self._connection.reading() as connection:
             found = fetch(connection, statement, *wanted)
-        return next(self._valid(CHOICE, found, rows.choice_record), None)
+            choices = list(self._valid(CHOICE, found, rows.choice_record))
+            _check_found(choices, *wanted)
+        return choices[0] if choices else None
 
     def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
         """Write a choice unless its generation has one; return the one that is stored now.
@@ -147,14 +153,17 @@ class Store:
         row = rows.choice_row(record)
         with self._connection.writing() as database:
             check(lease, database.conn)
-            wanted = (row[name] for name in CHOICE.primary_key)
-            found = fetch(database.conn, queries.CHOICE_OF_GENERATION, *wanted)
-            stored = next(self._valid(CHOICE, found, rows.choice_record), None)
-            if stored is None:
+            wanted = [row[name] for name in CHOICE.primary_key]
+            find = functools.partial(fetch, database.conn, queries.CHOICE_OF_GENERATION, *wanted)
+            stored = list(self._valid(CHOICE, find(), rows.choice_record))
+            if not stored:
                 # Replaces a row that is there but corrupt.
                 _upsert(database, CHOICE, row)
-                stored = rows.choice_record(tuple(row.values()))
-        return stored
+                stored = list(self._valid(CHOICE, find(), rows.choice_record))
+                if not stored:
+                    raise Damaged("what was just written is not found")
+            _check_found(stored, *wanted)
+        return stored[0]
 
     def generation(self, key: str) -> int:
         """Return the highest generation with a trial or choice, 0 if none; raises `StoreError`."""
@@ -259,6 +268,17 @@ class Store:
             logger.warning(
                 "ignoring a corrupt row of %s: %s %s: %s", self.path, table.name, identity, error
             )
+
+
+def _check_found(found: Sequence[ChoiceRecord | TrialRecord], *wanted: rows.Scalar) -> None:
+    """Raise `Damaged` where an index leads to other rows than those wanted, however sound.
+
+    `wanted` is a key, and for choices the config list, too, unless any will do.
+    """
+    for record in found:
+        declared = getattr(record, "declared", None)
+        if record.key != wanted[0] or (declared and declared != (*wanted, declared)[1]):
+            raise Damaged("an index leads to the wrong rows")
 
 
 def _upsert(database: Database, table: Table, row: dict[str, rows.Scalar]) -> None:

@@ -316,9 +316,10 @@ def linked(place: Path, times: int) -> Tally:
         victim = place / f"victim-{number}"
         directory = place / str(number)
         if number % 2:
-            victim.mkdir(mode=0o700)
+            victim.mkdir(mode=0o700, parents=True)
             directory.symlink_to(victim)
         else:
+            place.mkdir(exist_ok=True)
             victim.write_bytes(b"precious")
             directory.mkdir(mode=0o700)
             (directory / DATABASE_NAME).symlink_to(victim)

@@ -168,7 +168,7 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-@fault("herd", "processes miss one key; the leader is killed", "one tunes, one takes over", 0, 5)
+@fault("herd", "processes miss one key; the leader is killed", "one tunes, one takes over", 0, 4)
 def herd(place: Path, times: int) -> Tally:
     """32 processes each time, and every other time their leader is killed in the third config.
 

@@ -21,13 +21,26 @@ from tally import NotHere, Tally, choice, fault, filled, judge, run, trial
 
 from safetune.store.sqlite import DATABASE_NAME, Store
 
-_ERRORS = ("ENOSPC", "EIO", "EMFILE", "EROFS")
+_KILL = "signal=SIGKILL"
+_NO_SPACE, _BROKEN, _TOO_MANY, _READ_ONLY = (
+    f"error={name}" for name in ("ENOSPC", "EIO", "EMFILE", "EROFS")
+)
 
-#: Those with which SQLite and safetune reach the files, as far as an error of theirs can be heard.
-_CALLS = (
-    "pwrite64", "pread64", "fdatasync", "fsync", "ftruncate", "openat", "unlink", "mkdir", "fcntl",
-    "newfstatat", "mmap", "fchown",
-)  # fmt: skip
+#: The calls with which SQLite and safetune reach the files, and how each of them may end.
+_EFFECTS = {
+    "pwrite64": (_NO_SPACE, _BROKEN, _READ_ONLY, _KILL),
+    "fdatasync": (_NO_SPACE, _BROKEN, _KILL),
+    "fsync": (_NO_SPACE, _BROKEN, _KILL),
+    "ftruncate": (_NO_SPACE, _BROKEN, _READ_ONLY, _KILL),
+    "openat": (_NO_SPACE, _BROKEN, _TOO_MANY, _READ_ONLY, _KILL),
+    "mkdir": (_NO_SPACE, _BROKEN, _READ_ONLY, _KILL),
+    "unlink": (_BROKEN, _READ_ONLY, _KILL),
+    "fchown": (_BROKEN, _READ_ONLY),
+    "pread64": (_BROKEN,),
+    "newfstatat": (_BROKEN,),
+    "fcntl": (_BROKEN,),
+    "mmap": (_BROKEN,),
+}
 
 #: A run in a process of its own: argv is the directory; prints what it was told is stored.
 _WRITER = f"""
@@ -41,7 +54,7 @@ with warnings.catch_warnings(record=True) as caught, heard() as log:
     store = lookup.open_store(settings(directory))
     before = sum(store.choice(f"key-{{n}}") == choice(n) for n in range(40))
     told = []
-    for number in range(100, 106):
+    for number in range(100, 103):
         store.put_key(key(number))
         store.put_trial(trial(number, "x" * 3000))
         put = store.put_choice(choice(number))
@@ -123,7 +136,7 @@ def _write_until_killed(directory: Path, send: int, first: int) -> None:
 
 @fault(
     "failing-call",
-    f"{', '.join(_ERRORS)} or SIGKILL at the n-th system call on the store's files, every n",
+    "ENOSPC, EIO, EMFILE, EROFS or SIGKILL at the n-th system call on the store's files, every n",
     "rows survive; a warning and memory where writing fails",
     16,
     100_000,
@@ -144,8 +157,8 @@ def failing_call(place: Path, times: int) -> Tally:
     counts = Counter(re.findall(r"^\d+ +(\w+)\(", text, re.MULTILINE))
     plan = [
         (call, effect, number)
-        for call in _CALLS
-        for effect in [*(f"error={error}" for error in _ERRORS), "signal=SIGKILL"]
+        for call, effects in _EFFECTS.items()
+        for effect in effects
         for number in range(1, counts[call] + 1)
     ]
     step = max(1, -(-len(plan) // times))
@@ -156,7 +169,7 @@ def failing_call(place: Path, times: int) -> Tally:
             directory, "strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject,
             *_on(directory),
         )  # fmt: skip
-        if effect == "signal=SIGKILL":
+        if effect == _KILL:
             tally.tried += 1
             tally.lost += 40 - len(run(directory, range(40)).found)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -43,6 +44,7 @@ def line_of(row: Fault, place: Path, quick: bool) -> tuple[dict[str, Any], list[
 def main(out: Path | None, quick: bool, names: list[str]) -> int:
     """Run, print, write; return the exit code."""
     lines, reasons = [], []
+    logging.getLogger("safetune").addHandler(logging.NullHandler())
     with tempfile.TemporaryDirectory(prefix="store-faults-") as folder:
         for row in [row for row in FAULTS if not names or row.name in names]:
             line, wrong = line_of(row, Path(folder), quick)

@@ -107,7 +107,7 @@ def settings(directory: Path) -> Settings:
 
 class Log(logging.Handler):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -118,7 +118,6 @@ class Log(logging.Handler):
 def heard() -> Iterator[Log]:
     """What is logged as a warning or worse."""
     log, logger = Log(), logging.getLogger("safetune")
-    log.setLevel(logging.WARNING)
     logger.addHandler(log)
     try:
         yield log
