@@ -120,5 +120,3 @@ def _check(stored: StoredChoice) -> None:
         raise ForeignRecord("a digest in it is none")
     if not 1 <= choice.generation <= MAX_GENERATION:
         raise ForeignRecord(f"its generation is {choice.generation}")
-    if choice.median_ms < 0 or choice.measured < 0:
-        raise ForeignRecord("a number in it is negative")

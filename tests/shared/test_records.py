@@ -60,7 +60,7 @@ def test_what_is_of_one_machine_is_left_out() -> None:
         (changed("choice", "generation", to=0), "generation"),
         (changed("choice", "generation", to=True), "generation"),
         (changed("choice", "median_ms", to="fast"), "median_ms"),
-        (changed("choice", "median_ms", to=-1.0), "negative"),
+        (changed("choice", "median_ms", to=-1.0), "median_ms"),
         (changed("choice", "config", to="import os"), "config"),
         (changed("choice", "config_digest", to="../../etc/passwd"), "digest"),
     ],
