@@ -15,7 +15,8 @@ import pytest
 from safetune.errors import StoreError
 from safetune.store import directory as module
 from safetune.store.directory import Directory
-from safetune.store.shared_record import name_of
+from safetune.store.records import StoredChoice
+from safetune.store.shared_record import Name, name_of
 
 from .conftest import LIST, SPACE, Children, key, stored
 
@@ -184,3 +185,17 @@ class TestLinks:
 
         with pytest.raises(OSError, match="No space"):
             module._link(temporary, path, link)
+
+
+def test_who_is_second_by_a_hair_takes_over_the_first(tmp_path: Path) -> None:
+    """Another node publishes after this one has looked, and before it has written."""
+
+    class Late(Directory):
+        def _read(self, path: Path, name: Name) -> StoredChoice | None:
+            found = super()._read(path, name)
+            if found is None:
+                Directory(tmp_path).publish(SPACE, [stored(0, 64)])
+            return found
+
+    assert Late(tmp_path).publish(SPACE, [stored(0, 128)]) == [stored(0, 64)]
+    assert Directory(tmp_path).get(SPACE, key().digest, LIST) == stored(0, 64)
