@@ -241,12 +241,8 @@ class _Worker:
 
 
 def _lasting_threads() -> list[threading.Thread]:
-    this = threading.current_thread()
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread is not this and not thread.daemon and thread.is_alive()
-    ]
+    others = (each for each in threading.enumerate() if each is not threading.current_thread())
+    return [each for each in others if not each.daemon and each.is_alive()]
 
 
 def _tune(job: Job) -> None:

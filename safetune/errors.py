@@ -93,6 +93,10 @@ class WorkloadError(SafetuneError):
     """A workload function that raised, or yielded something else than a `Workload`."""
 
 
+class NotInterpretable(SafetuneError):
+    """A kernel that Triton's interpreter cannot run to its end, so that nothing can be checked."""
+
+
 class NoWorkingConfig(SafetuneError, RuntimeError):
     """Every config failed.
 

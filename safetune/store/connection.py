@@ -123,7 +123,10 @@ class Connection:
         """Whether what is written would go to a file that nobody finds again."""
         if self.path is None or self._file is None:
             return False
-        return place.identity(self.path) != self._file
+        try:
+            return place.identity(self.path) != self._file
+        except OSError:  # SQLite will meet it, too, if it lasts
+            return False
 
     @contextlib.contextmanager
     def _failures(self, action: str) -> Iterator[None]:
@@ -189,9 +192,12 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
             prepare = migrations.prepare_suspect if suspect else migrations.prepare
             connection = _prepared(_plain(path), prepare)
         except (sqlite3.Error, Damaged) as error:
-            if last or not recovery.is_damage(error):
+            # An error of a file that is no longer there says nothing of the one that is.
+            replaced = recovery.is_replaced(path, found)
+            if last or not (replaced or recovery.is_damage(error)):
                 raise
-            recovery.move_aside(path, found, error)
+            if not replaced:
+                recovery.move_aside(path, found, error)
             continue
         if found == place.identity(path):
             return connection, found

@@ -89,7 +89,7 @@ class GuardedStore(Store):
         try:
             if self._spare is None:
                 try:
-                    return self._tried(method, record, *lease)
+                    return self._tried(Damaged, method, record, *lease)
                 except (RecordError, LeaseLost):
                     raise
                 except StoreError as error:
@@ -102,18 +102,20 @@ class GuardedStore(Store):
             logger.warning("a record is not kept: %s", error)
             return None
 
-    def _tried(self, method: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Once more where the file was damaged: it is moved aside when it is opened again."""
+    def _tried(
+        self, again: type[StoreError], method: Callable[..., Answer], *arguments: Any
+    ) -> Answer:
+        """Once more after some errors: damage is mended or moved aside by opening it again."""
         try:
             return method(self, *arguments)
-        except Damaged:
+        except again:
             return method(self, *arguments)
 
     def _read(self, method: Callable[..., Answer], *arguments: Any) -> list[Answer]:
         answers = []
         if not self._unreadable:
             try:
-                answers.append(self._tried(method, *arguments))
+                answers.append(self._tried(StoreError, method, *arguments))
             except StoreError as error:
                 logger.warning("%s; going on without what it holds", error)
                 self._unreadable = True

@@ -45,10 +45,14 @@ def make(path: Path) -> None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells this file from one that took its place; None if there is none."""
+    """Return what tells this file from one that took its place; None if there is none.
+
+    Raises:
+        OSError: that cannot be told.
+    """
     try:
         found = os.stat(path)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
 

@@ -54,6 +54,18 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
     )
 
 
+def is_replaced(path: Path, found: tuple[int, int] | None) -> bool:
+    """Whether another file is there by now; waits for a process that is moving it.
+
+    Raises:
+        OSError: that cannot be told.
+    """
+    if not path.with_name(path.name + place.LOCK).exists():
+        return place.identity(path) != found
+    with _alone(path):
+        return place.identity(path) != found
+
+
 def remove(aside: Path) -> None:
     """Delete a database that was moved aside, with its logs."""
     for log in (*place.LOGS, ""):

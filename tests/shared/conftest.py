@@ -108,8 +108,7 @@ def server() -> Iterator[Any]:
 @pytest.fixture
 def database(server: Any, tmp_path: Path) -> str:
     """The URL of an empty database."""
-    import psycopg
-
+    psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
     name = f"test_{os.urandom(6).hex()}"
     with psycopg.connect(server.url(), autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")

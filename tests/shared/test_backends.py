@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from safetune.errors import InvalidSetting
-from safetune.settings import Settings
+from safetune.settings import Settings, place_of
 from safetune.store import shared_record
 from safetune.store.directory import file_name
 from safetune.store.opening import open_shared
@@ -178,8 +178,8 @@ def test_a_url_that_nothing_can_open() -> None:
 
 
 def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_shared("postgresql://someone:secret@127.0.0.1:1/db?password=secret")
-    assert store.place == "postgresql://127.0.0.1:1/db"
+    url = "postgresql://someone:secret@127.0.0.1:1/db?password=secret"
+    assert place_of(url) == "postgresql://127.0.0.1:1/db"
     monkeypatch.setenv("SAFETUNE_SHARED", "nothing:secret@host")
     with pytest.raises(InvalidSetting) as caught:
         Settings.current()

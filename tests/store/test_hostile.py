@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from safetune import canonical, fallback, safetune
 from safetune.config import config_digest, config_record
-from safetune.miss import Miss, _stored
+from safetune.miss import Miss, stored
 from safetune.outcome import Verdict
 from safetune.settings import Settings
 from safetune.store import lookup, rows
@@ -109,9 +109,9 @@ def test_a_run_gets_a_declared_config(opened, rows_of) -> None:
     connection.close()
     opened._memory.clear()
 
-    stored = _stored(MISS, REQUEST, opened)
+    found = stored(MISS, REQUEST, opened)
 
-    assert stored is None or stored in REQUEST.configs
+    assert found is None or found in REQUEST.configs
     assert fallback.fallback(REQUEST, opened.store) in REQUEST.configs
     assert all(config in REQUEST.configs for config in itertools.islice(
         fallback.next_best(REQUEST, opened.store), 20))  # fmt: skip
@@ -156,12 +156,12 @@ def test_what_no_tuning_writes_is_ignored_and_reported(
 ) -> None:
     opened = lookup.Lookup(lookup.GuardedStore.open(tmp_path))
     put(opened)
-    assert _stored(MISS, REQUEST, opened) is REQUEST.configs[1]
+    assert stored(MISS, REQUEST, opened) is REQUEST.configs[1]
     put(opened, **changes)
     opened._memory.clear()
     with caplog.at_level(logging.WARNING, "safetune"):
-        assert _stored(MISS, REQUEST, opened) is None
-        assert _stored(MISS, REQUEST, opened) is None
+        assert stored(MISS, REQUEST, opened) is None
+        assert stored(MISS, REQUEST, opened) is None
     assert reported in caplog.text
     opened.store.close()
 

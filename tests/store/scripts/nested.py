@@ -1,4 +1,4 @@
-"""A tuning whose grid launches another tuned kernel, and itself, with the same key; then it forks."""
+"""A tuning whose grid launches another tuned kernel, and itself with the same key, and forks."""
 
 from __future__ import annotations
 
