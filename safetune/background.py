@@ -158,14 +158,8 @@ def tune_meanwhile(
     return config
 
 
-def sync() -> None:
-    """Adopt in this process what background tuning has chosen since the last call.
-
-    In a world of several processes (WORLD_SIZE over 1) each one keeps what it launched first until
-    it calls this; call it in all of them at the same point of the program. The processes do not yet
-    agree on a choice: each adopts its own. Does not wait for tunings that are still running.
-    """
-    fallback.count_sync()
+def adopt_held() -> None:
+    """Adopt in this process what background tuning has chosen since the last call."""
     while _held:
         tuner, key, choice = _held.pop()
         tuner.adopt(key, choice)

@@ -23,6 +23,7 @@ from triton.runtime.autotuner import Config
 from safetune import fallback, miss
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
+from safetune.inline import why_not_isolated
 from safetune.record import remember
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
@@ -132,7 +133,7 @@ def _find(
     request = missed.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
-    if tuner.isolation == "inline" or miss.why_not_isolated(missed.call):
+    if tuner.isolation == "inline" or why_not_isolated(missed.call):
         config = request.configs[0]
     else:
         lookup = open_lookup(settings)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,9 +13,10 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
+from safetune.agreement import remember
 from safetune.config import check_conflicts, config_digest, config_record, config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
-from safetune.inline import tune_inline
+from safetune.inline import tune_inline, why_not_isolated
 from safetune.kernel_source import base_function, kernel_identity
 from safetune.key import KernelIdentity, TuningKey
 from safetune.settings import Mode, Settings
@@ -177,6 +176,7 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     request = miss.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
+    remember(tuner, key, request)
     lookup = open_lookup(settings)
     choice = stored(miss, request, lookup)
     if choice is not None:
@@ -254,16 +254,6 @@ def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: 
     timings = announce.timings_of(result.outcomes)
     announce.report(tuner, miss.readable_key(), result.choice, timings, seconds)
     return tuner.adopt(key, result.choice)
-
-
-def why_not_isolated(call: Call) -> str:
-    """Return why candidates for this call cannot run in a child; empty where they can."""
-    if not hasattr(os, "memfd_create"):
-        return f"there is no isolation on {sys.platform} yet"
-    if call.interpreted:
-        return ""
-    backend = device.active_driver().get_current_target().backend
-    return "" if backend == "cuda" else f"there is no isolation for the {backend} back end yet"
 
 
 @functools.cache

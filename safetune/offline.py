@@ -15,8 +15,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from safetune import announce
 from safetune.autotuner import Autotuner
 from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
+from safetune.inline import why_not_isolated
 from safetune.kernel_source import base_function
-from safetune.miss import Miss, why_not_isolated
+from safetune.miss import Miss
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_store
 from safetune.store.sqlite import Store

@@ -43,7 +43,7 @@ def remember(miss: Miss, request: TuningRequest, store: Store) -> None:
         )
         if len(canonical.dumps(call.arguments)) > _MOST_BYTES:
             raise ValueError(f"it takes over {_MOST_BYTES >> 20} MiB to write down")
-        store.put_key(key_record(request))
+        store.put_key(key_record(request.key))
         if put_call(store, call):
             logger.info("%s is recorded for %s", call.name, request.key)
     except Exception as error:

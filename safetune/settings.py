@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import platformdirs
 
@@ -97,6 +98,38 @@ def parse_seconds(name: str, value: str) -> float:
     return seconds
 
 
+def check_url(url: str) -> str:
+    """Return a URL for a shared store, or the empty one; raises `InvalidSetting`.
+
+    Only its form is looked at, so that reading the settings imports nothing.
+    """
+    if not url:
+        return url
+    problem = ""
+    scheme, separator, rest = url.partition("://")
+    if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        problem = "it has no scheme"
+    elif scheme == "file" and not rest.startswith("/"):
+        problem = "a file URL is file:// and an absolute path"
+    elif not rest and scheme not in ("postgresql", "postgres", "memory"):
+        problem = "it names no place"
+    if problem:
+        raise InvalidSetting(
+            f"SAFETUNE_SHARED={place_of(url)!r} names no shared store: {problem}; give "
+            "file:///directory, postgresql://host/database, or a URL that fsspec knows, such as "
+            "s3://bucket/folder"
+        )
+    return url
+
+
+def place_of(url: str) -> str:
+    """Return a URL as a message may show it: without user, password and parameters."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    path = parts.path if host else parts.path.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{path}" if parts.scheme else path
+
+
 @dataclass(frozen=True)
 class Settings:
     """The process-wide settings.
@@ -111,6 +144,9 @@ class Settings:
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
         packs: SAFETUNE_PACKS, directories of packs, the first one first.
+        shared: SAFETUNE_SHARED, the URL of a store that several nodes share; empty for none.
+        local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: how many of the processes are on
+            this node; all of them where it is not set.
         wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
             processes' tunings, all its waits together.
     """
@@ -122,6 +158,8 @@ class Settings:
     world_size: int = 1
     packs: tuple[Path, ...] = ()
     wait_s: float = 120.0
+    shared: str = ""
+    local_world_size: int = 1
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
 
     @classmethod
@@ -144,6 +182,8 @@ class Settings:
             ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
             packs=_directories(env.get("SAFETUNE_PACKS") or ""),
+            shared=check_url(env.get("SAFETUNE_SHARED") or ""),
+            local_world_size=_number(env.get("LOCAL_WORLD_SIZE") or env.get("WORLD_SIZE")),
             wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
         )
 

@@ -92,6 +92,19 @@ def test_tuning_time_figures_of_half_a_part() -> None:
     assert figures["first_call_s_cold_safetune"] == 8.0
 
 
+def test_store_shared_figures() -> None:
+    herd = {"what": "herd", "nodes": 300}
+    rows = [{**herd, "served": 1.0, "ms": 100.0}, {**herd, "served": 0.0, "ms": 2000.0}]
+    rows += [{"what": "directory", "case": "get", "ms": ms} for ms in (1.0, 2.0, 9.0)]
+    assert importlib.import_module("store_shared").figures(rows) == {
+        "herd_served_share_300_nodes": 0.5,
+        "herd_ms_p50_300_nodes": 1050.0,
+        "herd_ms_max_300_nodes": 2000.0,
+        "directory_get_ms": 2.0,
+    }
+    assert importlib.import_module("store_shared").figures([]) == {}
+
+
 def test_the_matrix_product_has_72_configs_and_no_two_alike() -> None:
     matmul = importlib.import_module("matmul")
     texts = [str(config) for config in matmul.configs()]

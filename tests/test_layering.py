@@ -35,6 +35,7 @@ LAYERS: list[list[str]] = [
         "background",
         "miss",
         "capture",
+        "agreement",
     ],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names

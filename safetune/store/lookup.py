@@ -1,134 +1,34 @@
-"""Where a choice is looked for, in which order, and the rule that the store is never in the way.
+"""Where a choice is looked for, and in which order: memory, the local store, the shared one, packs.
 
-The order is that of `Lookup`'s layers: memory, the local store, packs. The rule is `open_store` and
-`GuardedStore`: a store that cannot be opened costs one warning, one that fails later costs one line
-in the log, and the run goes on in memory.
+A store that cannot be opened costs one warning, one that fails later one line in the log
+(`GuardedStore`), and the run goes on in memory.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from safetune.errors import LeaseLost, StoreError
+from safetune.errors import StoreError
 from safetune.settings import Mode
-from safetune.store.connection import Connection
+from safetune.store.guarded import GuardedStore
 from safetune.store.packs import Packs, shipped
-from safetune.store.recovery import Damaged
-from safetune.store.rows import RecordError
 from safetune.store.sqlite import DATABASE_NAME, Store
 
 if TYPE_CHECKING:
     from safetune.key import TuningKey
     from safetune.settings import Settings
-    from safetune.store.lease import Lease
-    from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
-
-logger = logging.getLogger("safetune")
-
-Answer = TypeVar("Answer")
+    from safetune.store.records import ChoiceRecord, KinChoice
+    from safetune.store.shared import SharedStore
 
 Layer = Callable[["TuningKey", str], "ChoiceRecord | None"]
 
-_lookups: dict[tuple[Path, tuple[Path, ...], bool], Lookup] = {}
+_lookups: dict[tuple[Path, str, tuple[Path, ...], bool], Lookup] = {}
 _opening = threading.Lock()
-
-
-class GuardedStore(Store):
-    """A store whose tuning methods never raise.
-
-    When one fails to write, this and all later records go to memory; what is already stored is
-    still read. When one fails to read, only memory is left. Each is logged once. A record that no
-    store would keep is logged and dropped. The methods for people (`choices`, `trials_of`,
-    `kernels`, `clear`) raise as they do in `Store`.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self._spare: Store | None = None
-        self._unreadable = False
-
-    def put_key(self, record: KeyRecord) -> None:
-        """Write a key, here or in memory."""
-        self._write(Store.put_key, record)
-
-    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
-        """Write an outcome, here or in memory; raises `LeaseLost`."""
-        self._write(Store.put_trial, record, lease)
-
-    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
-        """Write a choice, here or in memory, and return the one to use; raises `LeaseLost`."""
-        return self._write(Store.put_choice, record, lease) or record
-
-    def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
-        """Return the outcomes of a key or one generation, those in memory over those stored."""
-        answers = self._read(Store.trials, key, generation)
-        merged = {
-            (trial.generation, trial.config_digest): trial for answer in answers for trial in answer
-        }
-        return sorted(merged.values(), key=lambda trial: trial.generation)
-
-    def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
-        """Return the choice of the highest generation, stored or in memory."""
-        found = [choice for choice in self._read(Store.choice, key, declared) if choice is not None]
-        return max(found, key=lambda choice: choice.generation, default=None)
-
-    def generation(self, key: str) -> int:
-        """Return the highest generation, stored or in memory; 0 if none."""
-        return max(self._read(Store.generation, key), default=0)
-
-    def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
-        """Return the choices of a kernel's keys on a device, stored and in memory."""
-        answers = self._read(Store.kin, kernel_digest, device_digest)
-        return [kin for answer in answers for kin in answer]
-
-    def _write(
-        self, method: Callable[..., Answer], record: Any, *lease: Lease | None
-    ) -> Answer | None:
-        try:
-            if self._spare is None:
-                try:
-                    return self._tried(Damaged, method, record, *lease)
-                except (RecordError, LeaseLost):
-                    raise
-                except StoreError as error:
-                    logger.warning("%s; going on in memory", error)
-                    self._spare = Store.in_memory()
-            return method(self._spare, record)
-        except LeaseLost:
-            raise
-        except StoreError as error:
-            logger.warning("a record is not kept: %s", error)
-            return None
-
-    def _tried(
-        self, again: type[StoreError], method: Callable[..., Answer], *arguments: Any
-    ) -> Answer:
-        """Once more after some errors: damage is mended or moved aside by opening it again."""
-        try:
-            return method(self, *arguments)
-        except again:
-            return method(self, *arguments)
-
-    def _read(self, method: Callable[..., Answer], *arguments: Any) -> list[Answer]:
-        answers = []
-        if not self._unreadable:
-            try:
-                answers.append(self._tried(StoreError, method, *arguments))
-            except StoreError as error:
-                logger.warning("%s; going on without what it holds", error)
-                self._unreadable = True
-        if self._spare is not None:
-            try:
-                answers.append(method(self._spare, *arguments))
-            except StoreError as error:
-                logger.warning("%s", error)
-        return answers
 
 
 class Lookup:
@@ -145,7 +45,7 @@ class Lookup:
         self._layers: tuple[Layer, ...] = (
             self._in_memory,
             self._in_store,
-            # A shared store comes here.
+            self._in_shared,
             self._packs.find,
         )
 
@@ -180,27 +80,45 @@ class Lookup:
         return self._memory.get((key.digest, declared))
 
     def _in_store(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
+        """The local store, brought up to date with the shared one, at most once a minute."""
+        if self.store.shared is not None:
+            from safetune.store.shared_record import space_of
+
+            self.store.shared.refresh(space_of(key))
         return self.store.choice(key.digest, declared)
+
+    def _in_shared(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
+        """What came from the shared store, and the local one could not keep."""
+        shared = self.store.shared
+        return None if shared is None else shared.choice(key.digest, declared)
 
 
 def open_lookup(settings: Settings) -> Lookup:
-    """Return this process's `Lookup` for the settings. Never raises `StoreError`.
+    """Return this process's `Lookup` for the settings.
 
-    One object per process, directory of the store, packs, and whether the store is only read, as it
-    is under `Mode.FROZEN`; usable after a fork.
+    One object per process, directory of the store, shared store, packs, and whether the store is
+    only read, as it is under `Mode.FROZEN`; usable after a fork.
+
+    Raises:
+        InvalidSetting: nothing here can open SAFETUNE_SHARED. Never `StoreError`.
     """
     directory = settings.cache_dir
     if not directory.parts[0].startswith("~"):  # there is no home, which opening it says
         directory = Path(os.path.abspath(directory))
     frozen = settings.mode is Mode.FROZEN
-    place = (directory, settings.packs, frozen)
+    place = (directory, settings.shared, settings.packs, frozen)
     with _opening:
         if place in _lookups:
             return _lookups[place]
+        backend = _backend(settings.shared)
         try:
             store, problem = (_read_only if frozen else GuardedStore.open)(directory), None
         except StoreError as error:
             store, problem = GuardedStore.in_memory(), error
+        if backend is not None:
+            from safetune.store.shared_layer import SharedLayer
+
+            store.shared = SharedLayer(backend, store.connection)
         last = shipped()
         packs = Packs(settings.packs if last is None else (*settings.packs, last))
         lookup = _lookups[place] = Lookup(store, packs)
@@ -209,7 +127,22 @@ def open_lookup(settings: Settings) -> Lookup:
             f"safetune: {problem}; choices are kept in memory, for this process only",
             stacklevel=2,
         )
+    if not settings.shared and settings.world_size > settings.local_world_size:
+        warnings.warn(
+            f"safetune: {settings.world_size} processes, {settings.local_world_size} of them on "
+            "this node, and no SAFETUNE_SHARED: each node tunes for itself, and they may launch "
+            "different configs until safetune.sync()",
+            stacklevel=2,
+        )
     return lookup
+
+
+def _backend(url: str) -> SharedStore | None:
+    if not url:
+        return None
+    from safetune.store.opening import open_shared
+
+    return open_shared(url)
 
 
 def open_store(settings: Settings) -> Store:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
     from typing_extensions import Self
 
+    from safetune.store.shared_layer import SharedLayer
+
 DATABASE_NAME = "safetune.db"
 
 logger = logging.getLogger("safetune")
@@ -45,6 +47,9 @@ Record = TypeVar("Record")
 
 class Store:
     """A database of trials and choices. Safe from several threads and after a fork."""
+
+    #: What several nodes share, if anything.
+    shared: SharedLayer | None = None
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -142,12 +142,12 @@ def _waited(
             return choice
         if pause_s == _POLL_S:
             logger.info("waiting for another process: %s", name)
-        _pause(pause_s, patience, begin)
+        pause(pause_s, patience, begin)
         pause_s = min(2 * pause_s, _MAX_POLL_S)
 
 
-def _pause(seconds: float, patience: Patience, begin: float) -> None:
-    """Sleep, at most for what is left, and count what has passed since `begin`."""
+def pause(seconds: float, patience: Patience, begin: float) -> None:
+    """Sleep, at most for what is left, and count what has passed since `begin`; raises `Busy`."""
     patience.check()
     seconds = min(seconds, patience.seconds - _spent.seconds)
     if seconds <= 0:

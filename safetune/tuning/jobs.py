@@ -106,9 +106,8 @@ class TuningRequest:
     marks: tuple[str, ...] = ()
 
 
-def key_record(request: TuningRequest) -> KeyRecord:
-    """Return the row that a request's trials and choice point at."""
-    key = request.key
+def key_record(key: TuningKey) -> KeyRecord:
+    """Return the row that a key's trials and choice point at."""
     return KeyRecord(
         digest=key.digest,
         kernel_name=key.kernel.name,

@@ -13,7 +13,7 @@ from safetune.outcome import TRANSIENT, Mark, Outcome, Timing, Verdict
 from safetune.store.lease import Lease
 from safetune.store.records import ChoiceRecord, TrialRecord
 from safetune.store.sqlite import Store
-from safetune.tuning import choose, flight
+from safetune.tuning import choose, cluster, flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.flight import Patience, lead
 from safetune.tuning.jobs import TuningRequest, key_record
@@ -89,14 +89,19 @@ class _Tuning:
                 self._recall()
                 return self._result(self._digests.index(found.config_digest), start)
             self._lease = found
-            return self._result(self._choose(), start)
+            with cluster.lead(self._request, self._store, self._patience) as self._cluster:
+                choice = self._cluster.choice
+                if choice is not None:
+                    self._recall()
+                    return self._result(self._digests.index(choice.config_digest), start)
+                return self._result(self._choose(), start)
 
     def _choose(self) -> int:
         """Measure what is new, and return the config that is the choice now."""
         incumbent = self._recall()
         new = [index for index in range(len(self._configs)) if index not in self._outcomes]
         self._total = len(new)
-        self._store.put_key(key_record(self._request))
+        self._store.put_key(key_record(self._request.key))
         if new:
             self._measure_new(new, incumbent)
         return self._store_choice(self._best(incumbent, new))
@@ -282,5 +287,6 @@ class _Tuning:
             ),
             self._lease,
         )
+        stored = self._cluster.agreed(stored, self._outcomes[best])
         known = stored.config_digest in self._digests
         return self._digests.index(stored.config_digest) if known else best

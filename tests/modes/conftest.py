@@ -104,7 +104,7 @@ class Packed:
             created=1795262400.0,
         )
         of_choice = {name: changes.pop(name) for name in tuple(changes) if hasattr(choice, name)}
-        key = replace(key_record(request), **changes)
+        key = replace(key_record(request.key), **changes)
         entry = pack_format.checked(StoredChoice(key, replace(choice, **of_choice)))
         path = self.directory / pack_format.name_of(entry)
         others = read_pack(path) if path.exists() else []

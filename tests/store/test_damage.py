@@ -10,7 +10,7 @@ import pytest
 
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store import rows
-from safetune.store.lookup import GuardedStore
+from safetune.store.guarded import GuardedStore
 from safetune.store.sqlite import Store
 
 

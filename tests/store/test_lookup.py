@@ -13,7 +13,8 @@ from safetune.device import Device, Toolchain
 from safetune.errors import StoreError
 from safetune.key import KernelIdentity, TuningKey
 from safetune.settings import Settings
-from safetune.store.lookup import GuardedStore, Lookup, open_lookup, open_store
+from safetune.store.guarded import GuardedStore
+from safetune.store.lookup import Lookup, open_lookup, open_store
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_a_real_write_error_does_not_raise_out_of_a_run(tmp_path, children):
         """
 import resource, logging
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-from safetune.store.lookup import GuardedStore
+from safetune.store.guarded import GuardedStore
 store = GuardedStore.open(directory)
 store.put_choice(choice("c1"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
