@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from safetune.kernels.configs import backward_tile_heights, tile_rows
+from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 
-#: A tile holds at least one whole row, so this bounds what one program keeps in registers.
-MAX_COLUMNS = 65536
+#: A tile is a slice of a row at the least, and the code has a copy of each slice's.
+MAX_COLUMNS = 2**18
 
 #: The interpreter runs programs one after the other, so a few are enough to have several.
 INTERPRETER_SM_COUNT = 2
@@ -114,8 +114,14 @@ def forward_launch(
 def backward_plan(x: torch.Tensor, num_groups: int) -> GridPlan:
     """Return which program of the backward kernel owns which rows of `x`."""
     rows, columns = x.shape
-    heights = backward_tile_heights(columns)
-    return plan_grid(rows // num_groups, num_groups, sm_count(x.device), heights)
+    return plan_grid(
+        rows // num_groups,
+        num_groups,
+        sm_count(x.device),
+        programs_per_sm(columns),
+        row_bytes=3 * columns * x.element_size(),
+        partial_bytes=4 * columns * _statistics_dtype(x).itemsize,
+    )
 
 
 def backward_launch(
@@ -155,8 +161,11 @@ def backward_launch(
         "STORE_RESIDUAL_GRADIENT": stores_dres,
         "RECOMPUTE_OUTPUT": recompute_output,
     }
-    run_time = (plan.rows, plan.alignment, plan.programs_per_group)
-    return outputs, Launch((plan.programs,), (*args, *run_time), kwargs)
+
+    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
+        return (plan.programs * slice_count(meta["TILE_ELEMENTS"], columns),)
+
+    return outputs, Launch(grid, (*args, plan.rows, plan.programs_per_group), kwargs)
 
 
 def finalize_launch(
@@ -178,7 +187,8 @@ def finalize_launch(
     }
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
-        return (triton.cdiv(columns, meta["TILE_COLUMNS"]), plan.groups)
+        parameters = kwargs["HAS_WEIGHT"] + kwargs["HAS_BIAS"]
+        return (triton.cdiv(columns, meta["TILE_COLUMNS"]), plan.groups, parameters)
 
     return (dw, db), Launch(grid, args, kwargs)
 

@@ -5,6 +5,9 @@ i % GROUPS, and weight and bias are [GROUPS * COLUMNS]: a token's groups are con
 Whatever the dtypes, a tile is computed in the dtype of the statistics (fp32; fp64 for fp64 inputs),
 the variance is that of the centred row, and each result is cast once, when stored.
 
+A tile is as many whole rows as TILE_ELEMENTS hold, or else a slice of one row. What of a row is not
+in the tile is read twice: for its share in the row's sums, which come first, and for the results.
+
 No constexpr depends on the number of rows, so neither does what is compiled or tuned.
 """
 
@@ -18,15 +21,18 @@ from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
-    prune_spilling,
+    prune_configs,
+    slice_columns,
     tile_rows,
 )
 
+ANY_EVICTION = tl.constexpr("")
+
 
 @triton.jit
-def load_as(pointers, mask, dtype: tl.constexpr):
+def load_as(pointers, mask, dtype: tl.constexpr, EVICTION: tl.constexpr = ANY_EVICTION):
     """Load and convert; what is masked is 0, and so adds 0 to every sum."""
-    return tl.load(pointers, mask=mask, other=0.0).to(dtype)
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION).to(dtype)
 
 
 @safetune(
@@ -40,7 +46,7 @@ def load_as(pointers, mask, dtype: tl.constexpr):
         "HAS_WEIGHT",
         "HAS_BIAS",
     ],
-    prune_configs_by={"early_config_prune": prune_spilling},
+    prune_configs_by={"early_config_prune": prune_configs},
 )
 @triton.jit(do_not_specialize=["rows"])
 def layer_norm_forward_kernel(
@@ -63,54 +69,73 @@ def layer_norm_forward_kernel(
     HAS_BIAS: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
 ):
-    """Normalize one tile of whole rows per program.
+    """Normalize one tile of whole rows per program, or one row, a slice at a time.
 
     Reads input and residual, writes output and residual_output (their sum): [rows, COLUMNS] of any
     float dtype. Writes mean (not for RMS norm) and rstd: [rows], in the dtype of the statistics.
     """
     TILE_ROWS: tl.constexpr = tile_rows(TILE_ELEMENTS, COLUMNS)
+    SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
+    SLICES: tl.constexpr = triton.cdiv(COLUMNS, SLICE)
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, triton.next_power_of_2(COLUMNS))[None, :]
     row_mask = row < rows
-    column_mask = column < COLUMNS
-    mask = row_mask[:, None] & column_mask
-    offset = row[:, None] * COLUMNS + column
-    parameter_offset = column
-    if GROUPS > 1:
-        parameter_offset += (row % GROUPS)[:, None] * COLUMNS
+    base = row[:, None] * COLUMNS
+    column = tl.arange(0, triton.next_power_of_2(SLICE))[None, :]
 
-    x = load_as(input_pointer + offset, mask, compute_type)
-    if HAS_RESIDUAL:
-        x += load_as(residual_pointer + offset, mask, compute_type)
-    if STORE_RESIDUAL:
-        tl.store(residual_output_pointer + offset, x, mask=mask)
-
-    if not IS_RMS_NORM:
-        mean = tl.sum(x, axis=1) / COLUMNS
-        tl.store(mean_pointer + row, mean, mask=row_mask)
-        x = tl.where(column_mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / COLUMNS + eps)
+    mean = tl.zeros((TILE_ROWS,), compute_type)
+    squares = tl.zeros((TILE_ROWS,), compute_type)
+    for index in tl.static_range(SLICES):
+        first = index * SLICE
+        columns = min(SLICE, COLUMNS - index * SLICE)
+        mask = row_mask[:, None] & (column < columns)
+        x = load_as(input_pointer + base + first + column, mask, compute_type)
+        if HAS_RESIDUAL:
+            x += load_as(residual_pointer + base + first + column, mask, compute_type)
+        if IS_RMS_NORM:
+            squares += tl.sum(x * x, axis=1)
+        else:
+            # Chan, Golub and LeVeque, "Updating formulae", 1979, (2.1): a set more is united with
+            # those before, and each slice's squares are of its own centred elements.
+            change = tl.sum(x, axis=1) / columns - mean
+            centred = tl.where(column < columns, x - (mean + change)[:, None], 0.0)
+            squares += tl.sum(centred * centred, axis=1)
+            squares += change * change * (first * (columns / (first + columns)))
+            mean += change * (columns / (first + columns))
+    rstd = 1.0 / tl.sqrt(squares / COLUMNS + eps)
     tl.store(rstd_pointer + row, rstd, mask=row_mask)
+    if not IS_RMS_NORM:
+        tl.store(mean_pointer + row, mean, mask=row_mask)
 
-    y = x * rstd[:, None]
-    if HAS_WEIGHT:
-        y *= load_as(weight_pointer + parameter_offset, column_mask, compute_type)
-    if HAS_BIAS:
-        y += load_as(bias_pointer + parameter_offset, column_mask, compute_type)
-    tl.store(output_pointer + offset, y, mask=mask)
+    for index in tl.static_range(SLICES):
+        first = index * SLICE
+        columns = min(SLICE, COLUMNS - index * SLICE)
+        mask = row_mask[:, None] & (column < columns)
+        if SLICES > 1:
+            x = load_as(input_pointer + base + first + column, mask, compute_type)
+            if HAS_RESIDUAL:
+                x += load_as(residual_pointer + base + first + column, mask, compute_type)
+        if STORE_RESIDUAL:
+            tl.store(residual_output_pointer + base + first + column, x, mask=mask)
+        y = (x if IS_RMS_NORM else x - mean[:, None]) * rstd[:, None]
+        parameter = first + column
+        if GROUPS > 1:
+            parameter += (row % GROUPS)[:, None] * COLUMNS
+        if HAS_WEIGHT:
+            y *= load_as(weight_pointer + parameter, column < columns, compute_type)
+        if HAS_BIAS:
+            y += load_as(bias_pointer + parameter, column < columns, compute_type)
+        tl.store(output_pointer + base + first + column, y, mask=mask)
 
 
 @triton.jit
-def owned_rows(index, rows, alignment, programs):
+def owned_rows(index, rows, programs):
     """Return the first and the end of a program's rows: `GridPlan.owned_rows` on the device."""
-    tiles = (rows - 1) // alignment + 1  # rows + alignment may be past 2^31; no program has 0 rows
-    share = tiles // programs
-    longer = tiles % programs
+    share = rows // programs
+    longer = rows % programs
     first = index * share + tl.minimum(index, longer)
-    last = first + share + (index < longer).to(tl.int32)
-    return first * alignment, tl.minimum(last * alignment, rows)
+    return first, first + share + (index < longer).to(tl.int32)
 
 
 @safetune(
@@ -125,9 +150,9 @@ def owned_rows(index, rows, alignment, programs):
         "STORE_RESIDUAL_GRADIENT",
         "RECOMPUTE_OUTPUT",
     ],
-    prune_configs_by={"early_config_prune": prune_spilling},
+    prune_configs_by={"early_config_prune": prune_configs},
 )
-@triton.jit(do_not_specialize=["rows", "alignment", "programs_per_group"])
+@triton.jit(do_not_specialize=["rows", "programs_per_group"])
 def layer_norm_backward_kernel(
     output_gradient_pointer,
     input_pointer,
@@ -142,7 +167,6 @@ def layer_norm_backward_kernel(
     weight_partials_pointer,
     bias_partials_pointer,
     rows,
-    alignment,
     programs_per_group,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -154,66 +178,103 @@ def layer_norm_backward_kernel(
     RECOMPUTE_OUTPUT: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
     PIPELINE_STAGES: tl.constexpr,
+    LOAD_AGAIN: tl.constexpr,
 ):
     """Walk the rows that the grid plan gives this program; `rows` counts those of one group.
 
     Reads and writes [rows * GROUPS, COLUMNS] matrices of any float dtype; the input is what was
     normalized, residual included. Writes this program's row of each [programs, COLUMNS] partial
     sum, in the dtype of the statistics.
+
+    Where a row is cut in slices, each has a program of its own: the grid is that many times as
+    large, a row's slices side by side. Each adds up its whole rows, of which the other slices are
+    in the L2 cache; so there, no output may share memory with an input.
     """
     TILE_ROWS: tl.constexpr = tile_rows(TILE_ELEMENTS, COLUMNS)
-    TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(COLUMNS)
+    SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
+    SLICES: tl.constexpr = triton.cdiv(COLUMNS, SLICE)
+    TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(SLICE)
+    # Of the same policy, the compiler would make the two loads of a slice one.
+    FIRST: tl.constexpr = "evict_last" if LOAD_AGAIN else ""
+    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN else ""
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
-    program = tl.program_id(0)
+    own_slice = tl.program_id(0) % SLICES
+    program = tl.program_id(0) // SLICES
     group = program // programs_per_group
     # 64 bits from here on: the last tile may end past 2^31 rows, and offsets get there far earlier.
     index = (program % programs_per_group).to(tl.int64)
-    first_row, end_row = owned_rows(index, rows, alignment, programs_per_group)
+    first_row, end_row = owned_rows(index, rows, programs_per_group)
 
     row = tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, TILE_COLUMNS)[None, :]
-    column_mask = column < COLUMNS
-    offset = row[:, None] * (GROUPS * COLUMNS) + column
-    parameter_offset = group * COLUMNS + column
+    local = tl.arange(0, TILE_COLUMNS)[None, :]
+    column = own_slice * SLICE + local
+    column_mask = (local < SLICE) & (column < COLUMNS)
+    row_offset = row[:, None] * (GROUPS * COLUMNS)
 
     # The sums keep one row per tile row: no exchange between threads until the loop is over.
     if HAS_WEIGHT:
-        weight = load_as(weight_pointer + parameter_offset, column_mask, compute_type)
+        weight_pointer += group * COLUMNS
         weight_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
+        if not LOAD_AGAIN:
+            weight = load_as(weight_pointer + column, column_mask, compute_type)
     if HAS_BIAS:
+        bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
 
     for tile in tl.range(first_row, end_row, TILE_ROWS, num_stages=PIPELINE_STAGES):
         row_mask = tile + row < end_row
-        mask = row_mask[:, None] & column_mask
         statistic = tile * GROUPS + group + row * GROUPS
         base = (tile * GROUPS + group) * COLUMNS
-
-        x = load_as(input_pointer + base + offset, mask, compute_type)
-        dy = load_as(output_gradient_pointer + base + offset, mask, compute_type)
+        dy_pointer = output_gradient_pointer + base
+        x_pointer = input_pointer + base
         rstd = load_as(rstd_pointer + statistic, row_mask, compute_type)[:, None]
+        mean = 0.0
         if not IS_RMS_NORM:
-            x -= load_as(mean_pointer + statistic, row_mask, compute_type)[:, None]
-        x *= rstd
+            mean = load_as(mean_pointer + statistic, row_mask, compute_type)[:, None]
+
+        projection = tl.zeros((TILE_ROWS, 1), compute_type)
+        total = tl.zeros((TILE_ROWS, 1), compute_type)
+        for step in tl.range(1, SLICES + LOAD_AGAIN, num_stages=PIPELINE_STAGES):
+            other = (own_slice + step) % SLICES * SLICE + local
+            other_mask = (local < SLICE) & (other < COLUMNS)
+            mask = row_mask[:, None] & other_mask
+            dy = load_as(dy_pointer + row_offset + other, mask, compute_type, FIRST)
+            x = (load_as(x_pointer + row_offset + other, mask, compute_type, FIRST) - mean) * rstd
+            if HAS_WEIGHT:
+                dy *= load_as(weight_pointer + other, other_mask, compute_type, FIRST)
+            projection += tl.sum(x * dy, axis=1, keep_dims=True)
+            total += tl.sum(dy, axis=1, keep_dims=True)
+
+        offset = row_offset + column
+        mask = row_mask[:, None] & column_mask
+        dy = load_as(dy_pointer + offset, mask, compute_type, LAST)
+        x = (load_as(x_pointer + offset, mask, compute_type, LAST) - mean) * rstd
+        weighted = dy
+        if HAS_WEIGHT:
+            if LOAD_AGAIN:
+                weight = load_as(weight_pointer + column, column_mask, compute_type, LAST)
+            weighted = dy * weight
+        if not LOAD_AGAIN:
+            projection += tl.sum(x * weighted, axis=1, keep_dims=True)
+            total += tl.sum(weighted, axis=1, keep_dims=True)
 
         if RECOMPUTE_OUTPUT:
             y = x
             if HAS_WEIGHT:
                 y *= weight
             if HAS_BIAS:
-                y += load_as(bias_pointer + parameter_offset, column_mask, compute_type)
+                y += load_as(bias_pointer + column, column_mask, compute_type)
             tl.store(output_pointer + base + offset, y, mask=mask)
-
-        if HAS_BIAS:
-            bias_sums += dy
         if HAS_WEIGHT:
             weight_sums += dy * x
-            dy *= weight
-        dx = dy - x * (tl.sum(x * dy, axis=1) / COLUMNS)[:, None]
+        if HAS_BIAS:
+            bias_sums += dy
+        scale = rstd / COLUMNS
+        removed = x * (projection * scale)
         if not IS_RMS_NORM:
-            dx -= (tl.sum(dy, axis=1) / COLUMNS)[:, None]
-        dx *= rstd
+            removed += total * scale
+        dx = weighted * rstd - removed
         if HAS_RESIDUAL_GRADIENT:
             dx += load_as(residual_output_gradient_pointer + base + offset, mask, compute_type)
         if STORE_RESIDUAL_GRADIENT:
@@ -247,7 +308,8 @@ def sum_partials(
 
     partials_pointer += group * programs_per_group * COLUMNS
     sums = tl.zeros((TILE_PROGRAMS, TILE_COLUMNS), compute_type)
-    for tile in tl.range(0, programs_per_group, TILE_PROGRAMS):
+    # In stages: a tile on its way from the L2 cache does not wait for the one before it.
+    for tile in tl.range(0, programs_per_group, TILE_PROGRAMS, num_stages=3):
         mask = (tile + row < programs_per_group) & column_mask
         sums += load_as(partials_pointer + (tile + row) * COLUMNS + column, mask, compute_type)
     total = tl.sum(sums, axis=0)[None, :]
@@ -268,26 +330,29 @@ def layer_norm_finalize_kernel(
     TILE_PROGRAMS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Sum the partials of the backward kernel, in a fixed order, into both parameter gradients.
+    """Sum the partials of the backward kernel, in a fixed order, into one parameter gradient.
 
     Reads [programs, COLUMNS] partials, a group's programs together; writes [GROUPS * COLUMNS]
-    gradients in the dtype of the parameters. The grid is (tiles of columns, groups).
+    gradients in the dtype of the parameters. The grid is (tiles of columns, groups, parameters).
     """
-    if HAS_WEIGHT:
-        sum_partials(
-            weight_partials_pointer,
-            weight_gradient_pointer,
-            programs_per_group,
-            COLUMNS,
-            TILE_PROGRAMS,
-            TILE_COLUMNS,
-        )
-    if HAS_BIAS:
-        sum_partials(
-            bias_partials_pointer,
-            bias_gradient_pointer,
-            programs_per_group,
-            COLUMNS,
-            TILE_PROGRAMS,
-            TILE_COLUMNS,
-        )
+    # A condition that is compiled in, and one that is not.
+    if HAS_WEIGHT:  # noqa: SIM102
+        if tl.program_id(2) == 0:
+            sum_partials(
+                weight_partials_pointer,
+                weight_gradient_pointer,
+                programs_per_group,
+                COLUMNS,
+                TILE_PROGRAMS,
+                TILE_COLUMNS,
+            )
+    if HAS_BIAS:  # noqa: SIM102
+        if tl.program_id(2) == tl.num_programs(2) - 1:
+            sum_partials(
+                bias_partials_pointer,
+                bias_gradient_pointer,
+                programs_per_group,
+                COLUMNS,
+                TILE_PROGRAMS,
+                TILE_COLUMNS,
+            )

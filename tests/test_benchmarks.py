@@ -403,7 +403,7 @@ def test_what_is_good_is_small_or_great(bars: ModuleType) -> None:
     assert found["share_within_1pct"].verdict(0.5) == "no bar"
     assert found["backward_share_D1024_rms"].bar == 0.80
     assert found["backward_vs_best_peer_D32768_ln"].bar == 0.85
-    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * 3
+    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * 4
 
 
 def write_figures(folder: Path, bench: str, **figures: float) -> None:
