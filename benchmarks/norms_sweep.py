@@ -287,7 +287,10 @@ def sweep(parsed: argparse.Namespace) -> None:
     every = [c for c in candidates(wanted) if c.kind in kinds]
     every.sort(key=lambda c: (kinds.index(c.kind), c.shape[1], c.is_rms_norm))
     if not recording.interpreted():
-        compile_all(every, parsed.workers)
+        try:
+            compile_all(every, parsed.workers)
+        except Exception as error:
+            print(f"compiled one by one: {type(error).__name__}: {error}", flush=True)
     folder = parsed.out
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "norms_sweep.jsonl").open("a", encoding="utf-8") as file:

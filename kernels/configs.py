@@ -15,6 +15,9 @@ from triton import Config
 #: A row is cut in multiples of this, so that slices begin where vectors of 16 bytes do.
 SLICE_ALIGNMENT = 128
 
+#: Rows are not cut in slices shorter than this; and only the longer ones are cut at all.
+LONG_SLICE = 8192
+
 #: The most columns of a row that one program of the backward kernel keeps sums of.
 WIDEST_ROW = 16384
 
@@ -24,7 +27,11 @@ def _forward_config(num_warps: int, elements_per_thread: int = 16) -> Config:
 
 
 def _backward_config(
-    num_warps: int, stages: int, elements_per_thread: int = 16, load_again: bool = False
+    num_warps: int,
+    stages: int,
+    elements_per_thread: int = 16,
+    load_again: bool = False,
+    most_registers: int | None = None,
 ) -> Config:
     return Config(
         {
@@ -33,6 +40,7 @@ def _backward_config(
             "LOAD_AGAIN": load_again,
         },
         num_warps=num_warps,
+        maxnreg=most_registers,
     )
 
 
@@ -58,15 +66,19 @@ FORWARD_CONFIGS = [
     _forward_config(num_warps=32, elements_per_thread=32),
 ]
 
+# 128 registers for 256 threads: a second program fits on the multiprocessor.
 BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=1),
+    _backward_config(num_warps=4, stages=2, elements_per_thread=8),
     _backward_config(num_warps=4, stages=2),
     _backward_config(num_warps=4, stages=3),
-    _backward_config(num_warps=8, stages=2),
+    _backward_config(num_warps=8, stages=2, elements_per_thread=8),
+    _backward_config(num_warps=8, stages=2, most_registers=128),
     _backward_config(num_warps=16, stages=2),
     _backward_config(num_warps=32, stages=2, elements_per_thread=8),
-    _backward_config(num_warps=16, stages=1, elements_per_thread=32, load_again=True),
-    _backward_config(num_warps=16, stages=2, elements_per_thread=32, load_again=True),
+    _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
+    _backward_config(16, 1, elements_per_thread=32, load_again=True),
+    _backward_config(16, 2, elements_per_thread=32, load_again=True),
 ]
 
 FINALIZE_CONFIGS = [
@@ -112,6 +124,7 @@ def programs_per_sm(columns: int) -> float:
 def prune_configs(
     configs: Sequence[Config], named_args: dict[str, Any], *, COLUMNS: int, **kwargs: Any
 ) -> list[Config]:
-    """Return the configs that cut a row in the fewest slices."""
+    """Return the configs that cut no row, or cut a long one in slices that are long enough."""
     slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in configs]
-    return [config for config, count in zip(configs, slices, strict=True) if count == min(slices)]
+    most = max(min(slices), triton.cdiv(COLUMNS, LONG_SLICE))
+    return [config for config, count in zip(configs, slices, strict=True) if count <= most]

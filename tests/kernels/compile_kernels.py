@@ -79,7 +79,11 @@ def compile_config(
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "maxnreg": config.maxnreg,
+        },
     )
     registers, local_bytes = resources(compiled.asm["cubin"])
     return {

@@ -232,13 +232,13 @@ def test_device_and_host_agree_on_the_rows(device: str, rows: int) -> None:
 
 @pytest.mark.parametrize("columns", [1, 50, 256, 4096, 8192, 20000, 65536, 2**18])
 @pytest.mark.parametrize("configs", [FORWARD_CONFIGS, BACKWARD_CONFIGS], ids=["fwd", "bwd"])
-def test_pruning_leaves_those_with_the_fewest_slices(
+def test_pruning_leaves_whole_rows_or_long_slices(
     configs: list[triton.Config], columns: int
 ) -> None:
     left = prune_configs(configs, {}, COLUMNS=columns, GROUPS=1)
-    slices = {slice_count(config.kwargs["TILE_ELEMENTS"], columns) for config in left}
-    assert len(slices) == 1
-    assert slices == {1} or columns > 8192
+    assert left
+    for config in left:
+        assert slice_count(config.kwargs["TILE_ELEMENTS"], columns) <= -(-columns // 8192)
     if columns <= 256:
         assert left == configs
 
