@@ -15,6 +15,9 @@ from triton import Config
 #: A row is cut in multiples of this, so that slices begin where vectors of 16 bytes do.
 SLICE_ALIGNMENT = 128
 
+#: A tile of several rows has no more elements: its threads would each need columns of their own.
+TALL_TILE = 4096
+
 #: Rows are not cut in slices shorter than this; and only the longer ones are cut at all.
 LONG_SLICE = 8192
 
@@ -124,7 +127,15 @@ def programs_per_sm(columns: int) -> float:
 def prune_configs(
     configs: Sequence[Config], named_args: dict[str, Any], *, COLUMNS: int, **kwargs: Any
 ) -> list[Config]:
-    """Return the configs that cut no row, or cut a long one in slices that are long enough."""
+    """Return the configs that cut no row, or long ones into long slices, with no tile too tall."""
     slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in configs]
     most = max(min(slices), triton.cdiv(COLUMNS, LONG_SLICE))
-    return [config for config, count in zip(configs, slices, strict=True) if count <= most]
+    return [
+        config
+        for config, count in zip(configs, slices, strict=True)
+        if count <= most
+        and (
+            config.kwargs["TILE_ELEMENTS"] <= TALL_TILE
+            or tile_rows(config.kwargs["TILE_ELEMENTS"], COLUMNS) == 1
+        )
+    ]

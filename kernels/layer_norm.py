@@ -19,20 +19,13 @@ import triton.language as tl
 from safetune import safetune
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
-    FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
     prune_configs,
     slice_columns,
     tile_rows,
 )
-
-ANY_EVICTION = tl.constexpr("")
-
-
-@triton.jit
-def load_as(pointers, mask, dtype: tl.constexpr, EVICTION: tl.constexpr = ANY_EVICTION):
-    """Load and convert; what is masked is 0, and so adds 0 to every sum."""
-    return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION).to(dtype)
+from safetune.kernels.finalize import layer_norm_finalize_kernel as layer_norm_finalize_kernel
+from safetune.kernels.tiles import load_as, owned_rows
 
 
 @safetune(
@@ -129,15 +122,6 @@ def layer_norm_forward_kernel(
         tl.store(output_pointer + base + first + column, y, mask=mask)
 
 
-@triton.jit
-def owned_rows(index, rows, programs):
-    """Return the first and the end of a program's rows: `GridPlan.owned_rows` on the device."""
-    share = rows // programs
-    longer = rows % programs
-    first = index * share + tl.minimum(index, longer)
-    return first, first + share + (index < longer).to(tl.int32)
-
-
 @safetune(
     configs=BACKWARD_CONFIGS,
     key=[
@@ -205,7 +189,6 @@ def layer_norm_backward_kernel(
     # 64 bits from here on: the last tile may end past 2^31 rows, and offsets get there far earlier.
     index = (program % programs_per_group).to(tl.int64)
     first_row, end_row = owned_rows(index, rows, programs_per_group)
-
     row = tl.arange(0, TILE_ROWS)
     local = tl.arange(0, TILE_COLUMNS)[None, :]
     column = own_slice * SLICE + local
@@ -226,8 +209,7 @@ def layer_norm_backward_kernel(
         row_mask = tile + row < end_row
         statistic = tile * GROUPS + group + row * GROUPS
         base = (tile * GROUPS + group) * COLUMNS
-        dy_pointer = output_gradient_pointer + base
-        x_pointer = input_pointer + base
+        dy_pointer, x_pointer = output_gradient_pointer + base, input_pointer + base
         rstd = load_as(rstd_pointer + statistic, row_mask, compute_type)[:, None]
         mean = 0.0
         if not IS_RMS_NORM:
@@ -246,8 +228,7 @@ def layer_norm_backward_kernel(
             projection += tl.sum(x * dy, axis=1, keep_dims=True)
             total += tl.sum(dy, axis=1, keep_dims=True)
 
-        offset = row_offset + column
-        mask = row_mask[:, None] & column_mask
+        offset, mask = row_offset + column, row_mask[:, None] & column_mask
         dy = load_as(dy_pointer + offset, mask, compute_type, LAST)
         x = (load_as(x_pointer + offset, mask, compute_type, LAST) - mean) * rstd
         weighted = dy
@@ -283,76 +264,6 @@ def layer_norm_backward_kernel(
 
     partial = program * COLUMNS + column
     if HAS_WEIGHT:
-        sums = tl.sum(weight_sums, axis=0)[None, :]
-        tl.store(weight_partials_pointer + partial, sums, mask=column_mask)
+        tl.store(weight_partials_pointer + partial, tl.sum(weight_sums, 0)[None, :], column_mask)
     if HAS_BIAS:
-        sums = tl.sum(bias_sums, axis=0)[None, :]
-        tl.store(bias_partials_pointer + partial, sums, mask=column_mask)
-
-
-@triton.jit
-def sum_partials(
-    partials_pointer,
-    gradient_pointer,
-    programs_per_group,
-    COLUMNS: tl.constexpr,
-    TILE_PROGRAMS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """Sum the [programs_per_group, COLUMNS] partials of one group for one tile of columns."""
-    group = tl.program_id(1)
-    row = tl.arange(0, TILE_PROGRAMS)[:, None]
-    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    column_mask = column < COLUMNS
-    compute_type: tl.constexpr = partials_pointer.dtype.element_ty
-
-    partials_pointer += group * programs_per_group * COLUMNS
-    sums = tl.zeros((TILE_PROGRAMS, TILE_COLUMNS), compute_type)
-    # In stages: a tile on its way from the L2 cache does not wait for the one before it.
-    for tile in tl.range(0, programs_per_group, TILE_PROGRAMS, num_stages=3):
-        mask = (tile + row < programs_per_group) & column_mask
-        sums += load_as(partials_pointer + (tile + row) * COLUMNS + column, mask, compute_type)
-    total = tl.sum(sums, axis=0)[None, :]
-    tl.store(gradient_pointer + group * COLUMNS + column, total, mask=column_mask)
-
-
-@safetune(configs=FINALIZE_CONFIGS, key=["COLUMNS", "HAS_WEIGHT", "HAS_BIAS"])
-@triton.jit(do_not_specialize=["programs_per_group"])
-def layer_norm_finalize_kernel(
-    weight_partials_pointer,
-    bias_partials_pointer,
-    weight_gradient_pointer,
-    bias_gradient_pointer,
-    programs_per_group,
-    COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TILE_PROGRAMS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """Sum the partials of the backward kernel, in a fixed order, into one parameter gradient.
-
-    Reads [programs, COLUMNS] partials, a group's programs together; writes [GROUPS * COLUMNS]
-    gradients in the dtype of the parameters. The grid is (tiles of columns, groups, parameters).
-    """
-    # A condition that is compiled in, and one that is not.
-    if HAS_WEIGHT:  # noqa: SIM102
-        if tl.program_id(2) == 0:
-            sum_partials(
-                weight_partials_pointer,
-                weight_gradient_pointer,
-                programs_per_group,
-                COLUMNS,
-                TILE_PROGRAMS,
-                TILE_COLUMNS,
-            )
-    if HAS_BIAS:  # noqa: SIM102
-        if tl.program_id(2) == tl.num_programs(2) - 1:
-            sum_partials(
-                bias_partials_pointer,
-                bias_gradient_pointer,
-                programs_per_group,
-                COLUMNS,
-                TILE_PROGRAMS,
-                TILE_COLUMNS,
-            )
+        tl.store(bias_partials_pointer + partial, tl.sum(bias_sums, 0)[None, :], column_mask)

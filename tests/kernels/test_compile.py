@@ -38,7 +38,7 @@ def check(results: list[dict[str, Any]]) -> None:
             assert result["vector_stores"], result
         if result["config"].get("PIPELINE_STAGES", 1) > 1:
             assert result["asynchronous_copies"], result
-    spills = [result["local_bytes"] > 0 for result in results]
+    spills = [result["local_bytes"] > 16 for result in results]
     assert sum(spills) <= len(spills) // 8
 
 

@@ -1,0 +1,23 @@
+"""What the norm kernels share: loads that convert, and the rows that a program owns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ANY_EVICTION = tl.constexpr("")
+
+
+@triton.jit
+def load_as(pointers, mask, dtype: tl.constexpr, EVICTION: tl.constexpr = ANY_EVICTION):
+    """Load and convert; what is masked is 0, and so adds 0 to every sum."""
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION).to(dtype)
+
+
+@triton.jit
+def owned_rows(index, rows, programs):
+    """Return the first and the end of a program's rows: `GridPlan.owned_rows` on the device."""
+    share = rows // programs
+    longer = rows % programs
+    first = index * share + tl.minimum(index, longer)
+    return first, first + share + (index < longer).to(tl.int32)
