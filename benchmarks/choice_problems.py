@@ -164,7 +164,7 @@ LAYER_NORM = tuple(
 )
 ATTENTION = tuple(
     triton.Config({"BM": bm, "BN": bn}, num_warps=warps, num_stages=stages)
-    for bm, bn, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+    for bm, bn, warps, stages in itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3))
 )
 
 

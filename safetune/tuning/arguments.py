@@ -132,6 +132,21 @@ class Arguments:
             tensor.fill_(_POISON)
         return bool(chosen)
 
+    def overwritten(self, tensors: Iterable[int]) -> tuple[int, ...]:
+        """Return, for each of these, a number for which of its elements lost their poison.
+
+        It is 0 where none has, and for a tensor that is never poisoned.
+        """
+        masks = []
+        for index in tensors:
+            tensor, view = self.tensors[index], self.views[index]
+            if view.dtype in FLOATS and self.blocks[view.block].written:
+                mask = _bits(tensor) != _poison_bits(tensor.dtype)
+                masks.append(mask.contiguous().view(torch.uint8).flatten())
+            else:
+                masks.append(torch.zeros(0, dtype=torch.uint8))
+        return tuple(checksums(masks))
+
     def plant(self, tensors: Iterable[int]) -> list[Probe]:
         """Overwrite a few elements of those of these that are floats and not known as written."""
         probes = []
@@ -140,12 +155,11 @@ class Arguments:
             repeats = 0 in view.stride or 0 in view.shape
             if view.dtype not in FLOATS or repeats or self.blocks[view.block].written:
                 continue
-            # As integers of the same size: torch indexes those of every size.
-            bits = tensor.detach().view(_BITS[tensor.itemsize]).view(tensor.shape or (1,))
+            bits = _bits(tensor).view(tensor.shape or (1,))
             flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
             place = torch.unravel_index(flat, bits.shape)
-            poison = torch.tensor([_POISON], dtype=tensor.dtype).view(bits.dtype).item()
-            probes.append(Probe(view.block, bits, place, bits[place], int(poison)))
+            poison = _poison_bits(tensor.dtype)
+            probes.append(Probe(view.block, bits, place, bits[place], poison))
         for probe in probes:
             probe.bits[probe.place] = probe.poison
         return probes
@@ -193,6 +207,16 @@ class Arguments:
 def _spec(data: dict[str, Any]) -> TensorSpec:
     """JSON has no tuples."""
     return TensorSpec(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers of the same size: torch indexes and compares those of every size."""
+    return tensor.detach().view(_BITS[tensor.itemsize])
+
+
+def _poison_bits(dtype: torch.dtype) -> int:
+    poison = torch.tensor([_POISON], dtype=dtype)
+    return int(_bits(poison).item())
 
 
 def _gathered(flags: Sequence[torch.Tensor]) -> list[bool]:

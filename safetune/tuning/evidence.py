@@ -35,6 +35,8 @@ class Evidence:
         group: the number of the group that it agrees with; None where too many were there.
         founded: the group, when this config is its first.
         stale: whether its result changes with what its outputs held before the launch.
+        reach: for each compared tensor, a number for which elements it writes; empty where that is
+            not known, as with atomics and for integers.
         unowned: names of arguments beside whose elements it wrote, in bytes that no argument has.
         difference: how it differs from the first group, in words; empty if it does not.
     """
@@ -42,6 +44,7 @@ class Evidence:
     group: int | None
     founded: Group | None = None
     stale: bool = False
+    reach: tuple[int, ...] = ()
     unowned: tuple[str, ...] = ()
     difference: str = ""
 
@@ -54,6 +57,7 @@ def evidence_of(data: Any) -> Evidence:
             group=None if data["group"] is None else int(data["group"]),
             founded=None if founded is None else group_of(founded),
             stale=bool(data["stale"]),
+            reach=tuple(int(number) for number in data["reach"]),
             unowned=tuple(str(name) for name in data["unowned"]),
             difference=str(data["difference"]),
         )

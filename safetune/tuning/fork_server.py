@@ -48,6 +48,7 @@ class ForkServer:
     def start(self) -> None:
         """Have the server come up while the caller does other things; what fails shows later."""
         with self._lock, contextlib.suppress(WorkerUnavailable):
+            self._collect()
             self._launched()
 
     def fork(self, pipe: socket.socket, output: IO[bytes]) -> int:
@@ -61,6 +62,11 @@ class ForkServer:
         if "error" in reply:
             raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
         return int(reply["pid"])
+
+    def collect(self) -> None:
+        """Wait for the server if it has ended, so that it is no zombie."""
+        with self._lock:
+            self._collect()
 
     def reap(self, pid: int, kill: bool) -> int | None:
         """Return the wait status of a child that has ended, or that is to be killed, with all that
@@ -108,8 +114,10 @@ class ForkServer:
         With `anew`, one that was started under another TRITON_INTERPRET is replaced: that decides,
         when Triton is imported, what its own library of kernels is.
         """
-        if anew and self._control is not None and self._interpret != _interpret():
-            self._discard()
+        if anew:
+            self._collect()
+            if self._control is not None and self._interpret != _interpret():
+                self._discard()
         control = self._launched()
         if not self._ready:
             try:
@@ -159,14 +167,22 @@ class ForkServer:
         self._ready, self._interpret = False, _interpret()
         return ours
 
+    def _collect(self) -> None:
+        """Let go of a server that has left after an idle minute; till then it is a zombie."""
+        started = self._process
+        if started is not None and self._owner == os.getpid() and started.poll() is not None:
+            self._discard()
+
     def _discard(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._process is not None and self._owner == os.getpid():
-            process.kill_group(self._process.pid)
+        started = self._process
+        # The number of one that has been waited for may be another process's by now.
+        if started is not None and self._owner == os.getpid() and started.returncode is None:
+            process.kill_group(started.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_ANSWER_S)
+                started.wait(_ANSWER_S)
         self._process = None
 
     def _forget(self) -> None:
@@ -188,6 +204,8 @@ def start_servers(compiling: bool) -> None:
     """Start what children are forked from, at the same moment, and wait for nothing."""
     if compiling:
         compile_server.start()
+    else:
+        compile_server.collect()
     server.start()
 
 

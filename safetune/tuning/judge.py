@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from safetune.outcome import Verdict
@@ -60,7 +61,8 @@ class Results:
 
         A config is wrong where a strict majority of at least three agrees without it, and the
         launch grid does not explain that: programs that leave one partial result each leave another
-        layout for another grid. So the majority must span two grids, or have the config's own.
+        layout for another grid. So the majority must span two grids, or have the config's own, or
+        write the very elements that it writes with another number of programs.
         """
         groups = {config: self._evidence[config].group for config in grids}
         majority = self._majority(groups)
@@ -70,7 +72,7 @@ class Results:
         seen = {grids[config] for config in agreeing}
         rejected, unexplained = {}, {}
         for config in groups.keys() - agreeing:
-            if len(seen) > 1 or grids[config] in seen:
+            if len(seen) > 1 or not self._may_be_partial(config, agreeing, grids):
                 reason = f"{len(agreeing)} of {len(groups)} configs agree on another result"
                 detail = self._evidence[config].difference
                 rejected[config] = (Verdict.WRONG_RESULT, f"{reason}; {detail}".rstrip("; "))
@@ -79,6 +81,15 @@ class Results:
         if unexplained:
             return Judgement(rejected, _disputed(groups))
         return Judgement(rejected | self._stale(agreeing), {})
+
+    def _may_be_partial(
+        self, config: int, agreeing: Sequence[int], grids: Mapping[int, Grid]
+    ) -> bool:
+        """Whether a config may differ from those of one grid as its programs are others."""
+        grid, other = grids[config], grids[agreeing[0]]
+        reach = self._evidence[config].reach
+        same_elements = bool(reach) and reach in (self._evidence[one].reach for one in agreeing)
+        return grid != other and not (same_elements and math.prod(grid) != math.prod(other))
 
     def _majority(self, groups: Mapping[int, int | None]) -> int | None:
         known = Counter(group for group in groups.values() if group is not None)

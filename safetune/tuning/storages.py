@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from safetune.errors import KernelNotTransferable
-from safetune.tuning.cuda_driver import relaxed_capture
+from safetune.tuning.cuda_driver import relaxed_capture, side_stream
 from safetune.tuning.layout import TensorSpec
 
 
@@ -96,7 +96,8 @@ def reading(device: torch.device) -> Iterator[None]:
         yield
         return
     with relaxed_capture(), torch.cuda.device(device):
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        side = torch.cuda.ExternalStream(side_stream(current.device_index))
         side.wait_stream(current)
         with torch.cuda.stream(side):
             yield

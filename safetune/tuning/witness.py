@@ -116,10 +116,14 @@ class Witness:
             if founded is not None and any(founded.spread):
                 group = self._find(groups, founded.spread)
         same = group or founded
+        stale, reach = False, ()
+        if same is not None and not slow:
+            stale, reach = self._with_poison(launch, same)
         return Evidence(
             group=None if same is None else same.number,
             founded=founded if group is None else None,
-            stale=same is not None and not slow and self._is_stale(launch, same),
+            stale=stale,
+            reach=reach,
             unowned=unowned,
             difference=difference if group is None else "",
         )
@@ -145,18 +149,22 @@ class Witness:
         self.check_guards()
         self._arguments.gather(probes)
 
-    def _is_stale(self, launch: Callable[[], object], group: Group) -> bool:
-        """Whether overwriting the float outputs before the launch changes the result.
+    def _with_poison(
+        self, launch: Callable[[], object], group: Group
+    ) -> tuple[bool, tuple[int, ...]]:
+        """Overwrite the float outputs before a launch: whether that changes the result, and which
+        elements are written.
 
         With atomics it may, and rightly so: the caller may have zeroed what they add to.
         """
         self._arguments.restore()
         if self._atomics or not self._arguments.poison(self._compared):
-            return False
+            return False, ()
         launch()
         self.check_guards()
         self._written = self._arguments.find_written()
-        return self._find([group]) is None
+        reach = self._arguments.overwritten(self._compared)
+        return self._find([group]) is None, reach
 
     def _check_expected(self) -> None:
         for index, expected in self._expected.items():

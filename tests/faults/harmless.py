@@ -132,7 +132,8 @@ class Harmless:
         worker._drop_idle()
         assert self._children_are_gone()
         if memory is not None and self._device == "cuda":
-            assert memory - self._memory() < MEMORY_SLACK, "device memory is left behind"
+            left = memory - self._memory()
+            assert left < MEMORY_SLACK, f"{left >> 20} MiB of device memory are left behind"
 
     def _check_device(self) -> None:
         if self._device == "cuda":

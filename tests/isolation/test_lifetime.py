@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
+from safetune.tuning import fork_server
 
 ROOT = Path(__file__).parents[2]
 N = 128
@@ -94,7 +95,22 @@ class TestTheServer:
 
         (other,) = processes.servers()
         assert other != server
-        assert server not in processes.zombies(os.getpid())
+        assert processes.zombies(os.getpid()) == []
+
+    def test_that_of_the_compilers_is_no_zombie_once_it_is_gone(
+        self, tuned: Tuned, processes: Any
+    ) -> None:
+        """A kernel in the interpreter needs none, but is the next to come by."""
+        fork_server.compile_server.start()
+        started = fork_server.compile_server._process
+        assert started is not None
+        os.kill(started.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+        assert started.pid in processes.zombies(os.getpid())
+
+        tuned.in_child()
+
+        assert processes.zombies(os.getpid()) == []
 
     def test_an_idle_child_leaves_and_the_server_stays(self, tuned: Tuned, processes: Any) -> None:
         child = tuned.in_child()

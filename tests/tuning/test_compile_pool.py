@@ -339,7 +339,7 @@ class TestMemory:
         assert outcome.message.endswith("it may allocate 1 GiB to compile one config")
         begun = [number for _, number, _ in pool.seen()]
         assert sorted(set(begun)) == [0, 1, 2, 3]
-        assert begun.count(1) == 1, "the one that waited behind it may have been begun twice"
+        assert begun.count(1) == 1, "the next lay in the same child's pipe, which may have begun it"
         assert len(pool.pids()) == 2, "the one that ate is replaced"
 
     def test_the_limit_holds_for_what_a_compiler_starts(

@@ -11,7 +11,11 @@ from safetune.tuning.evidence import Evidence, Group
 from safetune.tuning.judge import Judgement, Results, notes_of
 
 
-def results(groups: list[int | None], stale: tuple[int, ...] = ()) -> Results:
+def results(
+    groups: list[int | None],
+    stale: tuple[int, ...] = (),
+    reach: list[tuple[int, ...]] | None = None,
+) -> Results:
     made = Results()
     founded: set[int | None] = {None}
     for config, group in enumerate(groups):
@@ -20,7 +24,8 @@ def results(groups: list[int | None], stale: tuple[int, ...] = ()) -> Results:
             new = Group(group, (0,), (1.0,), (0.0,))
         founded.add(group)
         difference = f"out differs by {config}" if group else ""
-        evidence = Evidence(group, new, stale=config in stale, difference=difference)
+        writes = () if reach is None else reach[config]
+        evidence = Evidence(group, new, stale=config in stale, reach=writes, difference=difference)
         made.add(config, evidence)
     return made
 
@@ -78,6 +83,25 @@ def test_partial_results_depend_on_the_grid() -> None:
     judgement = judge([0, 0, 0, 1], grids=[8, 8, 8, 4])
     assert judgement.rejected == {}
     assert judgement.disputed[3] == "1 of 4 configs have this result"
+
+
+@pytest.mark.parametrize(
+    ("reach", "grid", "wrong"),
+    [
+        ((1,), (4,), True),
+        ((2,), (4,), False),
+        ((1,), (2, 4), False),
+        ((), (4,), False),
+    ],
+    ids=["same elements", "other elements", "as many programs", "not known"],
+)
+def test_partial_results_are_other_elements(
+    reach: tuple[int, ...], grid: tuple[int, ...], wrong: bool
+) -> None:
+    """A program's own partial result has a place of its own, so fewer programs write fewer."""
+    found = results([0, 0, 0, 1], reach=[(1,), (1,), (1,), reach])
+    judgement = found.judge({0: (8,), 1: (8,), 2: (8,), 3: grid})
+    assert verdicts(judgement) == ({3: Verdict.WRONG_RESULT} if wrong else {})
 
 
 def test_a_rival_with_the_grid_of_the_majority_has_no_excuse() -> None:

@@ -191,6 +191,23 @@ class TestStale:
             (0, True),
         ]
 
+    def test_which_elements_are_written(self) -> None:
+        """Whatever is written there, and whatever else has been written by another config."""
+        trial = Trial(torch.zeros(N, 3)[:, 1], torch.randn(N))
+
+        def half(out: torch.Tensor, x: torch.Tensor) -> None:
+            out[: N // 2] = 2 * x[: N // 2]
+
+        def both(out: torch.Tensor, x: torch.Tensor) -> None:
+            double(out, x)
+            x.zero_()
+
+        whole, part, more = (trial.run(launch).reach for launch in (double, half, both))
+        again = trial.run(lambda out, x: out.copy_(x - 7)).reach
+        assert whole == again
+        assert len({whole, part, more}) == 3
+        assert [reach[1] == 0 for reach in (whole, part, more)] == [True, True, False]
+
     def test_probes_leave_no_trace(self) -> None:
         packed = torch.randn(N, 3)
         trial = Trial(packed[:, 0], torch.randn(1).expand(N), packed[::2, 2])
