@@ -25,7 +25,7 @@ from safetune.kernels.configs import (
     tile_rows,
 )
 from safetune.kernels.finalize import layer_norm_finalize_kernel as layer_norm_finalize_kernel
-from safetune.kernels.tiles import load_as, owned_rows
+from safetune.kernels.tiles import load_as, load_once, owned_rows
 
 
 @safetune(
@@ -200,7 +200,7 @@ def layer_norm_backward_kernel(
         weight_pointer += group * COLUMNS
         weight_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
         if not LOAD_AGAIN:
-            weight = load_as(weight_pointer + column, column_mask, compute_type)
+            weight = load_once(weight_pointer, row, column, column_mask, compute_type)
     if HAS_BIAS:
         bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)

@@ -15,6 +15,18 @@ def load_as(pointers, mask, dtype: tl.constexpr, EVICTION: tl.constexpr = ANY_EV
 
 
 @triton.jit
+def load_once(pointer, row, column, column_mask, dtype: tl.constexpr):
+    """Load one row for all rows of a tile, into the threads that hold those: [1, columns].
+
+    A load of [1, columns] has a layout of its own, all warps side by side in that row. Triton
+    gives half of the tile's arithmetic that layout, with each row's sums across all warps.
+    """
+    row = row[:, None]
+    tile = load_as(pointer + (column + 0 * row), column_mask & (row == 0), dtype)
+    return tl.sum(tile, axis=0, keep_dims=True)
+
+
+@triton.jit
 def owned_rows(index, rows, programs):
     """Return the first and the end of a program's rows: `GridPlan.owned_rows` on the device."""
     share = rows // programs
