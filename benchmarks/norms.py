@@ -13,17 +13,19 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import device_time
+import norm_calls
 import norm_systems
 import norm_timing
 import norms_sweep
 import recording
-from norm_systems import SYSTEMS, Operands
+from norm_systems import SYSTEMS
 from recording import Figures, Row
 
 LARGE = norms_sweep.SHAPES
@@ -36,7 +38,7 @@ MATRICES = {"forward": 2, "backward": 3, "prenorm": 4, "dresidual": 4}
 #: With less, an H100 is not the machine that the bars are for.
 LEAST_H100_TB_PER_S = 2.9
 
-#: What one part takes where everything is to be compiled and tuned.
+#: What the first part takes where nothing is compiled or tuned.
 PART_S = 60.0
 
 
@@ -88,60 +90,41 @@ def copy_rows() -> list[Row]:
     return rows
 
 
-def calls_of(
-    op: str, norm: norm_systems.Norm, operands: Sequence[Operands]
-) -> list[norm_timing.Call]:
-    """Return one call for each set of operands; for the gradients, forward has run already."""
-    import torch
+def measure(part: str, ops: Sequence[str], systems: Sequence[str], replays: int) -> list[Row]:
+    """Return a row for each operation and system: the median of replays in turns, or its error.
 
-    def gradient(given: Operands) -> norm_timing.Call:
-        leaves = [t for t in (given.x, given.weight, given.bias) if t is not None]
-        outputs, incoming = norm(given), [given.dy]
-        if op == "dresidual":
-            leaves.append(given.residual)
-            incoming.append(given.dresidual)
-        return lambda: torch.autograd.grad(outputs, leaves, incoming, retain_graph=True)
-
-    def result(given: Operands) -> norm_timing.Call:
-        return lambda: norm(given)
-
-    return [(result if op in ("forward", "prenorm") else gradient)(given) for given in operands]
-
-
-def measure_op(part: str, op: str, systems: Sequence[str], replays: int) -> list[Row]:
-    """Return one row for each system: the median of replays that take turns, or its error."""
+    The operations are a forward pass and its backward pass: a system compiles and tunes once.
+    """
     norm, shape = part.split("-")
-    height, columns = map(int, shape.split("x"))
-    if recording.interpreted():
-        height, columns = min(height, 8), min(columns, 64)
-    count = norm_timing.operand_sets(MATRICES[op] * height * columns * 2)
-    device = recording.torch_device()
-    operands = [Operands.random(height, columns, norm == "rms", device) for _ in range(count)]
-    common = {"part": part, "norm": norm, "shape": shape, "op": op}
-    ready: dict[str, norm_timing.Replay] = {}
-    errors: list[Row] = []
+    operands = norm_calls.operands_of(part)
+    with_residual = ops[0] in norm_calls.RESIDUAL_OPS
+    ready: dict[tuple[str, str], norm_timing.Replay] = {}
+    found: list[Row] = []
     for system in systems:
         try:
-            function = norm_systems.make(system, norm == "rms", op in ("prenorm", "dresidual"))
-            ready[system] = norm_timing.Replay(functools.partial(calls_of, op, function, operands))
+            function = norm_systems.make(system, norm == "rms", with_residual)
+            for op in ops:
+                make = functools.partial(norm_calls.calls_of, op, function, operands)
+                ready[op, system] = norm_timing.Replay(make)
         except Exception as error:
             text = f"{type(error).__name__}: {str(error)[:300]}"
-            errors.append({**common, "system": system, "error": text})
-    times: dict[str, list[float]] = {system: [] for system in ready}
+            found += [{"system": system, "op": op, "error": text} for op in ops]
+    times: dict[tuple[str, str], list[float]] = {case: [] for case in ready}
     for _ in range(replays):
-        for system, replay in ready.items():
-            times[system].append(replay.microseconds())
-    return [
-        {
-            **common,
-            "system": system,
-            "microseconds": statistics.median(values),
-            "least": min(values),
-            "most": max(values),
-            "calls": len(ready[system].calls),
-        }
-        for system, values in times.items()
-    ] + errors
+        for case, replay in ready.items():
+            times[case].append(replay.microseconds())
+    for (op, system), values in times.items():
+        found.append(
+            {
+                "system": system,
+                "op": op,
+                "microseconds": statistics.median(values),
+                "least": min(values),
+                "most": max(values),
+                "calls": len(ready[op, system].calls),
+            }
+        )
+    return [{"part": part, "norm": norm, "shape": shape, **row} for row in found]
 
 
 def host_rows(part: str, systems: Sequence[str]) -> list[Row]:
@@ -188,8 +171,8 @@ def run_part(part: str, options: argparse.Namespace) -> Iterator[list[Row]]:
     elif part.startswith("host"):
         yield host_rows(part, options.systems)
     else:
-        for op in options.ops:
-            yield measure_op(part, op, options.systems, options.replays)
+        for ops in norm_calls.op_pairs(options.ops):
+            yield measure(part, ops, options.systems, options.replays)
             gc.collect()
             if not recording.interpreted():
                 import torch
@@ -201,13 +184,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--sweep", action="store_true", help="each config, nothing tuned")
+    parser.add_argument("--warm", action="store_true", help="first, compile in parallel")
     parser.add_argument("--quick", action="store_true", help="2 replays, no max-autotune")
     parser.add_argument("--columns", type=int, nargs="+", help="only shapes with so many columns")
     parser.add_argument("--kinds", nargs="+", help="kernels of the sweep")
-    parser.add_argument("--workers", type=int, default=14, help="compiling processes of the sweep")
+    parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--ops", nargs="+", default=list(MATRICES), choices=list(MATRICES))
-    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--replays", type=int, default=7)
     options = parser.parse_args(argv)
     if options.quick:
         options.replays = 2
@@ -225,6 +209,8 @@ def wanted_parts(options: argparse.Namespace) -> list[str]:
 def main() -> None:
     """Run the parts that are still missing, print and record."""
     options = parse()
+    # What torch.compile chose on a GPU that others used is not chosen again.
+    os.environ["TORCHINDUCTOR_AUTOTUNE_LOCAL_CACHE"] = "0"
     recording.require_device()
     folder = recording.output_folder(options)
     if options.sweep:
@@ -234,12 +220,20 @@ def main() -> None:
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
     path = result.save(folder, figures)
-    for part in recording.parts_to_run(wanted_parts(options), result.rows, options, PART_S):
+    wanted = wanted_parts(options)
+    if options.warm:
+        done = {row["part"] for row in result.rows}
+        shapes = [part for part in wanted if "x" in part and part not in done]
+        # The longest to compile first.
+        norm_calls.warm_all(sorted(shapes, key=lambda part: -int(part.rpartition("x")[2])), options)
+    for part in recording.parts_to_run(wanted, result.rows, options, PART_S):
+        began = time.monotonic()
         for rows in run_part(part, options):
             columns = ["part", "op", "system", "microseconds", "least", "most", "error"]
             print(recording.table(rows, columns) if part != "copy" else rows, flush=True)
             result.rows += rows
             result.save(folder, figures)
+        print(f"{part} took {time.monotonic() - began:.1f} s", flush=True)
     print(recording.figures_table(result, path))
 
 

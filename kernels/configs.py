@@ -21,8 +21,8 @@ TALL_TILE = 4096
 #: Rows are not cut in slices shorter than this; and only the longer ones are cut at all.
 LONG_SLICE = 8192
 
-#: The most columns of a row that one program of the backward kernel keeps sums of.
-WIDEST_ROW = 16384
+#: The most elements in a tile of the backward kernel: a program keeps sums of so many columns.
+WIDEST_TILE = 16384
 
 
 def _forward_config(num_warps: int, elements_per_thread: int = 16) -> Config:
@@ -53,43 +53,41 @@ def _finalize_config(tile_programs: int, tile_columns: int, num_warps: int) -> C
     )
 
 
-# The first config of each list runs when nothing is tuned, so it works for any columns and dtypes.
-# 16 elements per thread stay in registers, with the eight of each that the backward pass needs;
-# 32 do if they are loaded again. One stage needs next to no shared memory, however long a row is.
+# Each list has, for every number of columns and both norms, the fastest of an H100 or one within
+# 1 % of it (benchmarks/norms.py --sweep), and two that any card can launch. The first config runs
+# when nothing is tuned, so it works for any columns and dtypes. 16 elements per thread stay in
+# registers, with the eight of each that the backward pass needs; 32 do if they are loaded again.
 FORWARD_CONFIGS = [
     _forward_config(num_warps=8),
-    _forward_config(num_warps=1),
-    _forward_config(num_warps=2),
+    _forward_config(num_warps=4, elements_per_thread=8),
+    _forward_config(num_warps=8, elements_per_thread=8),
     _forward_config(num_warps=4),
     _forward_config(num_warps=4, elements_per_thread=32),
-    _forward_config(num_warps=8, elements_per_thread=32),
     _forward_config(num_warps=16),
+    _forward_config(num_warps=8, elements_per_thread=32),
     _forward_config(num_warps=16, elements_per_thread=32),
-    _forward_config(num_warps=32),
     _forward_config(num_warps=32, elements_per_thread=32),
 ]
 
-# 128 registers for 256 threads: a second program fits on the multiprocessor.
+# Stages are rows in shared memory, of which not all cards have enough for long ones: the configs of
+# one stage need next to none. 128 registers for 256 threads let a second program on a
+# multiprocessor.
 BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=1),
     _backward_config(num_warps=4, stages=2, elements_per_thread=8),
+    _backward_config(num_warps=4, stages=1),
     _backward_config(num_warps=4, stages=2),
     _backward_config(num_warps=4, stages=3),
-    _backward_config(num_warps=8, stages=2, elements_per_thread=8),
-    _backward_config(num_warps=8, stages=2, most_registers=128),
-    _backward_config(num_warps=16, stages=2),
-    _backward_config(num_warps=32, stages=2, elements_per_thread=8),
+    _backward_config(num_warps=8, stages=4),
+    _backward_config(num_warps=16, stages=3),
     _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
     _backward_config(16, 1, elements_per_thread=32, load_again=True),
-    _backward_config(16, 2, elements_per_thread=32, load_again=True),
 ]
 
 FINALIZE_CONFIGS = [
     _finalize_config(128, 16, num_warps=4),
-    _finalize_config(128, 32, num_warps=8),
     _finalize_config(256, 8, num_warps=4),
-    _finalize_config(256, 16, num_warps=8),
-    _finalize_config(512, 8, num_warps=8),
+    _finalize_config(64, 32, num_warps=4),
     _finalize_config(64, 64, num_warps=8),
 ]
 
@@ -119,9 +117,9 @@ def programs_per_sm(columns: int) -> float:
 
     As many as keep enough loads under way; each has partial sums of its own, so long rows get few.
     """
-    if columns > WIDEST_ROW:
-        return 1 / triton.cdiv(columns, WIDEST_ROW)
-    return max(1, min(4, 8192 // triton.next_power_of_2(columns)))
+    if columns > LONG_SLICE:
+        return 1 / max(2, triton.cdiv(columns, WIDEST_TILE))
+    return max(1, min(4, 4096 // triton.next_power_of_2(columns)))
 
 
 def prune_configs(
@@ -138,4 +136,33 @@ def prune_configs(
             config.kwargs["TILE_ELEMENTS"] <= TALL_TILE
             or tile_rows(config.kwargs["TILE_ELEMENTS"], COLUMNS) == 1
         )
+    ]
+
+
+def prune_backward_configs(
+    configs: Sequence[Config],
+    named_args: dict[str, Any],
+    *,
+    COLUMNS: int,
+    IN_PLACE: bool,
+    **kwargs: Any,
+) -> list[Config]:
+    """Return those of them that give every multiprocessor a program, or that cut no row in place.
+
+    Raises:
+        ValueError: rows that no config leaves whole are to be written in place.
+    """
+    left = prune_configs(configs, named_args, COLUMNS=COLUMNS)
+    slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in left]
+    if IN_PLACE and min(slices) > 1:
+        raise ValueError(
+            f"IN_PLACE=True with COLUMNS={COLUMNS}: rows of more than {WIDEST_TILE} columns are "
+            "cut in slices, whose readers would see what others have stored; give the outputs "
+            "memory of their own"
+        )
+    per_sm = programs_per_sm(COLUMNS)
+    return [
+        config
+        for config, count in zip(left, slices, strict=True)
+        if (count == 1 if IN_PLACE else count * per_sm >= 1)
     ]

@@ -160,6 +160,7 @@ def backward_launch(
         "HAS_RESIDUAL_GRADIENT": dres is not None,
         "STORE_RESIDUAL_GRADIENT": stores_dres,
         "RECOMPUTE_OUTPUT": recompute_output,
+        "IN_PLACE": False,
     }
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:

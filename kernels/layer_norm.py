@@ -20,12 +20,13 @@ from safetune import safetune
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
+    prune_backward_configs,
     prune_configs,
     slice_columns,
     tile_rows,
 )
 from safetune.kernels.finalize import layer_norm_finalize_kernel as layer_norm_finalize_kernel
-from safetune.kernels.tiles import load_as, load_once, owned_rows
+from safetune.kernels.tiles import load_as, load_once, owned_rows, sum_columns
 
 
 @safetune(
@@ -122,6 +123,16 @@ def layer_norm_forward_kernel(
         tl.store(output_pointer + base + first + column, y, mask=mask)
 
 
+@triton.jit
+def row_sums(x, dy, IS_RMS_NORM: tl.constexpr):
+    """Return each row's sums of x * dy and, for layer norm, of dy."""
+    if IS_RMS_NORM:
+        sums = tl.sum(x * dy, axis=1, keep_dims=True), 0.0
+    else:
+        sums = sum_columns(x * dy, dy)
+    return sums
+
+
 @safetune(
     configs=BACKWARD_CONFIGS,
     key=[
@@ -133,8 +144,9 @@ def layer_norm_forward_kernel(
         "HAS_RESIDUAL_GRADIENT",
         "STORE_RESIDUAL_GRADIENT",
         "RECOMPUTE_OUTPUT",
+        "IN_PLACE",
     ],
-    prune_configs_by={"early_config_prune": prune_configs},
+    prune_configs_by={"early_config_prune": prune_backward_configs},
 )
 @triton.jit(do_not_specialize=["rows", "programs_per_group"])
 def layer_norm_backward_kernel(
@@ -160,6 +172,7 @@ def layer_norm_backward_kernel(
     HAS_RESIDUAL_GRADIENT: tl.constexpr,
     STORE_RESIDUAL_GRADIENT: tl.constexpr,
     RECOMPUTE_OUTPUT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
     PIPELINE_STAGES: tl.constexpr,
     LOAD_AGAIN: tl.constexpr,
@@ -172,11 +185,13 @@ def layer_norm_backward_kernel(
 
     Where a row is cut in slices, each has a program of its own: the grid is that many times as
     large, a row's slices side by side. Each adds up its whole rows, of which the other slices are
-    in the L2 cache; so there, no output may share memory with an input.
+    in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy:
+    no row is cut then, and a program has read all of a row before it stores any of it.
     """
     TILE_ROWS: tl.constexpr = tile_rows(TILE_ELEMENTS, COLUMNS)
     SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
     SLICES: tl.constexpr = triton.cdiv(COLUMNS, SLICE)
+    tl.static_assert(SLICES == 1 or not IN_PLACE, "a row in slices has several readers")
     TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(SLICE)
     # Of the same policy, the compiler would make the two loads of a slice one.
     FIRST: tl.constexpr = "evict_last" if LOAD_AGAIN else ""
@@ -204,6 +219,8 @@ def layer_norm_backward_kernel(
     if HAS_BIAS:
         bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
+        if RECOMPUTE_OUTPUT and not LOAD_AGAIN:
+            bias = load_once(bias_pointer, row, column, column_mask, compute_type)
 
     for tile in tl.range(first_row, end_row, TILE_ROWS, num_stages=PIPELINE_STAGES):
         row_mask = tile + row < end_row
@@ -225,8 +242,9 @@ def layer_norm_backward_kernel(
             x = (load_as(x_pointer + row_offset + other, mask, compute_type, FIRST) - mean) * rstd
             if HAS_WEIGHT:
                 dy *= load_as(weight_pointer + other, other_mask, compute_type, FIRST)
-            projection += tl.sum(x * dy, axis=1, keep_dims=True)
-            total += tl.sum(dy, axis=1, keep_dims=True)
+            sums = row_sums(x, dy, IS_RMS_NORM)
+            projection += sums[0]
+            total += sums[1]
 
         offset, mask = row_offset + column, row_mask[:, None] & column_mask
         dy = load_as(dy_pointer + offset, mask, compute_type, LAST)
@@ -237,15 +255,18 @@ def layer_norm_backward_kernel(
                 weight = load_as(weight_pointer + column, column_mask, compute_type, LAST)
             weighted = dy * weight
         if not LOAD_AGAIN:
-            projection += tl.sum(x * weighted, axis=1, keep_dims=True)
-            total += tl.sum(weighted, axis=1, keep_dims=True)
+            sums = row_sums(x, weighted, IS_RMS_NORM)
+            projection += sums[0]
+            total += sums[1]
 
         if RECOMPUTE_OUTPUT:
             y = x
             if HAS_WEIGHT:
                 y *= weight
             if HAS_BIAS:
-                y += load_as(bias_pointer + column, column_mask, compute_type)
+                if LOAD_AGAIN:
+                    bias = load_as(bias_pointer + column, column_mask, compute_type)
+                y += bias
             tl.store(output_pointer + base + offset, y, mask=mask)
         if HAS_WEIGHT:
             weight_sums += dy * x

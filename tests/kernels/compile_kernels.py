@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from safetune.kernels.configs import prune_configs
+from safetune.kernels.configs import prune_backward_configs, prune_configs
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
@@ -124,8 +124,12 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.kernel or KERNELS:
         all_configs = KERNELS[name].configs
-        if name != "finalize":
+        if name == "forward":
             all_configs = prune_configs(all_configs, {}, COLUMNS=options.columns)
+        if name == "backward":
+            all_configs = prune_backward_configs(
+                all_configs, {}, COLUMNS=options.columns, IN_PLACE=False
+            )
         for config in all_configs[: 1 if options.first else None]:
             for is_rms_norm in (False, True) if name != "finalize" else (False,):
                 result = compile_config(

@@ -16,6 +16,10 @@ from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
+    LONG_SLICE,
+    TALL_TILE,
+    WIDEST_TILE,
+    prune_backward_configs,
     prune_configs,
     slice_columns,
     slice_count,
@@ -84,9 +88,9 @@ class Backward:
         self.mean = None if is_rms_norm else self.x.mean(1)
         self.groups, self.is_rms_norm = groups, is_rms_norm
 
-    def run(self, plan: GridPlan, config: Any, *, in_place: bool = False) -> Any:
-        """Return dx, dw and db; in place, dx is stored over dy."""
-        dy = self.dy.clone()
+    def run(self, plan: GridPlan, config: Any, *, in_place: str = "") -> Any:
+        """Return dx, dw and db; dx is stored over dy or dres if `in_place` names it."""
+        dy, dres = self.dy.clone(), self.dres.clone()
         outputs, launch = backward_launch(
             plan,
             dy,
@@ -95,22 +99,23 @@ class Backward:
             self.bias,
             self.mean,
             self.rstd,
-            self.dres,
+            dres,
             has_residual=True,
             is_rms_norm=self.is_rms_norm,
             x_dtype=None,
             recompute_output=False,
         )
         poison(outputs)
+        dx = {"": outputs.x, "dy": dy, "dres": dres}[in_place]
         if in_place:
-            args = tuple(dy if argument is outputs.x else argument for argument in launch.args)
-            launch = launch._replace(args=args)
+            args = tuple(dx if argument is outputs.x else argument for argument in launch.args)
+            launch = launch._replace(args=args, kwargs={**launch.kwargs, "IN_PLACE": True})
         launch_with(layer_norm_backward_kernel, config, launch)
         partials = (outputs.weight_partials, outputs.bias_partials)
         gradients, finalize = finalize_launch(plan, *partials, self.weight, self.bias)
         poison(gradients)
         launch_with(layer_norm_finalize_kernel, FINALIZE_CONFIGS[0], finalize)
-        return (dy if in_place else outputs.x, *gradients)
+        return (dx, *gradients)
 
     def exact(self, reference: Any) -> Any:
         tokens = len(self.x) // self.groups
@@ -139,15 +144,16 @@ def test_backward(
 ) -> None:
     """Tiles taller and lower than a program's run of rows, more programs than rows, groups.
 
-    Stored over dy, a row that two programs write would be computed from the first one's result.
+    Stored over dy or dres, a row with two writers would be computed from the first one's result.
     """
     problem = Backward(random, tokens, 50, groups, is_rms_norm)
     plan = plan_grid(tokens, groups, sm_count)
     gradients = problem.run(plan, config)
     for mine, right in zip(gradients, problem.exact(reference), strict=True):
         close(mine, right)
-    in_place = problem.run(plan, config, in_place=True)
-    assert all(map(torch.equal, in_place, gradients))
+    for name in ("dy", "dres"):
+        in_place = problem.run(plan, config, in_place=name)
+        assert all(map(torch.equal, in_place, gradients)), name
 
 
 SLICED = [
@@ -230,17 +236,42 @@ def test_device_and_host_agree_on_the_rows(device: str, rows: int) -> None:
     assert found.tolist() == [[rows.start, rows.stop] for rows in owned]
 
 
-@pytest.mark.parametrize("columns", [1, 50, 256, 4096, 8192, 20000, 65536, 2**18])
-@pytest.mark.parametrize("configs", [FORWARD_CONFIGS, BACKWARD_CONFIGS], ids=["fwd", "bwd"])
-def test_pruning_leaves_whole_rows_or_long_slices(
-    configs: list[triton.Config], columns: int
-) -> None:
-    left = prune_configs(configs, {}, COLUMNS=columns, GROUPS=1)
-    assert left
-    for config in left:
-        elements = config.kwargs["TILE_ELEMENTS"]
-        assert slice_count(elements, columns) <= -(-columns // 8192)
-        assert elements <= 4096 or tile_rows(elements, columns) == 1
+COLUMNS = [1, 50, 256, 512, 1024, 2048, 4096, 8192, 16384, 20000, 32768, 65536, 2**18]
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_pruning_leaves_whole_rows_or_long_slices(columns: int) -> None:
+    forward = prune_configs(FORWARD_CONFIGS, {}, COLUMNS=columns, GROUPS=1)
+    backward = prune_backward_configs(
+        BACKWARD_CONFIGS, {}, COLUMNS=columns, GROUPS=1, IN_PLACE=False
+    )
+    for left in (forward, backward):
+        assert len(left) >= 2
+        for config in left:
+            elements = config.kwargs["TILE_ELEMENTS"]
+            assert slice_count(elements, columns) <= max(1, -(-columns // LONG_SLICE))
+            assert elements <= TALL_TILE or tile_rows(elements, columns) == 1
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_rows_written_in_place_are_not_cut(columns: int) -> None:
+    """dx may be stored over dy up to 16384 columns; longer rows are refused, not spoilt."""
+
+    def prune() -> list[triton.Config]:
+        return prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=True)
+
+    if columns > WIDEST_TILE:
+        with pytest.raises(ValueError, match=f"IN_PLACE=True with COLUMNS={columns}"):
+            prune()
+    else:
+        assert {slice_count(c.kwargs["TILE_ELEMENTS"], columns) for c in prune()} == {1}
+
+
+def test_a_config_that_cuts_rows_is_no_config_in_place(random: Any) -> None:
+    """Where nothing prunes, as in mode "off", the kernel does not compile."""
+    problem = Backward(random, 5, 300, 1, is_rms_norm=False)
+    with pytest.raises(Exception, match="a row in slices has several readers"):
+        problem.run(plan_grid(5, 1, 3), SLICED[0], in_place="dy")
 
 
 def test_tiles_are_whole_rows() -> None:

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safetune.kernels.configs import programs_per_sm
+from safetune.kernels.configs import (
+    BACKWARD_CONFIGS,
+    programs_per_sm,
+    prune_backward_configs,
+    slice_count,
+)
 from safetune.kernels.grid_policy import PARTIALS_SHARE, GridPlan, plan_grid
 
 #: bf16: a row of dy, x and dx; a weight's and a bias's sums in fp32, written and read.
@@ -101,21 +106,28 @@ def test_partials_cost_little_where_there_is_a_choice(rows: int, sm_count: int, 
     assert plan.programs >= min(rows, sm_count)
 
 
-def busy_share_and_balance(plan: GridPlan, sm_count: int) -> tuple[float, float]:
+def busy_share_and_balance(plan: GridPlan, sm_count: int, slices: int) -> tuple[float, float]:
     """Return the share of SMs with work, and an SM's mean rows over those of the busiest."""
     load: Counter[int] = Counter()
     for program in range(plan.programs):
-        load[program % sm_count] += len(plan.owned_rows(program))
-    return len(load) / sm_count, plan.rows * plan.groups / sm_count / max(load.values())
+        for part in range(slices):
+            load[(program * slices + part) % sm_count] += len(plan.owned_rows(program))
+    total = plan.rows * plan.groups * slices
+    return len(load) / sm_count, total / sm_count / max(load.values())
 
 
-@pytest.mark.parametrize("columns", [128, 256, 1024, 4096, 16384])
+@pytest.mark.parametrize("columns", [128, 256, 1024, 4096, 16384, 32768])
 def test_the_machine_is_busy(columns: int) -> None:
+    """For each number of slices that a config may cut rows into."""
+    left = prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=False)
+    slices = {slice_count(config.kwargs["TILE_ELEMENTS"], columns) for config in left}
     measured = [
         busy_share_and_balance(
             plan_grid(rows, 1, sm_count, programs_per_sm(columns), ROW_BYTES, PARTIAL_BYTES),
             sm_count,
+            count,
         )
+        for count in slices
         for sm_count in (108, 114, 132, 144, 148, 160, 188)
         for rows in range(2048, 32769, 499)
     ]
