@@ -48,71 +48,93 @@ class Candidate:
         return " ".join(f"{name}={value}" for name, value in self.options)
 
 
-def _backward_options(columns: int) -> tuple[list[tuple[int, ...]], tuple[float, ...]]:
-    """Return (warps, elements per thread, stages, load again, most registers) and programs."""
-    if columns <= 512:
-        return [
-            (4, 16, 1, 0, 0),
-            (4, 16, 2, 0, 0),
-            (4, 16, 2, 0, 128),
-            (4, 16, 3, 0, 128),
-            (4, 8, 2, 0, 0),
+#: columns -> (programs per multiprocessor, [(warps, elements per thread, stages, load again, most
+#: registers)]): what the lists have, and what lies around it. None of one size is best for all.
+BACKWARD: dict[int, tuple[tuple[float, ...], list[tuple[int, ...]]]] = {
+    256: (
+        (4, 6, 8),
+        [
+            *((4, 8, stages, 0, 0) for stages in (1, 2, 3)),
+            *((4, 16, stages, 0, 128) for stages in (1, 2, 3)),
+            *((2, elements, 2, 0, 0) for elements in (8, 16)),
+            (2, 16, 3, 0, 0),
             (8, 8, 2, 0, 0),
             (8, 16, 2, 0, 128),
-            (4, 32, 2, 0, 0),
-        ], (2, 4, 8)
-    if columns == 1024:
-        return [
-            (4, 16, 2, 0, 0),
-            (4, 16, 3, 0, 0),
-            (8, 8, 2, 0, 0),
+        ],
+    ),
+    512: (
+        (4, 8),
+        [
+            *((4, 8, stages, 0, 0) for stages in (1, 2, 3)),
+            *((4, 16, stages, 0, 128) for stages in (1, 2, 3)),
+            *((2, 16, stages, 0, 0) for stages in (2, 3)),
+            (8, 16, 2, 0, 128),
+        ],
+    ),
+    1024: (
+        (2, 4),
+        [
+            *((4, 8, stages, 0, 0) for stages in (2, 3, 4)),
+            *((4, 16, stages, 0, 128) for stages in (1, 2, 3, 4)),
+            *((8, 16, stages, 0, 128) for stages in (2, 3)),
             (8, 8, 3, 0, 0),
+        ],
+    ),
+    2048: (
+        (2, 4),
+        [
+            *((4, 16, stages, 0, 128) for stages in (2, 3, 4)),
+            *((8, 8, stages, 0, 64) for stages in (3, 4)),
             (8, 16, 2, 0, 128),
-            (8, 16, 3, 0, 128),
-            (4, 8, 2, 0, 0),
-            (16, 8, 2, 0, 64),
-        ], (1, 2, 4)
-    if columns == 2048:
-        return [
-            (4, 16, 2, 0, 0),
-            (4, 16, 3, 0, 0),
-            (8, 8, 2, 0, 0),
-            (8, 8, 3, 0, 64),
-            (8, 16, 2, 0, 0),
-            (16, 8, 2, 0, 64),
-            (8, 16, 1, 0, 0),
-        ], (1, 2, 4)
-    if columns == 4096:
-        return [
-            (8, 16, 2, 0, 0),
-            (8, 16, 3, 0, 0),
-            (16, 8, 2, 0, 64),
-            (16, 8, 3, 0, 64),
-            (16, 16, 2, 0, 0),
-            (8, 16, 4, 0, 0),
-        ], (1, 2)
-    if columns == 8192:
-        return [
-            (16, 16, 1, 0, 0),
-            (16, 16, 2, 0, 0),
-            (16, 16, 3, 0, 0),
-            (16, 16, 4, 0, 0),
-            (32, 8, 2, 0, 0),
-            (32, 8, 3, 0, 0),
+        ],
+    ),
+    4096: (
+        (1, 2),
+        [
+            *((8, 16, stages, 0, 128) for stages in (2, 3, 4, 5)),
+            *((16, 8, stages, 0, 64) for stages in (3, 4)),
+        ],
+    ),
+    8192: (
+        (1, 2),
+        [
+            *((16, 16, stages, 0, 0) for stages in (3, 4)),
+            *((32, 8, stages, 0, 0) for stages in (3, 4)),
             (8, 32, 1, 1, 128),
-        ], (1, 2)
-    options = [
-        (16, 32, 1, 1, 0),
-        (16, 32, 2, 1, 0),
-        (32, 16, 1, 1, 0),
-        (8, 32, 1, 1, 128),
-        (16, 16, 1, 0, 0),
-        (16, 16, 2, 0, 0),
-        (32, 8, 2, 0, 0),
-    ]
-    if columns == 16384:
-        return [*options, (32, 16, 2, 0, 0), (16, 16, 3, 0, 0)], (0.5, 1, 2)
-    return options, (0.25, 0.5, 1)
+        ],
+    ),
+    16384: (
+        (0.5, 1),
+        [(16, 16, 3, 0, 0), (16, 32, 2, 1, 0), (8, 32, 1, 1, 128), (32, 8, 3, 0, 0)],
+    ),
+    32768: ((0.5,), [(16, 32, 1, 1, 0), (32, 16, 1, 1, 0), (16, 16, 3, 0, 0), (8, 32, 1, 1, 128)]),
+}
+
+#: (warps, elements per thread)
+FORWARD = (
+    (4, 8),
+    (8, 8),
+    (2, 16),
+    (4, 16),
+    (8, 16),
+    (16, 16),
+    (4, 32),
+    (8, 32),
+    (16, 32),
+    (32, 32),
+)
+
+#: (programs in a tile, columns in a tile, warps)
+FINALIZE = (
+    (128, 16, 4),
+    (256, 8, 4),
+    (64, 32, 4),
+    (64, 64, 8),
+    (64, 16, 2),
+    (32, 32, 2),
+    (32, 32, 4),
+    (32, 64, 4),
+)
 
 
 def _config(warps: int, elements: int, **options: int) -> tuple[tuple[str, int], ...]:
@@ -122,9 +144,11 @@ def _config(warps: int, elements: int, **options: int) -> tuple[tuple[str, int],
 
 def candidates(shapes: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
     """Yield every config that is measured."""
+    from safetune.kernels.configs import programs_per_sm
+
     for shape in shapes:
         for is_rms_norm in (False, True):
-            backward, programs = _backward_options(shape[1])
+            programs, backward = BACKWARD.get(shape[1], ((1, 2), [(4, 8, 2, 0, 0)]))
             for warps, elements, stages, again, registers in backward:
                 config = _config(
                     warps,
@@ -134,26 +158,18 @@ def candidates(shapes: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
                     maxnreg=registers,
                 )
                 yield Candidate("backward", shape, is_rms_norm, config, programs)
-            for warps, elements in ((w, e) for w in (1, 2, 4, 8, 16, 32) for e in (8, 16, 32)):
+            for warps, elements in FORWARD:
                 tile = 32 * warps * elements
                 if min(shape[1], 16384) <= tile <= 32 * shape[1]:
                     yield Candidate("forward", shape, is_rms_norm, _config(warps, elements))
-            for rows, columns, warps in (
-                (128, 16, 4),
-                (128, 32, 8),
-                (256, 8, 4),
-                (256, 16, 8),
-                (512, 8, 8),
-                (512, 16, 16),
-                (64, 64, 8),
-                (64, 32, 4),
-            ):
+            for rows, columns, warps in FINALIZE:
                 config = (
                     ("TILE_PROGRAMS", rows),
                     ("TILE_COLUMNS", columns),
                     ("num_warps", warps),
                 )
-                yield Candidate("finalize", shape, is_rms_norm, config, programs)
+                usual = programs_per_sm(shape[1])
+                yield Candidate("finalize", shape, is_rms_norm, config, (usual,))
 
 
 def _operands(candidate: Candidate, device: str) -> dict[str, Any]:
@@ -283,7 +299,7 @@ def sweep(parsed: argparse.Namespace) -> None:
     """Measure everything, print each line, and append it to the file."""
     shapes = TINY_SHAPES if recording.interpreted() else SHAPES
     wanted = [shape for shape in shapes if not parsed.columns or shape[1] in parsed.columns]
-    kinds = parsed.kinds or ["backward", "finalize", "forward"]
+    kinds = parsed.kinds or ["backward", "finalize"]
     every = [c for c in candidates(wanted) if c.kind in kinds]
     every.sort(key=lambda c: (kinds.index(c.kind), c.shape[1], c.is_rms_norm))
     if not recording.interpreted():

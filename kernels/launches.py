@@ -87,7 +87,7 @@ def forward_launch(
     rows, columns = x.shape
     stored = residual.dtype if residual is not None else residual_dtype
     stores_residual = residual is not None or stored not in (None, x.dtype)
-    statistics = functools.partial(x.new_empty, rows, dtype=_statistics_dtype(x))
+    statistics = functools.partial(x.new_empty, rows, dtype=_statistics_dtype(x.dtype))
     outputs = ForwardOutputs(
         y=x.new_empty(rows, columns, dtype=out_dtype or x.dtype),
         mean=None if is_rms_norm else statistics(),
@@ -114,13 +114,20 @@ def forward_launch(
 def backward_plan(x: torch.Tensor, num_groups: int) -> GridPlan:
     """Return which program of the backward kernel owns which rows of `x`."""
     rows, columns = x.shape
+    return _plan(rows, columns, num_groups, x.device, x.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    rows: int, columns: int, num_groups: int, device: torch.device, dtype: torch.dtype
+) -> GridPlan:
     return plan_grid(
         rows // num_groups,
         num_groups,
-        sm_count(x.device),
+        sm_count(device),
         programs_per_sm(columns),
-        row_bytes=3 * columns * x.element_size(),
-        partial_bytes=4 * columns * _statistics_dtype(x).itemsize,
+        row_bytes=3 * columns * dtype.itemsize,
+        partial_bytes=4 * columns * _statistics_dtype(dtype).itemsize,
     )
 
 
@@ -142,7 +149,9 @@ def backward_launch(
     rows, columns = x.shape
     dx_dtype = x_dtype or x.dtype
     stores_dres = has_residual and dx_dtype != x.dtype
-    partials = functools.partial(x.new_empty, plan.programs, columns, dtype=_statistics_dtype(x))
+    partials = functools.partial(
+        x.new_empty, plan.programs, columns, dtype=_statistics_dtype(x.dtype)
+    )
     outputs = BackwardOutputs(
         x=x.new_empty(rows, columns, dtype=dx_dtype),
         residual=torch.empty_like(x) if stores_dres else None,
@@ -206,5 +215,5 @@ def _gpu_sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -73,6 +73,26 @@ def test_any_plan_keeps_the_contract(
     check(plan, sm_count, programs_per_sm)
 
 
+@given(
+    rows=st.integers(0, 4096),
+    groups=st.integers(1, 64),
+    sm_count=st.integers(1, 256),
+    programs_per_sm=st.sampled_from([0.5, 1, 4]),
+    height=st.integers(1, 128),
+)
+def test_tiles_of_any_height_store_the_same_rows(
+    rows: int, groups: int, sm_count: int, programs_per_sm: float, height: int
+) -> None:
+    """As the kernel walks: tiles from a program's first row on, masked by the end of its rows."""
+    plan = plan_grid(rows, groups, sm_count, programs_per_sm)
+    tiles = [
+        (group, range(tile, min(tile + height, owned.stop)))
+        for group, owned in planned_stores(plan)
+        for tile in range(owned.start, owned.stop, height)
+    ]
+    assert violations(rows, groups, tiles) == []
+
+
 NAMED = [
     *((rows, 1, 188) for rows in (*range(33), 129, 189, 191, 257, 450, 5000, 24000, 24100)),
     *((3, groups, sm_count) for groups in (4, 16, 64) for sm_count in (1, 4, 188)),
