@@ -124,13 +124,15 @@ def layer_norm_forward_kernel(
 
 
 @triton.jit
-def row_sums(x, dy, IS_RMS_NORM: tl.constexpr):
-    """Return each row's sums of x * dy and, for layer norm, of dy."""
+def add_row_sums(projection, total, x, dy, IS_RMS_NORM: tl.constexpr):
+    """Add each row's sums of x * dy and, for layer norm, of dy."""
     if IS_RMS_NORM:
-        sums = tl.sum(x * dy, axis=1, keep_dims=True), 0.0
+        projection += tl.sum(x * dy, axis=1, keep_dims=True)
     else:
-        sums = sum_columns(x * dy, dy)
-    return sums
+        products, terms = sum_columns(x * dy, dy)
+        projection += products
+        total += terms
+    return projection, total
 
 
 @safetune(
@@ -219,8 +221,6 @@ def layer_norm_backward_kernel(
     if HAS_BIAS:
         bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
-        if RECOMPUTE_OUTPUT and not LOAD_AGAIN:
-            bias = load_once(bias_pointer, row, column, column_mask, compute_type)
 
     for tile in tl.range(first_row, end_row, TILE_ROWS, num_stages=PIPELINE_STAGES):
         row_mask = tile + row < end_row
@@ -242,9 +242,7 @@ def layer_norm_backward_kernel(
             x = (load_as(x_pointer + row_offset + other, mask, compute_type, FIRST) - mean) * rstd
             if HAS_WEIGHT:
                 dy *= load_as(weight_pointer + other, other_mask, compute_type, FIRST)
-            sums = row_sums(x, dy, IS_RMS_NORM)
-            projection += sums[0]
-            total += sums[1]
+            projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM)
 
         offset, mask = row_offset + column, row_mask[:, None] & column_mask
         dy = load_as(dy_pointer + offset, mask, compute_type, LAST)
@@ -255,18 +253,14 @@ def layer_norm_backward_kernel(
                 weight = load_as(weight_pointer + column, column_mask, compute_type, LAST)
             weighted = dy * weight
         if not LOAD_AGAIN:
-            sums = row_sums(x, weighted, IS_RMS_NORM)
-            projection += sums[0]
-            total += sums[1]
+            projection, total = add_row_sums(projection, total, x, weighted, IS_RMS_NORM)
 
         if RECOMPUTE_OUTPUT:
             y = x
             if HAS_WEIGHT:
                 y *= weight
             if HAS_BIAS:
-                if LOAD_AGAIN:
-                    bias = load_as(bias_pointer + column, column_mask, compute_type)
-                y += bias
+                y += load_as(bias_pointer + column, column_mask, compute_type)
             tl.store(output_pointer + base + offset, y, mask=mask)
         if HAS_WEIGHT:
             weight_sums += dy * x
