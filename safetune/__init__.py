@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from safetune.background import sync
     from safetune.decorator import autotune, safetune
     from safetune.errors import (
+        CaptureError,
+        CaptureMiss,
         InvalidConfig,
         InvalidSetting,
         KernelNotTransferable,
@@ -26,11 +28,16 @@ if TYPE_CHECKING:
         WorkerUnavailable,
         WorkloadError,
     )
+    from safetune.integrations.graph import graph
+    from safetune.integrations.prepare import prepare
     from safetune.outcome import Outcome, Timing, Verdict
+    from safetune.scratch import scratch_allocator
     from safetune.workload import Workload
 
 __all__ = [
     "Autotuner",
+    "CaptureError",
+    "CaptureMiss",
     "InvalidConfig",
     "InvalidSetting",
     "KernelNotTransferable",
@@ -50,7 +57,10 @@ __all__ = [
     "WorkloadError",
     "__version__",
     "autotune",
+    "graph",
+    "prepare",
     "safetune",
+    "scratch_allocator",
     "sync",
 ]
 
@@ -58,7 +68,10 @@ _MODULES = {
     "autotuner": ("Autotuner",),
     "background": ("sync",),
     "decorator": ("autotune", "safetune"),
+    "integrations.graph": ("graph",),
+    "integrations.prepare": ("prepare",),
     "outcome": ("Outcome", "Timing", "Verdict"),
+    "scratch": ("scratch_allocator",),
     "workload": ("Workload",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -5,6 +5,7 @@ a terminal, and warnings.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import warnings
@@ -75,6 +76,21 @@ def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[
     }
 
 
+_tunings = itertools.count(1)
+_tunings_begun = 0
+
+
+def count_tuning() -> None:
+    """Note that a tuning begins."""
+    global _tunings_begun
+    _tunings_begun = next(_tunings)
+
+
+def tunings_begun() -> int:
+    """Return how many tunings have begun in this process."""
+    return _tunings_begun
+
+
 @contextlib.contextmanager
 def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
     """Yield what a tuning reports its steps to.
@@ -82,6 +98,7 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
     That is the log; and TRITON_PRINT_AUTOTUNING, or else, where somebody watches and it is not
     `quiet`, a line on the terminal.
     """
+    count_tuning()
     if knobs.autotuning.print:
         yield _both(log_config, print_config)
         return

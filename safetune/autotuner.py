@@ -18,17 +18,25 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import call_form
-from safetune.config import check_configs
+from safetune import call_form, scratch
+from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import base_function
 from safetune.phantom import KeyReport, classify
 from safetune.rejection import CLEAN_FAILURES, Rejections, is_callers, relaunch
-from safetune.settings import Mode, PhantomPolicy, Settings, parse_choice
+from safetune.settings import (
+    CaptureMissPolicy,
+    Mode,
+    PhantomPolicy,
+    Settings,
+    parse_choice,
+    parse_optional,
+)
 from safetune.tuning.jobs import Hooks, Limits
 from safetune.workload import DeclaredWorkload, WorkloadFunction
 
 if TYPE_CHECKING:
+    from safetune.capture import CapturedMiss
     from safetune.fallback import Postponed
 
 ISOLATIONS = ("worker", "config", "inline")
@@ -71,17 +79,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         scratch: Iterable[str] = (),
         reference: Callable[..., Any] | None = None,
         inputs: Callable[..., Any] | None = None,
+        capture_miss: str | None = None,
         **options: Any,
     ) -> None:
         name = kernel_name(fn)
         configs = check_configs(name, configs, arg_names)
         around = {"reset_to_zero": reset_to_zero, "restore_value": restore_value}
         scratch = tuple(scratch)
-        _check_names(name, arg_names, {**around, "scratch": scratch})
-        _check_functions(name, {"reference": reference, "inputs": inputs})
+        check_names(name, arg_names, {**around, "scratch": scratch})
+        check_functions(name, {"reference": reference, "inputs": inputs})
         self.limits = Limits(compile_timeout_s, run_timeout_s)
-        _check_limits(name, self.limits)
+        check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
         self.isolate(isolation)
+        self.capture_miss = parse_optional(CaptureMissPolicy, "capture_miss", capture_miss)
         policy = parse_choice(PhantomPolicy, "phantom", phantom or Settings.current().phantom.value)
         self.key_report: KeyReport = classify(
             fn,
@@ -100,10 +110,16 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
+        self._remember_nothing()
+        _alive.add(self)
+
+    def _remember_nothing(self) -> None:
+        """Begin with no key known, beside Triton's own `cache` of choices."""
         self._key_locks: dict[Any, threading.Lock] = {}
         self.rejections: dict[Any, Rejections] = {}
         self.postponed: dict[Any, Postponed] = {}
-        _alive.add(self)
+        self.captured: dict[Any, CapturedMiss] = {}
+        self.needs_scratch = False  # until a launch says so
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel with the chosen config, tuning first if there is none.
@@ -128,7 +144,14 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         if form.pins:
             args, kwargs = form.pinned(args, kwargs)
         try:
+            if self.needs_scratch:
+                return scratch.launch(self.fn.run, *args, **kwargs, **self._launch_options(config))
             return self.fn.run(*args, **kwargs, **self._launch_options(config))
+        except RuntimeError as error:
+            if self.needs_scratch or not scratch.is_missing(error):
+                raise
+            self.needs_scratch = True
+            return scratch.launch(self.fn.run, *args, **kwargs, **self._launch_options(config))
         except CLEAN_FAILURES as error:
             if Settings.current().mode is Mode.OFF or len(self.configs) == 1:
                 raise
@@ -211,6 +234,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def adopt(self, key: Any, config: Config) -> Config:
         """Launch `config` for this memory key from here on; return it."""
+        if key in self.captured:
+            from safetune import capture
+
+            capture.adopted(self, key, config)
         rejections = self.rejections.get(key)
         if rejections is None or rejections.allow(config):
             self.cache[key] = config
@@ -238,8 +265,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def _miss(
         self, key: Any, form: call_form.CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Config:
-        from safetune import miss  # the store and the tuning wait for the first miss
+        from safetune import capture, miss  # the store and the tuning wait for the first miss
 
+        if (running := capture.under_way()) and not kwargs.get("warmup"):
+            return capture.resolve(self, key, form, args, kwargs, running)
         with self._key_locks.setdefault(key, threading.Lock()):
             config = self.cache.get(key)
             if config is None:
@@ -262,29 +291,3 @@ def kernel_name(fn: Any) -> str:
 def interpreted(fn: Any) -> bool:
     """Whether `fn` runs in Triton's interpreter, where Triton's own benchmarks find no device."""
     return isinstance(base_function(fn)[0], InterpretedFunction)
-
-
-def _check_names(
-    kernel: str, arg_names: list[str], parameters: Mapping[str, Iterable[str] | None]
-) -> None:
-    for parameter, names in parameters.items():
-        unknown = [name for name in names or () if name not in arg_names]
-        if unknown:
-            raise InvalidSetting(
-                f"{parameter} of {kernel} contains names that are not kernel arguments: "
-                f"{', '.join(unknown)}. Valid argument names are: {', '.join(arg_names)}."
-            )
-
-
-def _check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
-    for parameter, value in parameters.items():
-        if value is not None and not callable(value):
-            raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not a function")
-
-
-def _check_limits(kernel: str, limits: Limits) -> None:
-    for name in ("compile_timeout_s", "run_timeout_s"):
-        value = getattr(limits, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number and 0 < value < float("inf")):
-            raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -56,6 +56,7 @@ class Job:
         request: without the caller's arguments, which are in `bench`.
         fallback: what the key is launched with meanwhile.
         hold: keep the choice back until `sync`.
+        over: set when nothing more comes of it.
     """
 
     tuner: Autotuner
@@ -66,6 +67,7 @@ class Job:
     fallback: Config
     store: Store
     hold: bool
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class BackgroundBench(LaunchBench):
@@ -168,6 +170,15 @@ def sync() -> None:
         tuner.adopt(key, choice)
 
 
+def wait(tuner: Autotuner, key: Any) -> bool:
+    """Wait until no tuning of this memory key is queued or running; whether there was one."""
+    jobs = [job for job in list(_worker.jobs) if job.tuner is tuner and job.key == key]
+    for job in jobs:
+        while not job.over.wait(1.0) and not _worker.stopping:
+            pass
+    return bool(jobs)
+
+
 _held: list[tuple[Autotuner, Any, Config]] = []
 
 
@@ -215,6 +226,7 @@ class _Worker:
             finally:
                 job.bench.discard()
                 self.jobs.remove(job)
+                job.over.set()
 
     def _stop_at_exit(self) -> None:
         """Stop once every thread that the interpreter waits for has ended.

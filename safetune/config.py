@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from triton.runtime.autotuner import Config
 
 from safetune import canonical
-from safetune.errors import InvalidConfig
+from safetune.errors import InvalidConfig, InvalidSetting
 from safetune.kernel_source import function_digest
 
 
@@ -114,3 +114,32 @@ def _backend_options() -> frozenset[str]:
             if isinstance(value, type) and dataclasses.is_dataclass(value):
                 names.update(field.name for field in dataclasses.fields(value))
     return frozenset(names)
+
+
+def check_names(
+    kernel: str, arg_names: list[str], parameters: Mapping[str, Iterable[str] | None]
+) -> None:
+    """Raise `InvalidSetting` for a name that is no argument of the kernel."""
+    for parameter, names in parameters.items():
+        unknown = [name for name in names or () if name not in arg_names]
+        if unknown:
+            raise InvalidSetting(
+                f"{parameter} of {kernel} contains names that are not kernel arguments: "
+                f"{', '.join(unknown)}. Valid argument names are: {', '.join(arg_names)}."
+            )
+
+
+def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
+    """Raise `InvalidSetting` for a value that is neither None nor a function."""
+    for parameter, value in parameters.items():
+        if value is not None and not callable(value):
+            raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not a function")
+
+
+def check_seconds(kernel: str, limits: object, *names: str) -> None:
+    """Raise `InvalidSetting` for an attribute of `limits` that is no number of seconds over 0."""
+    for name in names:
+        value = getattr(limits, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and 0 < value < float("inf")):
+            raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")

@@ -35,6 +35,7 @@ def safetune(
     scratch: Iterable[str] = (),
     reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    capture_miss: str | None = None,
 ) -> Any:
     """Decorate a Triton kernel: a drop-in for `triton.autotune`, whose parameters come first.
 
@@ -58,6 +59,8 @@ def safetune(
             what the written ones should hold. Configs that disagree with it are `wrong_result`.
         inputs: called in the measuring process with the arguments by name, each tensor as a meta
             tensor; returns, by name, every tensor to tune on. The caller's are then not copied.
+        capture_miss: what a key without a choice does under CUDA graph capture: launch the
+            `fallback` (the default, see SAFETUNE_CAPTURE_MISS), or raise an `error`.
 
     Raises:
         InvalidConfig, InvalidSetting: an argument that no launch could use; the message names it.

@@ -62,6 +62,17 @@ class DeviceUnavailable(WorkerUnavailable):
     """A child must not use the device: its mode, MPS, or a process stuck on it forbids that."""
 
 
+class CaptureError(SafetuneError, RuntimeError):
+    """Something that cannot be done while a CUDA graph is being captured."""
+
+
+class CaptureMiss(CaptureError):
+    """A key without a choice under CUDA graph capture, under `capture_miss="error"`.
+
+    Nothing was launched, and the capture is still valid.
+    """
+
+
 class StoreError(SafetuneError):
     """The database cannot be opened, read or written."""
 
@@ -72,6 +83,10 @@ class TargetError(SafetuneError):
 
 class WorkloadError(SafetuneError):
     """A workload function that raised, or yielded something else than a `Workload`."""
+
+
+class NotInterpretable(SafetuneError):
+    """A kernel that Triton's interpreter cannot run to its end, so that nothing can be checked."""
 
 
 class NoWorkingConfig(SafetuneError, RuntimeError):

@@ -12,6 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce
 from safetune.kernel_source import base_function
+from safetune.scratch import scratch_allocator
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
@@ -27,7 +28,9 @@ def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any])
     if tuner.hooks.do_bench is None and isinstance(base_function(tuner.fn)[0], InterpretedFunction):
         view.do_bench = _wall_clock
     start = time.perf_counter()
-    timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
+    announce.count_tuning()
+    with scratch_allocator():
+        timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
     best = min(timings, key=lambda config: timings[config])
     view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
     key = announce.readable_key(tuner, {**named, **kwargs})

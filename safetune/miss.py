@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -130,11 +131,16 @@ class Miss:
 
 
 def resolve(
-    tuner: Autotuner, key: Any, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tuner: Autotuner,
+    key: Any,
+    form: CallForm,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    find: Callable[..., Config] | None = None,
 ) -> Config:
     """Return the config to launch a call with: stored, or tuned now, or the fallback.
 
-    What is to last is kept under the memory key.
+    What is to last is kept under the memory key. Another `find` may take the place of the search.
 
     Raises:
         NoWorkingConfig: every config failed.
@@ -143,7 +149,7 @@ def resolve(
     rejections = tuner.rejections.get(key)
     config = None if rejections is None else rejections.choice
     if config is None:
-        config = _resolve(tuner, key, args, kwargs)
+        config = (find or _resolve)(tuner, key, args, kwargs)
     if rejections is None:
         return config
     return rejections.applied(config, specialisation(tuner, form, args, kwargs))
@@ -168,18 +174,31 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
     lookup = open_lookup(settings)
-    stored = _stored(miss, request, lookup)
-    if stored is not None:
-        return tuner.adopt(key, stored)
-    if settings.mode is Mode.BACKGROUND:
+    choice = stored(miss, request, lookup)
+    if choice is not None:
+        return tuner.adopt(key, choice)
+    if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.background import tune_meanwhile
 
         return tune_meanwhile(miss, key, request, lookup.store, settings)
     return _tune(miss, key, request, lookup.store)
 
 
-def _stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
-    """The stored choice, if it was made from the list that the decorator declares now."""
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Have every miss of this process wait for its tuning, in the mode `background` too."""
+    _waiting.append(None)
+    try:
+        yield
+    finally:
+        _waiting.pop()
+
+
+_waiting: list[None] = []
+
+
+def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
+    """Return the stored choice, if it was made from the list that the decorator declares now."""
     choice = lookup.find(request.key.digest)
     configs = {config_digest(config): config for config in request.configs}
     if choice is None or choice.declared != request.declared or choice.config_digest not in configs:

@@ -16,6 +16,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from safetune import scratch
 from safetune.call_form import CallForm
 from safetune.config import config_text
 from safetune.kernel_source import inner_heuristics
@@ -143,7 +144,7 @@ def _launch(
 ) -> Any:
     tuner.best_config = config
     args, kwargs = form.pinned(args, kwargs)
-    return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
+    return scratch.launch(tuner.fn.run, *args, **kwargs, **config.all_kwargs())
 
 
 def _codes(function: Any) -> Iterator[Any]:

@@ -39,6 +39,17 @@ class PhantomPolicy(str, Enum):
     ERROR = "error"
 
 
+class CaptureMissPolicy(str, Enum):
+    """What a key without a choice does under CUDA graph capture.
+
+    FALLBACK: launch what is known to work, with a warning.
+    ERROR: raise `CaptureMiss`.
+    """
+
+    FALLBACK = "fallback"
+    ERROR = "error"
+
+
 Choice = TypeVar("Choice", bound=Enum)
 
 
@@ -49,6 +60,11 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
     except ValueError:
         valid = ", ".join(str(member.value) for member in kind)
         raise InvalidSetting(f"{name}={value!r} is not known; use one of: {valid}") from None
+
+
+def parse_optional(kind: type[Choice], name: str, value: str | None) -> Choice | None:
+    """Return what `parse_choice` does; None for None."""
+    return None if value is None else parse_choice(kind, name, value)
 
 
 _SIZE = re.compile(r"([0-9]+)\s*(?:([KMG])(?:iB)?)?", re.IGNORECASE)
@@ -72,6 +88,7 @@ class Settings:
     Attributes:
         mode: SAFETUNE_MODE, default `tune`.
         phantom: SAFETUNE_PHANTOM, default `drop`; a decorator's `phantom=` wins over it.
+        capture_miss: SAFETUNE_CAPTURE_MISS, default `fallback`; a decorator's `capture_miss=` wins.
         cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
         world_size: WORLD_SIZE, which torchrun sets: in a world of several processes, what one has
             launched stays until `safetune.sync()`.
@@ -84,6 +101,7 @@ class Settings:
     cache_dir: Path
     copy_limit: int
     world_size: int = 1
+    capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
 
     @classmethod
     def current(cls) -> Settings:
@@ -98,6 +116,11 @@ class Settings:
             ),
             cache_dir=directory,
             world_size=_number(env.get("WORLD_SIZE")),
+            capture_miss=parse_choice(
+                CaptureMissPolicy,
+                "SAFETUNE_CAPTURE_MISS",
+                env.get("SAFETUNE_CAPTURE_MISS") or "fallback",
+            ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
         )
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
-from safetune.settings import Mode, PhantomPolicy, Settings
+from safetune.settings import CaptureMissPolicy, Mode, PhantomPolicy, Settings
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -294,7 +294,11 @@ class TestConfiguration:
 
     @pytest.mark.parametrize(
         ("variable", "kind", "field"),
-        [("SAFETUNE_MODE", Mode, "mode"), ("SAFETUNE_PHANTOM", PhantomPolicy, "phantom")],
+        [
+            ("SAFETUNE_MODE", Mode, "mode"),
+            ("SAFETUNE_PHANTOM", PhantomPolicy, "phantom"),
+            ("SAFETUNE_CAPTURE_MISS", CaptureMissPolicy, "capture_miss"),
+        ],
     )
     def test_values_and_defaults(
         self, rows: dict[str, list[str]], variable: str, kind: Any, field: str

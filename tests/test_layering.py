@@ -23,8 +23,8 @@ LAYERS: list[list[str]] = [
     ["sources", "kernel_source"],
     ["config"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
-    ["tuning"],
-    ["progress", "announce", "inline", "fallback", "rejection", "background", "miss"],
+    ["tuning", "scratch"],
+    ["progress", "announce", "inline", "fallback", "rejection", "background", "miss", "capture"],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
     ["integrations", "checks", "kernels", "offline"],

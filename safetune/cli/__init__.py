@@ -59,6 +59,7 @@ def main() -> None:
 
 from safetune.cli.stored import clear, list_choices, path, show  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
+from safetune.cli.verify import verify_command  # noqa: E402
 
-for _command in (tune_command, list_choices, show, path, clear):
+for _command in (tune_command, verify_command, list_choices, show, path, clear):
     main.add_command(debug_option(_command))

@@ -35,10 +35,15 @@ def finalists(
     return sorted(near[:MAX_FINALISTS])
 
 
-def rotated(racers: Sequence[int], turn: int) -> list[int]:
-    """Return the racers with another one first each turn; the first one finds a cooler device."""
-    cut = turn % len(racers) if racers else 0
-    return [*racers[cut:], *racers[:cut]]
+def in_turn(racers: Sequence[int], turn: int) -> list[int]:
+    """Return the racers with another one first every second turn, and backwards in between.
+
+    Who ran before decides how warm the device is, and by that its clock: so nobody always follows
+    the same one.
+    """
+    cut = turn // 2 % len(racers) if racers else 0
+    order = [*racers[cut:], *racers[:cut]]
+    return order[::-1] if turn % 2 else order
 
 
 def beaten(rounds: Mapping[int, Sequence[Timing]]) -> set[int]:

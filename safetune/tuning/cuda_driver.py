@@ -19,6 +19,9 @@ _ATTRIBUTE_COMPUTE_MODE = 20
 _ATTRIBUTE_MPS_ENABLED = 133
 _POINTER_MEMORY_TYPE = 2
 _CAPTURE_RELAXED = 2
+_CAPTURE_NONE = 0  # CUstreamCaptureStatus
+_CAPTURE_ACTIVE = 1
+_ERROR_CAPTURE_IMPLICIT = 906  # CUresult: the legacy stream, beside a capture that it would disturb
 _STREAM_NON_BLOCKING = 1
 #: CU_COMPUTEMODE_EXCLUSIVE, of drivers long gone.
 _EXCLUSIVE_THREAD = 1
@@ -94,6 +97,26 @@ def is_known_pointer(address: int) -> bool:
         return False
     pointer = ctypes.c_uint64(address)
     return cuda.cuPointerGetAttribute(ctypes.byref(kind), _POINTER_MEMORY_TYPE, pointer) == 0
+
+
+def capture_id(stream: int) -> int:
+    """Return the id of the graph capture that a stream is part of now; 0: it is part of none.
+
+    -1 where there is one but no id of it: it has become invalid, or `stream` is the legacy one and
+    a launch there would disturb the capture of another. Asking disturbs nothing.
+    """
+    cuda = library()
+    if cuda is None:
+        return 0
+    status, identifier = ctypes.c_int(), ctypes.c_uint64()
+    error = cuda.cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(identifier), None, None, None
+    )
+    if error == _ERROR_CAPTURE_IMPLICIT:
+        return -1
+    if error or status.value == _CAPTURE_NONE:  # an error: no context, so nothing to capture
+        return 0
+    return identifier.value if status.value == _CAPTURE_ACTIVE else -1
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def race(
     failed: dict[int, Outcome] = {}
     running = list(racers)
     for turn in range(choose.MIN_ROUNDS if short else choose.MAX_ROUNDS):
-        for index in choose.rotated(running, turn):
+        for index in choose.in_turn(running, turn):
             outcome = measure(index, _budget(racers[index], short))
             if outcome.timing is None:
                 failed[index] = outcome

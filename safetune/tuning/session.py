@@ -9,6 +9,7 @@ from typing import Any
 from triton.runtime.autotuner import Config
 from triton.runtime.jit import JITFunction
 
+from safetune import scratch
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.tuning import compilation, factory, failures
 from safetune.tuning.answers import outcome_reply
@@ -34,6 +35,7 @@ class Session:
         self._uuid = ""
         if job["index"] >= 0:
             self._uuid = _use_device(job["index"])
+            scratch.serve_profiles()
         rebuilt = factory.rebuild(job["arguments"], blob, arguments_fd)
         self._arguments = rebuilt.arguments
         self._call = call = rebuilt.call
@@ -124,7 +126,7 @@ class _Launch:
         self._restored = restored or {}
 
     def __call__(self) -> None:
-        self._run(*self._args, **self._kwargs)
+        scratch.launch(self._run, *self._args, **self._kwargs)
 
     def before(self) -> None:
         """What triton.autotune runs before each launch: the config's hook, then the tuner's."""

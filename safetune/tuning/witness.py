@@ -116,7 +116,8 @@ class Witness:
             if founded is not None and any(founded.spread):
                 group = self._find(groups, founded.spread)
         same = group or founded
-        stale, reach = False, ()
+        stale = False
+        reach: tuple[int, ...] = ()
         if same is not None and not slow:
             stale, reach = self._with_poison(launch, same)
         return Evidence(

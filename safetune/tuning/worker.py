@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -27,6 +28,7 @@ _MARGIN_S = 1.0
 _COMPILER = "compiler"
 
 _idle = IdleChildren()
+_measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
 
 
 class MeasuringChild:
@@ -52,7 +54,9 @@ class MeasuringChild:
         self._coming: Future[Child] | None = None
         self._index = int(header["index"])
         self._fresh = fresh
+        self._interrupted = ""
         self.compilations = 0
+        _measuring.add(self)
 
     def begin(self) -> None:
         """Have the child come up while others compile; the first job waits for it."""
@@ -128,6 +132,13 @@ class MeasuringChild:
             )
         self._child = None
 
+    def interrupt(self, reason: str) -> None:
+        """End the child under a job: the tuning is given up, and no config is blamed."""
+        child = self._child
+        if child is not None:
+            self._interrupted = reason
+            child.interrupt()
+
     def _ask(self, job: dict[str, Any]) -> tuple[Outcome, dict[str, Any], bytes]:
         child = self._ready()
         try:
@@ -136,6 +147,8 @@ class MeasuringChild:
             self.compilations += _count_of(reply)
         except ChildFailed as failure:
             self._child = None
+            if self._interrupted:
+                raise WorkerUnavailable(self._interrupted) from None
             return failure.outcome, {}, b""
         except wire.ProtocolError as error:
             self.replace()
@@ -212,6 +225,12 @@ def compiler() -> tuple[Child, bool]:
     if child is not None:
         return child, True
     return Child(gpu_blind=True, forks=compile_server, started=False), False
+
+
+def interrupt(reason: str) -> None:
+    """Give up what is being measured now: those tunings raise `WorkerUnavailable`."""
+    for measuring in list(_measuring):
+        measuring.interrupt(reason)
 
 
 def drop_idle(index: int) -> None:

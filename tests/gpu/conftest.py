@@ -43,6 +43,12 @@ def kernels() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def raw_graph() -> Any:
+    """The class `RawGraph` of `raw_graph.py` beside this file."""
+    return load_module("gpu_raw_graph", HERE / "raw_graph.py").RawGraph
+
+
+@pytest.fixture(scope="session")
 def scripts() -> Path:
     """The folder of programs that tests run in fresh processes."""
     return HERE / "scripts"

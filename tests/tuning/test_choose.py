@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,5 +73,13 @@ def test_the_winner_is_never_slower_than_a_tie(medians):
 
 @given(st.lists(st.integers(), min_size=1, max_size=8, unique=True), st.integers(0, 20))
 def test_every_racer_runs_once_a_turn(racers, turn):
-    assert sorted(choose.rotated(racers, turn)) == sorted(racers)
-    assert choose.rotated(racers, turn)[0] == racers[turn % len(racers)]
+    assert sorted(choose.in_turn(racers, turn)) == sorted(racers)
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_nobody_always_follows_the_same_one_or_is_always_first(count):
+    turns = [choose.in_turn(range(count), turn) for turn in range(2 * count)]
+    assert {turn[0] for turn in turns} == set(range(count))
+    for racer in range(count):
+        before = {turn[turn.index(racer) - 1] for turn in turns if turn[0] != racer}
+        assert len(before) == min(2, count - 1)

@@ -1,0 +1,215 @@
+"""`safetune.graph`: torch.cuda.graph, and a report of what safetune did while it captured."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from safetune import announce, capture, scratch
+from safetune.capture import CapturedMiss
+from safetune.errors import InvalidSetting, NoDevice
+from safetune.integrations.unloading import modules_stay_loaded
+from safetune.tuning import worker
+
+logger = logging.getLogger("safetune")
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What safetune did during one capture; a prepared one has no misses, tunings or allocations.
+
+    Attributes:
+        graph: the name given to `safetune.graph`, or the driver's number of the capture.
+        misses: keys that had no choice; the graph keeps the fallback for them.
+        tunings: how many began in this process meanwhile, in other threads.
+        scratch_allocations: how many requests for scratch made the graph's pool ask the driver for
+            memory.
+        seconds: wall time.
+    """
+
+    graph: str
+    misses: tuple[CapturedMiss, ...]
+    tunings: int
+    scratch_allocations: int
+    seconds: float
+
+    @property
+    def outdated(self) -> tuple[CapturedMiss, ...]:
+        """The misses whose key has another choice by now: where there are any, capture again."""
+        return tuple(each for each in self.misses if each.outdated)
+
+    def __str__(self) -> str:
+        keys = "; ".join(f"{each.kernel} for {each.key}" for each in self.misses)
+        which = f" ({keys})" if keys else ""
+        return (
+            f"{self.graph}: {len(self.misses)} keys without a choice{which}, "
+            f"{self.tunings} tunings, {self.scratch_allocations} allocations of scratch memory"
+        )
+
+
+class Watch:
+    """Counts what happens during one capture, and dumps all stacks if it takes too long.
+
+    Attributes:
+        report: up to now, or as it was at the end.
+    """
+
+    def __init__(self, name: str = "", watchdog_s: float | None = 30.0) -> None:
+        if watchdog_s is not None and not watchdog_s > 0:
+            raise InvalidSetting(
+                f"watchdog_s={watchdog_s!r} must be a number of seconds over 0, or None for none"
+            )
+        self._name = name
+        self._watchdog_s = watchdog_s
+        self._capture = 0
+        self._begin_s = time.monotonic()
+        self._tunings = announce.tunings_begun()
+        self._over = threading.Event()
+        self._final: CaptureReport | None = None
+
+    def __enter__(self) -> Watch:
+        if self._watchdog_s is not None:
+            threading.Thread(target=self._guard, name="safetune-watchdog", daemon=True).start()
+        return self
+
+    def begin(self) -> None:
+        """Say that the capture has begun, on the stream that is current now."""
+        self._capture = capture.under_way()
+        self._name = self._name or f"capture {self._capture}"
+        if self._capture:
+            capture.watch(self._capture, self._name)
+            scratch.reserve(self._capture, capture.launch_stream())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        report = self._final = self.report
+        scratch.release(self._capture)
+        capture.unwatch(self._capture)
+        if not (report.misses or report.tunings or report.scratch_allocations):
+            return
+        if kind is not None:  # a warning may be an error, which would take that one's place
+            logger.warning("%s", report)
+            return
+        warnings.warn(
+            f"{report}. Call safetune.prepare with what you capture, before the capture",
+            stacklevel=4,
+        )
+
+    @property
+    def report(self) -> CaptureReport:
+        """What has happened so far, or in all."""
+        return self._final or CaptureReport(
+            graph=self._name,
+            misses=capture.misses(self._capture) if self._capture else (),
+            tunings=announce.tunings_begun() - self._tunings,
+            scratch_allocations=scratch.driver_calls(self._capture),
+            seconds=time.monotonic() - self._begin_s,
+        )
+
+    def _guard(self) -> None:
+        if self._over.wait(self._watchdog_s):
+            return
+        logger.error(
+            "%s takes longer than %g s; what is being measured meanwhile is given up. The stacks "
+            "of all threads:\n%s",
+            self._name or "a capture",
+            self._watchdog_s,
+            stacks(),
+        )
+        # It may be what keeps the device busy. A call of this process's own that hangs in the
+        # driver is out of reach.
+        worker.interrupt("a CUDA graph capture took too long, and tuning was given up for it")
+
+
+def stacks() -> str:
+    """Return where every thread of this process is, as a traceback shows it."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(identifier, identifier)}:\n{''.join(traceback.format_stack(frame))}"
+        for identifier, frame in sys._current_frames().items()
+        if identifier != threading.get_ident()
+    )
+
+
+@contextlib.contextmanager
+def graph(
+    cuda_graph: Any,
+    pool: Any = None,
+    stream: Any = None,
+    capture_error_mode: str = "global",
+    *,
+    name: str = "",
+    watchdog_s: float | None = 30.0,
+    **options: Any,
+) -> Iterator[Watch]:
+    """Capture as `torch.cuda.graph` does, and count what should have been done before.
+
+    Yields an object whose `report` can be read at any time, also after the capture. When there were
+    misses, tunings or allocations of scratch memory, there is one warning at the end.
+
+    Args:
+        name: of the graph, for warnings and reports.
+        watchdog_s: when the capture takes longer, the stacks of all threads are logged and what is
+            being measured is given up, once. None: never.
+        cuda_graph, pool, stream, capture_error_mode, options: as for `torch.cuda.graph`.
+
+    Raises:
+        NoDevice: torch finds no GPU.
+        InvalidSetting: `watchdog_s` means nothing.
+    """
+    import torch
+
+    watch = Watch(name, watchdog_s)
+    if not torch.cuda.is_available():
+        raise NoDevice("safetune.graph captures work of a GPU, and torch finds none here")
+    inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
+    with watch, _same_stream_after(), modules_stay_loaded(), Unmasked(inner):
+        watch.begin()
+        yield watch
+
+
+@contextlib.contextmanager
+def _same_stream_after() -> Iterator[None]:
+    """Torch leaves its capture stream current where the capture cannot be begun or ended."""
+    import torch
+
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
+
+
+class Unmasked:
+    """A context whose own failure at its end does not take the place of its body's.
+
+    The end of a capture that the body has made invalid fails, too, and says nothing of why.
+    """
+
+    def __init__(self, inner: contextlib.AbstractContextManager[Any]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._inner.__exit__(kind, error, trace)
+        except Exception as at_end:
+            if error is None:
+                raise
+            logger.warning("the capture could not be ended after %r: %s", error, at_end)

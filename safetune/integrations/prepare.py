@@ -1,0 +1,205 @@
+"""`safetune.prepare`: have everything that a function launches ready before a graph captures it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from safetune import announce, background, capture, miss, scratch
+from safetune.autotuner import Autotuner
+from safetune.capture import CapturedMiss
+from safetune.config import config_text
+from safetune.errors import CaptureError
+from safetune.tuning import worker
+
+
+@dataclass(frozen=True)
+class PreparedKey:
+    """One key of one kernel that a prepared function launches.
+
+    Attributes:
+        kernel: its name.
+        key: as people read it.
+        config: what it was launched with last; empty where no launch succeeded.
+        launches, hits: how often it was launched, and how often with a config known before.
+        settled: whether the next launch of it needs neither the store nor a tuning.
+    """
+
+    kernel: str
+    key: str
+    config: str
+    launches: int
+    hits: int
+    settled: bool
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What `prepare` found and did.
+
+    Attributes:
+        keys: every safetuned kernel and key that the function launched, in order.
+        tunings: how many of them were tuned now; the other misses were found in the store.
+        compiles: how many binaries Triton made, or found in its disk cache, in this process.
+        scratch_bytes: the largest scratch memory that one launch asked for.
+        seconds: wall time.
+        recapture: what earlier graphs hold a fallback for that has another choice by now.
+    """
+
+    keys: tuple[PreparedKey, ...]
+    tunings: int
+    compiles: int
+    scratch_bytes: int
+    seconds: float
+    recapture: tuple[CapturedMiss, ...]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of the kernels, each once."""
+        return tuple(dict.fromkeys(key.kernel for key in self.keys))
+
+    @property
+    def hits(self) -> int:
+        """How many launches found their config known."""
+        return sum(key.hits for key in self.keys)
+
+    @property
+    def unsettled(self) -> tuple[PreparedKey, ...]:
+        """The keys that have no choice all the same: they could not be tuned now."""
+        return tuple(key for key in self.keys if not key.settled)
+
+
+def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
+    """Call `fn(*args, **kwargs)` so that a capture of the same call does nothing but launch.
+
+    Every safetuned kernel that it launches, from any thread, is tuned if it has no choice,
+    compiled, loaded and run once; the mode `background` waits for its tunings here. `fn` is called
+    a second time only where a tuning was already under way, as its choice has to be loaded too.
+    Afterwards the device is idle and no tuning process holds memory of it.
+
+    Raises:
+        CaptureError: called under capture.
+        NoWorkingConfig: every config of a kernel failed.
+    """
+    if capture.under_way():
+        raise CaptureError(
+            "safetune.prepare was called while a CUDA graph is being captured: call it before"
+        )
+    begin, tunings = time.monotonic(), announce.tunings_begun()
+    with _turn, miss.waiting(), scratch.observed() as sizes, _compilations() as compiled:
+        with _launches() as seen:
+            fn(*args, **kwargs)
+            waited = [background.wait(each.tuner, each.memory_key) for each in seen.values()]
+            if any(waited):
+                fn(*args, **kwargs)
+        _settle({each.index for each in seen.values()})
+    return PrepareReport(
+        keys=tuple(each.report() for each in seen.values()),
+        tunings=announce.tunings_begun() - tunings,
+        compiles=len(compiled),
+        scratch_bytes=max(sizes, default=0),
+        seconds=time.monotonic() - begin,
+        recapture=tuple(capture.outdated()),
+    )
+
+
+#: One at a time: each watches every launch of the process.
+_turn = threading.RLock()
+
+
+class _Launched:
+    """What is seen of one key of one tuner."""
+
+    def __init__(self, tuner: Autotuner, memory_key: Any, call: miss.Miss) -> None:
+        self.tuner = tuner
+        self.memory_key = memory_key
+        self.index = call.call.index
+        self._key = str(call.key())
+        self._config = ""
+        self._launches = self._hits = 0
+
+    def known(self) -> bool:
+        """Whether a launch of the key would find its config in this process's memory."""
+        tuner, rejections = self.tuner, self.tuner.rejections.get(self.memory_key)
+        return (
+            len(tuner.configs) == 1
+            or self.memory_key in tuner.cache
+            or (rejections is not None and rejections.choice is not None)
+        )
+
+    def count(self, hit: bool) -> None:
+        self._launches += 1
+        self._hits += hit
+        self._config = config_text(self.tuner.cache.get(self.memory_key, self.tuner.best_config))
+
+    def report(self) -> PreparedKey:
+        return PreparedKey(
+            self.tuner.base_fn.__name__,
+            self._key,
+            self._config,
+            self._launches,
+            self._hits,
+            self.known(),
+        )
+
+
+@contextlib.contextmanager
+def _launches() -> Iterator[dict[Any, _Launched]]:
+    """Yield what is launched meanwhile, by tuner and memory key."""
+    seen: dict[Any, _Launched] = {}
+    lock = threading.Lock()
+    run = Autotuner.run
+
+    def watched(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        memory_key = self._forms.of(args, kwargs).key(args, kwargs)
+        with lock:
+            each = seen.get((self, memory_key))
+            if each is None:
+                each = _Launched(self, memory_key, miss.Miss(self, args, kwargs))
+                seen[self, memory_key] = each
+        hit = each.known()
+        result = run(self, *args, **kwargs)
+        with lock:
+            each.count(hit)
+        return result
+
+    # On the class, so that a launch costs nothing while nobody watches.
+    Autotuner.run = watched  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Autotuner.run = run  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _compilations() -> Iterator[list[None]]:
+    """Yield a list with an entry for each binary that Triton makes in this process meanwhile."""
+    from triton import knobs
+
+    made: list[None] = []
+    listener = knobs.compilation.listener
+
+    def listen(**event: Any) -> None:
+        made.append(None)
+        if listener is not None:
+            listener(**event)
+
+    knobs.compilation.listener = listen
+    try:
+        yield made
+    finally:
+        knobs.compilation.listener = listener
+
+
+def _settle(indices: set[int]) -> None:
+    """Let what was launched come to its end, and the processes that measured, too."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for index in indices:
+        worker.drop_idle(index)

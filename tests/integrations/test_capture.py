@@ -1,0 +1,282 @@
+"""A miss under CUDA graph capture: nothing is measured, and the graph's fallback stays the graph's.
+
+The driver's answer to "is this stream part of a capture" is a stand-in here; the rest is real, in
+Triton's interpreter. `tests/gpu/test_capture.py` has the real answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from safetune import CaptureMiss, InvalidSetting, background, capture
+from safetune.tuning import cuda_driver
+
+if TYPE_CHECKING:
+    from tests.integrations.conftest import Copies, Driver, Gate
+
+#: For anything that should happen soon; far more than it takes on a loaded machine.
+SOON_S = 60.0
+
+
+def warned() -> Any:
+    return pytest.warns(UserWarning, match="copy_kernel has no choice for")
+
+
+class TestFallback:
+    def test_one_warning_nothing_measured_and_a_later_call_tunes(
+        self, copies: type[Copies], driver: Driver, tried: Callable[[], list[str]]
+    ) -> None:
+        copy = copies()
+        with driver.capturing(7), warned() as caught:
+            assert copy(100) == copy(100) == copy(200) == 16, "the first config"
+        (warning,) = caught
+        assert "copy_kernel has no choice for n=100" in str(warning.message)
+        assert "safetune.prepare" in str(warning.message)
+        assert tried() == []
+        assert copy.tuner.cache == {}
+        assert [(miss.kernel, miss.key, miss.capture) for miss in capture.misses()] == [
+            ("copy_kernel", "n=100 (float32)", 7),
+            ("copy_kernel", "n=200 (float32)", 7),
+        ]
+
+        copy(100)
+        assert tried() == ["ok"] * 3
+
+    def test_the_graph_that_keeps_it_is_named_once_there_is_another_choice(
+        self, copies: type[Copies], driver: Driver, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        copy = copies(fastest=32)
+        with driver.capturing(7), warned():
+            copy(100)
+        (miss,) = capture.misses()
+        assert miss.choice is None
+        assert not miss.outdated
+        with caplog.at_level(logging.WARNING, "safetune"):
+            assert copy(100) == 32
+        assert miss.outdated
+        assert list(capture.outdated()) == [miss]
+        (line,) = caplog.messages
+        assert "graph 'capture 7' was captured with BLOCK=16" in line
+        assert "capture it again" in line
+
+    def test_the_same_choice_asks_for_nothing(
+        self, copies: type[Copies], driver: Driver, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        copy = copies(fastest=16)
+        with driver.capturing(7), warned():
+            copy(100)
+        with caplog.at_level(logging.WARNING, "safetune"):
+            assert copy(100) == 16
+        assert list(capture.outdated()) == []
+        assert caplog.messages == []
+
+    def test_a_stored_choice_is_used(self, copies: type[Copies], driver: Driver) -> None:
+        """As in a process that captures at once, with a store that is warm."""
+        assert copies(fastest=32)(100) == 32
+        with driver.capturing(7), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert copies(fastest=32)(100) == 32
+        assert capture.misses() == ()
+
+    def test_the_nearest_key_s_choice_is_the_fallback(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        copy = copies(fastest=32)
+        copy(100)
+        with driver.capturing(7), pytest.warns(UserWarning, match="BLOCK=32"):
+            assert copy(101) == 32
+
+    def test_a_hit_asks_neither_the_driver_nor_the_store(
+        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        copy = copies()
+        chosen = copy(100)
+        monkeypatch.setattr(capture, "open_lookup", _never)
+        asked = driver.questions
+        with driver.capturing(7):
+            assert copy(100) == chosen
+        assert driver.questions == asked
+
+    def test_each_capture_has_one_config_for_a_key_and_counts_for_itself(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        copy = copies()
+        with warned():
+            _capture_each((7, 7, 8), copy, driver)
+        assert [len(capture.misses(number)) for number in (7, 8, 9)] == [1, 1, 0]
+
+    def test_misses_are_not_remembered_without_end(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        copy = copies()
+        with driver.capturing(7), warned():
+            copy(100)
+        (miss,) = capture.misses()
+        for number in range(10_000):
+            again = replace(miss, capture=number)
+            capture.record(again, SimpleNamespace(), SimpleNamespace(key=miss.key), None)
+        assert len(capture.misses()) < 5000
+        assert capture.misses()[-1].capture == 9999
+
+    def test_another_thread_s_tuning_is_not_waited_for(
+        self, copies: type[Copies], driver: Driver, gate: Gate
+    ) -> None:
+        """Of the very key that is captured; and that thread goes on tuning."""
+        copy = copies(gate.hook(), None)
+        chosen: list[int] = []
+        tuning = threading.Thread(target=lambda: chosen.append(copy(100)))
+        tuning.start()
+        gate.reached()
+        with driver.capturing(7), warned():
+            assert copy(100) == 16
+        assert chosen == []
+        gate.open()
+        tuning.join(SOON_S)
+        assert copy(100) in chosen
+
+    def test_the_stream_is_the_one_of_the_launching_thread(
+        self, copies: type[Copies], driver: Driver, tried: Callable[[], list[str]]
+    ) -> None:
+        copy = copies()
+        with driver.capturing(7):
+            thread = threading.Thread(target=copy, args=(100,))
+            thread.start()
+            thread.join(SOON_S)
+        assert tried() == ["ok"] * 3
+        assert capture.misses() == ()
+
+
+class TestError:
+    @pytest.fixture(params=["decorator", "environment"])
+    def copy(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, copies: type[Copies]
+    ) -> Copies:
+        if request.param == "decorator":
+            return copies(capture_miss="error")
+        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "error")
+        return copies()
+
+    def test_names_what_would_have_avoided_it(
+        self, copy: Copies, driver: Driver, tried: Callable[[], list[str]]
+    ) -> None:
+        dst, src = torch.zeros(100), torch.ones(100)
+        with driver.capturing(7), pytest.raises(CaptureMiss) as caught:
+            copy.launch(dst, src, 100)
+        message = str(caught.value)
+        assert message.startswith("copy_kernel has no choice for n=100 (float32)")
+        assert "safetune.prepare(step, ...)" in message
+        assert not dst.any(), "nothing was launched"
+        assert tried() == []
+        copy(100)
+        with driver.capturing(8):
+            copy(100)
+
+    def test_the_decorator_wins(
+        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "error")
+        with driver.capturing(7), warned():
+            assert copies(capture_miss="fallback")(100) == 16
+
+    def test_another_value_is_refused(
+        self, copies: type[Copies], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(InvalidSetting, match="capture_miss='raise'"):
+            copies(capture_miss="raise")
+        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "")
+        copies()(100)
+        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "warn")
+        with pytest.raises(InvalidSetting, match="SAFETUNE_CAPTURE_MISS='warn'"):
+            copies()(200)
+
+
+class TestModes:
+    def test_background_copies_nothing_and_queues_nothing(
+        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SAFETUNE_MODE", "background")
+        copy = copies()
+        with driver.capturing(7), warned():
+            assert copy(100) == 16
+        assert background._worker.jobs == []
+        assert copy.tuner.cache == {}
+
+    def test_off_is_off(
+        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SAFETUNE_MODE", "off")
+        with driver.capturing(7), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert copies()(100) == 16
+        assert capture.misses() == ()
+
+    def test_inline_is_not_tuned_either_and_has_no_store(
+        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(capture, "open_lookup", _never)
+        copy = copies(isolation="inline", do_bench=_never)
+        with driver.capturing(7), warned():
+            assert copy(100) == 16
+
+    def test_what_pruning_leaves_needs_no_choice(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        def last(configs: list[Any], named: Any, **_: Any) -> list[Any]:
+            return configs[-1:]
+
+        with driver.capturing(7), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert copies(prune_configs_by={"early_config_prune": last})(100) == 64
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (0, 0, 0),
+        (0, 1, 42),
+        (0, 2, -1),  # the capture has become invalid
+        (906, 0, -1),  # the legacy stream, beside a capture that it would disturb
+        (3, 1, 0),  # CUDA is not initialised
+        (201, 1, 0),  # this thread has no context
+    ],
+)
+def test_what_the_driver_says_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch, error: int, status: int, expected: int
+) -> None:
+    class Library:
+        def cuStreamGetCaptureInfo_v2(
+            self, stream: ctypes.c_void_p, state: Any, number: Any, *optional: None
+        ) -> int:
+            assert stream.value == 0x1234
+            assert optional == (None, None, None)
+            state._obj.value, number._obj.value = status, 42
+            return error
+
+    monkeypatch.setattr(cuda_driver, "library", Library)
+    assert cuda_driver.capture_id(0x1234) == expected
+
+
+def test_without_a_driver_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "library", lambda: None)
+    assert cuda_driver.capture_id(0) == 0
+    assert capture.under_way() == 0
+
+
+def _capture_each(numbers: Iterable[int], copy: Copies, driver: Driver) -> None:
+    for number in numbers:
+        with driver.capturing(number):
+            copy(100)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this must not be called")

@@ -1,0 +1,286 @@
+"""`safetune.graph` without a GPU: what it counts, what it says, and when it takes too long.
+
+The capture itself, which torch only does on a GPU, is in `tests/gpu/test_capture.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver as triton_driver
+from triton.runtime.jit import JITFunction
+
+import safetune
+from safetune.integrations.graph import Unmasked, Watch
+from safetune.integrations.unloading import modules_stay_loaded
+
+if TYPE_CHECKING:
+    from tests.integrations.conftest import Copies, Driver, Gate
+
+#: For anything that should happen soon; far more than it takes on a loaded machine.
+SOON_S = 60.0
+
+
+class TestCounts:
+    def test_misses_are_summed_up_in_one_warning(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        one, other = copies(), copies(capture_miss="fallback")
+        watch = Watch("decode")
+        with driver.capturing(7), pytest.warns(UserWarning, match="decode") as caught:
+            _watched(watch, lambda: (one(100), one(200), other(100)))
+        (warning,) = caught
+        assert "decode: 3 keys without a choice (copy_kernel for n=100" in str(warning.message)
+        assert [miss.graph for miss in watch.report.misses] == ["decode"] * 3
+        assert watch.report.tunings == 0
+        assert watch.report.outdated == ()
+
+    def test_the_report_says_when_to_capture_again(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        copy = copies(fastest=32)
+        watch = Watch("decode")
+        with driver.capturing(7), pytest.warns(UserWarning, match="decode"):
+            _watched(watch, lambda: copy(100))
+        report = watch.report
+        copy(100)
+        assert watch.report == report, "it is of the capture, and over"
+        (miss,) = report.outdated
+        assert (miss.config.kwargs["BLOCK"], miss.choice.kwargs["BLOCK"]) == (16, 32)
+
+    def test_nothing_to_say_of_a_capture_that_only_launches(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        copy = copies()
+        copy(100)
+        watch = Watch()
+        with driver.capturing(7), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _watched(watch, lambda: copy(100))
+        assert watch.report.misses == ()
+        assert watch.report.seconds > 0
+
+    def test_a_tuning_of_another_thread_counts(self, copies: type[Copies], driver: Driver) -> None:
+        copy = copies()
+
+        def elsewhere() -> None:
+            thread = threading.Thread(target=copy, args=(100,))
+            thread.start()
+            thread.join(SOON_S)
+
+        watch = Watch("decode")
+        with driver.capturing(7), pytest.warns(UserWarning, match="1 tunings"):
+            _watched(watch, elsewhere)
+        assert watch.report.misses == ()
+
+    def test_misses_of_another_capture_do_not(self, copies: type[Copies], driver: Driver) -> None:
+        copy = copies()
+        with driver.capturing(6), pytest.warns(UserWarning, match="has no choice"):
+            copy(100)
+        watch = Watch("decode")
+        with driver.capturing(7), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _watched(watch, lambda: None)
+        assert watch.report.misses == ()
+
+
+class TestExceptions:
+    def test_the_body_s_comes_through_where_warnings_are_errors(
+        self, copies: type[Copies], driver: Driver, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        copy = copies()
+
+        def fail() -> None:
+            copy(100)
+            raise KeyError("the body's")
+
+        watch = Watch("decode")
+        with driver.capturing(7), warnings.catch_warnings(), pytest.raises(KeyError, match="body"):
+            warnings.simplefilter("error")
+            _watched(watch, fail)
+        assert len(watch.report.misses) == 1
+        assert "decode: 1 keys without a choice" in caplog.text
+
+    def test_the_body_s_comes_through_where_the_capture_cannot_be_ended(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with pytest.raises(KeyError, match="body"), Unmasked(_BadEnd()):
+            raise KeyError("the body's")
+        assert "the end's" in caplog.text
+
+    def test_the_end_s_own_comes_through(self) -> None:
+        with pytest.raises(RuntimeError, match="the end's"), Unmasked(_BadEnd()):
+            pass
+
+    def test_without_a_gpu(self) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("there is one")
+        with pytest.raises(safetune.NoDevice, match="torch finds none"), safetune.graph(None):
+            pass
+
+    @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+    def test_a_watchdog_that_means_nothing(self, seconds: float) -> None:
+        with pytest.raises(safetune.InvalidSetting, match="watchdog_s="):
+            Watch(watchdog_s=seconds)
+
+
+class _BadEnd:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("the end's")
+
+
+class TestWatchdog:
+    def test_it_shows_where_every_thread_is(
+        self, driver: Driver, logged: Callable[[str], str]
+    ) -> None:
+        release = threading.Event()
+
+        def a_function_that_blocks() -> None:
+            release.wait(SOON_S)
+
+        blocked = threading.Thread(target=a_function_that_blocks, name="the blocked one")
+        blocked.start()
+        with driver.capturing(7), Watch("decode", watchdog_s=0.01) as watch:
+            watch.begin()
+            text = logged("takes longer than")
+        release.set()
+        blocked.join(SOON_S)
+        assert text.startswith("decode takes longer than 0.01 s")
+        assert "thread the blocked one:" in text
+        assert "a_function_that_blocks" in text
+        assert "thread MainThread:" in text
+        assert "test_it_shows_where_every_thread_is" in text
+
+    def test_it_ends_a_tuning_and_blames_no_config(
+        self,
+        copies: type[Copies],
+        driver: Driver,
+        gate: Gate,
+        tried: Callable[[], list[str]],
+        logged: Callable[[str], str],
+    ) -> None:
+        copy = copies(None, gate.hook())
+        tuning = threading.Thread(target=copy, args=(100,))
+        with pytest.warns(UserWarning) as caught:  # noqa: PT030, PT031 - two of them
+            tuning.start()
+            gate.reached()
+            with driver.capturing(7), Watch("decode", watchdog_s=0.01) as watch:
+                watch.begin()
+                logged("takes longer than")
+                tuning.join(SOON_S)
+        assert not tuning.is_alive()
+        assert any("took too long, and tuning was given up" in str(w.message) for w in caught)
+        assert tried() == ["ok"], "what was measured before"
+        gate.open()
+        copy.tuner.postponed.clear()
+        copy(100)
+        assert tried() == ["ok", "ok"]
+
+    def test_it_keeps_quiet_about_a_short_capture(
+        self, driver: Driver, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with driver.capturing(7), Watch("decode", watchdog_s=SOON_S) as watch:
+            watch.begin()
+            (guard,) = [t for t in threading.enumerate() if t.name == "safetune-watchdog"]
+        guard.join(SOON_S)
+        assert not guard.is_alive()
+        assert caplog.text == ""
+
+
+@pytest.fixture
+def logged() -> Iterator[Callable[[str], str]]:
+    """A function that returns the first message, now or soon, that has a text."""
+    messages: list[str] = []
+    more = threading.Condition()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with more:
+                messages.append(record.getMessage())
+                more.notify_all()
+
+    handler = Handler()
+    logging.getLogger("safetune").addHandler(handler)
+
+    def wait_for(text: str) -> str:
+        with more:
+            assert more.wait_for(lambda: any(text in message for message in messages), SOON_S)
+            return next(message for message in messages if text in message)
+
+    yield wait_for
+    logging.getLogger("safetune").removeHandler(handler)
+
+
+@pytest.mark.internals
+class TestUnloading:
+    """With a stand-in for the driver: Triton 3.9 unloads a kernel that is collected."""
+
+    @pytest.fixture
+    def utils(self) -> Iterator[Any]:
+        unloaded: list[int] = []
+        utils = SimpleNamespace(unloaded=unloaded, unload_module=unloaded.append)
+        before = triton_driver._active
+        triton_driver.set_active(SimpleNamespace(utils=utils))
+        yield utils
+        triton_driver._active = before
+
+    @staticmethod
+    def loaded(copies: type[Copies], handle: int) -> Any:
+        """A kernel as Triton keeps it, compiled and, as far as it knows, on a device."""
+        jit = JITFunction(copies().tuner.base_fn)
+        signature = {"dst": "*fp32", "src": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+        source = ASTSource(jit, signature, {"BLOCK": 16})
+        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        kernel.module, kernel._module_pid = handle, os.getpid()
+        return kernel
+
+    def test_a_kernel_collected_under_capture_stays(self, copies: type[Copies], utils: Any) -> None:
+        if not hasattr(triton.compiler.CompiledKernel, "__del__"):
+            pytest.skip("this Triton never unloads a kernel")
+        first, second = self.loaded(copies, 1), self.loaded(copies, 2)
+        gc.collect()  # kernels of other tests
+        with modules_stay_loaded():
+            utils.unloaded.clear()
+            del first
+            gc.collect()
+            assert utils.unloaded == []
+        del second
+        gc.collect()
+        assert 2 in utils.unloaded
+        assert 1 not in utils.unloaded
+
+    def test_two_captures_that_overlap(self, utils: Any) -> None:
+        first, second = modules_stay_loaded(), modules_stay_loaded()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        utils.unload_module(1)
+        second.__exit__(None, None, None)
+        utils.unload_module(2)
+        assert utils.unloaded == [2]
+
+    def test_a_triton_that_never_unloads(self, utils: Any) -> None:
+        del utils.unload_module
+        with modules_stay_loaded():
+            assert not hasattr(utils, "unload_module")
+
+
+def _watched(watch: Watch, body: Callable[[], object]) -> None:
+    with watch:
+        watch.begin()
+        body()
