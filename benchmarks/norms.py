@@ -38,8 +38,9 @@ MATRICES = {"forward": 2, "backward": 3, "prenorm": 4, "dresidual": 4}
 #: With less, an H100 is not the machine that the bars are for.
 LEAST_H100_TB_PER_S = 2.9
 
-#: What the first part takes where nothing is compiled or tuned.
+#: What a part takes where nothing is compiled or tuned, and where all is compiled.
 PART_S = 60.0
+WARM_PART_S = 15.0
 
 
 def parts() -> list[str]:
@@ -226,7 +227,10 @@ def main() -> None:
         shapes = [part for part in wanted if "x" in part and part not in done]
         # The longest to compile first.
         norm_calls.warm_all(sorted(shapes, key=lambda part: -int(part.rpartition("x")[2])), options)
-    for part in recording.parts_to_run(wanted, result.rows, options, PART_S):
+    expected_s = WARM_PART_S if options.warm else PART_S
+    left = len(set(wanted) - {row["part"] for row in result.rows})
+    print(f"{left} parts left, of about {expected_s:.0f} s each at most", flush=True)
+    for part in recording.parts_to_run(wanted, result.rows, options, expected_s):
         began = time.monotonic()
         for rows in run_part(part, options):
             columns = ["part", "op", "system", "microseconds", "least", "most", "error"]
