@@ -77,6 +77,18 @@ class StoreError(SafetuneError):
     """The database cannot be opened, read or written."""
 
 
+class LeaseLost(StoreError):
+    """Another process took this one for dead and tunes in its place; nothing was written."""
+
+
+class Busy(WorkerUnavailable):
+    """Another process is at it, and this one has waited as long as SAFETUNE_WAIT allows."""
+
+
+class PackError(SafetuneError):
+    """A file of choices that does not hold what it should; the message names it and the reason."""
+
+
 class TargetError(SafetuneError):
     """A command-line TARGET that does not import, or holds nothing to tune."""
 

@@ -6,6 +6,7 @@ environment at any time before a key is first seen.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -23,11 +24,15 @@ class Mode(str, Enum):
 
     TUNE: measure the configs, and wait for that.
     BACKGROUND: launch a fallback now, measure meanwhile, and use the choice once it is there.
+    FROZEN: launch a choice or a fallback; never tune, start a process or write.
+    RECORD: launch as FROZEN does, and remember the call for `safetune tune --recorded`.
     OFF: launch the first config; nothing is looked up or stored.
     """
 
     TUNE = "tune"
     BACKGROUND = "background"
+    FROZEN = "frozen"
+    RECORD = "record"
     OFF = "off"
 
 
@@ -81,6 +86,17 @@ def parse_size(name: str, value: str) -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
+def parse_seconds(name: str, value: str) -> float:
+    """Return the seconds that `value` says, 0 or more; raises `InvalidSetting`."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidSetting(f"{name}={value!r} is no number of seconds; give one, e.g. 120")
+    return seconds
+
+
 @dataclass(frozen=True)
 class Settings:
     """The process-wide settings.
@@ -94,6 +110,9 @@ class Settings:
             launched stays until `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
+        packs: SAFETUNE_PACKS, directories of packs, the first one first.
+        wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
+            processes' tunings, all its waits together.
     """
 
     mode: Mode
@@ -101,6 +120,8 @@ class Settings:
     cache_dir: Path
     copy_limit: int
     world_size: int = 1
+    packs: tuple[Path, ...] = ()
+    wait_s: float = 120.0
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
 
     @classmethod
@@ -108,7 +129,7 @@ class Settings:
         """Read the environment; raises `InvalidSetting` on a value that means nothing."""
         env = os.environ
         explicit = env.get("SAFETUNE_CACHE_DIR")
-        directory = Path(explicit).expanduser() if explicit else _default_cache_dir()
+        directory = Path(os.path.expanduser(explicit)) if explicit else _default_cache_dir()
         return cls(
             mode=parse_choice(Mode, "SAFETUNE_MODE", env.get("SAFETUNE_MODE") or "tune"),
             phantom=parse_choice(
@@ -122,6 +143,8 @@ class Settings:
                 env.get("SAFETUNE_CAPTURE_MISS") or "fallback",
             ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
+            packs=_directories(env.get("SAFETUNE_PACKS") or ""),
+            wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
         )
 
 
@@ -130,5 +153,12 @@ def _number(text: str | None) -> int:
     return int(text) if text and text.isdecimal() else 1
 
 
+def _directories(text: str) -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+
+
 def _default_cache_dir() -> Path:
-    return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    try:
+        return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    except RuntimeError:  # there is no home, which opening the store says
+        return Path("~", ".cache", "safetune")

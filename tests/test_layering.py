@@ -24,10 +24,21 @@ LAYERS: list[list[str]] = [
     ["config"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
     ["tuning", "scratch"],
-    ["progress", "announce", "inline", "fallback", "rejection", "background", "miss", "capture"],
+    [
+        "progress",
+        "announce",
+        "inline",
+        "fallback",
+        "frozen",
+        "record",
+        "rejection",
+        "background",
+        "miss",
+        "capture",
+    ],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
-    ["integrations", "checks", "kernels", "offline"],
+    ["integrations", "checks", "kernels", "offline", "recorded"],
     ["cli"],
     ["__main__"],
 ]

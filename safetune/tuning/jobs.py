@@ -94,6 +94,7 @@ class TuningRequest:
         configs: those left after pruning, in the order they were declared.
         declared: digest over the whole declared list; a choice made from another is not final.
         force: measure everything again, and open the next generation.
+        marks: for every outcome.
     """
 
     key: TuningKey
@@ -102,6 +103,7 @@ class TuningRequest:
     declared: str
     limits: Limits = field(default_factory=Limits)
     force: bool = False
+    marks: tuple[str, ...] = ()
 
 
 def key_record(request: TuningRequest) -> KeyRecord:
