@@ -116,7 +116,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def _remember_nothing(self) -> None:
         """Begin with no key known, beside Triton's own `cache` of choices."""
-        self._key_locks: dict[Any, threading.Lock] = {}
+        self._key_locks: dict[Any, threading.RLock] = {}
         self.rejections: dict[Any, Rejections] = {}
         self.postponed: dict[Any, Postponed] = {}
         self.captured: dict[Any, CapturedMiss] = {}
@@ -256,7 +256,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def reject(self, key: Any, specialisation: Any, config: Config) -> Rejections:
         """Take this memory key off the fast path: some calls of it cannot launch `config`."""
-        with self._key_locks.setdefault(key, threading.Lock()):
+        with self._key_locks.setdefault(key, threading.RLock()):
             rejections = self.rejections.setdefault(key, Rejections())
             rejections.reject(specialisation, config)
             if self.cache.get(key) is config:
@@ -272,7 +272,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         inductor.refuse_vmap(kernel_name(self.fn), args)
         if (running := capture.under_way()) and not kwargs.get("warmup"):
             return capture.resolve(self, key, form, args, kwargs, running)
-        with self._key_locks.setdefault(key, threading.Lock()):
+        with self._key_locks.setdefault(key, threading.RLock()):
             config = self.cache.get(key)
             if config is None:
                 config = miss.resolve(self, key, form, args, kwargs)

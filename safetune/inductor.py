@@ -145,7 +145,7 @@ def stored_regions(
     if not names or settings.mode is Mode.OFF:
         return tuple(() for _ in names)
     request = _request(_tuners[number], facts, index)
-    return regions.regions(request, names, open_lookup(settings).store)
+    return regions.regions(request, names, open_lookup(settings).kin(request.key))
 
 
 @constant
@@ -266,14 +266,14 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, place: int) ->
 def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
     """What a tuning of the traced call would be asked for, but for its tensors."""
     index = index if index >= 0 else int(device.active_driver().get_current_device())
-    found, toolchain = miss._detect(index)
+    found, toolchain = miss.detect(index)
     encoded = {
         name: {"tensor": canonical.dtype_name(what)} if kind == "tensor" else canonical.encode(what)
         for name, kind, what in facts
     }
     dtypes = [(name, canonical.dtype_name(what)) for name, kind, what in facts if kind == "tensor"]
     key = TuningKey(
-        kernel=miss._identity(tuner),
+        kernel=miss.identity_of(tuner),
         values=tuple((name, encoded[name]) for name in tuner.keys if name in encoded),
         dtypes=tuple(pair for pair in dtypes if pair[0] in tuner.arg_names),
         options=tuple(pair for pair in sorted(encoded.items()) if pair[0] not in tuner.arg_names),
@@ -294,6 +294,6 @@ def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningReq
         key=key,
         call=call,
         configs=tuple(tuner.configs),
-        declared=miss._declared(tuner),
+        declared=miss.declared_by(tuner),
         limits=tuner.limits,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from safetune.config import config_digest
-from safetune.store.sqlite import Store
+from safetune.fallback import pairs_of
+from safetune.store.records import KinChoice
 from safetune.tuning.jobs import TuningRequest
 
 #: Dynamo compiles a function at most 8 times (`recompile_limit`), and two are for the first, static
@@ -19,36 +20,38 @@ _MOST_REGIONS = 6
 Regions = tuple[tuple[Any, Any], ...]
 
 
-def regions(request: TuningRequest, names: Sequence[str], store: Store) -> tuple[Regions, ...]:
+def regions(
+    request: TuningRequest, names: Sequence[str], kin: Iterable[KinChoice]
+) -> tuple[Regions, ...]:
     """Return the regions of each of `names`, for the keys that differ from the request's in those.
 
     Stored values that lie side by side and have the same choices are one region. A name has none
     where no such key is stored.
     """
-    points = _points(request, names, store)
+    points = _points(request, names, kin)
     return tuple(_merged(points, place) for place in range(len(names)))
 
 
 def _points(
-    request: TuningRequest, names: Sequence[str], store: Store
+    request: TuningRequest, names: Sequence[str], kin: Iterable[KinChoice]
 ) -> dict[tuple[Any, ...], str]:
     """The choices of the keys that differ from the request's in `names` only, by their values."""
     record = request.key.record()
     toolchain = request.key.toolchain.record()
     digests = {config_digest(config) for config in request.configs}
     points = {}
-    for kin in store.kin(request.key.kernel.digest, request.key.device.digest):
-        values = dict(kin.call.get("values", []))
+    for each in kin:
+        values = {str(name): value for name, value in pairs_of(each.call.get("values"))}
         place = tuple(values.pop(name, None) for name in names)
         if (
-            kin.choice.config_digest in digests
-            and kin.toolchain == toolchain
-            and (kin.call.get("dtypes"), kin.call.get("options"))
+            each.choice.config_digest in digests
+            and each.toolchain == toolchain
+            and (each.call.get("dtypes"), each.call.get("options"))
             == (record["dtypes"], record["options"])
             and values == dict(record["values"])
             and all(type(value) in (int, float) for value in place)
         ):
-            points[place] = kin.choice.config_digest
+            points[place] = each.choice.config_digest
     return points
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.autotuner import Config, Heuristics
 
-from safetune import announce, arrays, miss
+from safetune import announce, arrays, frozen, miss, record
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
 from safetune.kernel_source import base_function
 from safetune.settings import Mode, Settings
@@ -38,7 +38,8 @@ class Resolved:
         grid: up to three integers, for this config; empty if none was asked for.
         config: the user's own object.
         kernel, key, key_digest, device: what was looked up.
-        provenance: `stored`, `tuned` (just now), `only` (nothing to choose from), or `off`.
+        provenance: `stored`, `tuned` (just now), `only` (nothing to choose from), `off`, or
+            `fallback`, in the modes that never tune.
     """
 
     fn: Any
@@ -174,11 +175,15 @@ def _chosen(
     stored = miss.stored(abstract, request, lookup)
     if stored is not None:
         return stored, "stored"
+    if settings.mode in (Mode.FROZEN, Mode.RECORD):
+        if settings.mode is Mode.RECORD:
+            record.remember(abstract, request, lookup.store)
+        return frozen.instead(request, lookup), "fallback"
     values = [*args, *kwargs.values()]
     given = [value for value in values if arrays.is_array(value)]
     factory = abstract.tuner.hooks.inputs is not None
     if not (factory or any(map(arrays.has_data, given))) or any(map(arrays.is_traced, given)):
-        missed(request, lookup)
+        record.remember(abstract, request, lookup.store)
         raise MissingChoice(
             f"{request.key.kernel.name} has no choice for {request.key} on "
             f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
@@ -187,10 +192,6 @@ def _chosen(
             f"--kernel {request.key.kernel.name}`"
         )
     return _tuned(abstract, args, kwargs, lookup), "tuned"
-
-
-def missed(request: TuningRequest, lookup: Lookup) -> None:
-    """Keep a key that could not be tuned here: a store of calls to tune offline belongs here."""
 
 
 def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:

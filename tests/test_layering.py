@@ -25,12 +25,13 @@ LAYERS: list[list[str]] = [
     ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
     ["tuning", "scratch"],
     [
-        *("progress", "announce", "inline", "fallback", "rejection", "background", "miss"),
-        *("capture", "arrays", "regions", "inductor", "pruning", "resolved"),
+        *("progress", "announce", "inline", "fallback", "frozen", "record", "rejection"),
+        *("background", "miss", "capture", "agreement"),
+        *("arrays", "regions", "inductor", "pruning", "resolved"),
     ],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
-    ["integrations", "checks", "kernels", "offline"],
+    ["integrations", "checks", "kernels", "offline", "recorded"],
     ["cli"],
     ["__main__"],
 ]

@@ -49,7 +49,7 @@ def a_gpu_to_trace_for() -> Iterator[None]:
     """Have torch and safetune believe in a GPU; good for tracing only."""
     from torch.utils import _triton
 
-    detected = mock.patch.object(miss, "_detect", return_value=(H100, TOOLCHAIN))
+    detected = mock.patch.object(miss, "detect", return_value=(H100, TOOLCHAIN))
     driver = mock.patch.object(device, "active_driver", _Driver)
     believed = mock.patch.object(_triton, "has_triton", return_value=True)
     with detected, driver, believed:
@@ -71,8 +71,10 @@ def choose(tuner: Any, config: triton.Config, *args: Any, **kwargs: Any) -> None
     """Store `config` as the choice for a call, as a tuning of it would."""
     missed = miss.Miss(tuner, args, {"grid": (1,), **kwargs})
     request = missed.request()
-    store = open_lookup(Settings.current()).store
-    store.put_key(key_record(request))
+    lookup = open_lookup(Settings.current())
+    lookup.forget(request.key.digest, request.declared)  # as a process that starts now
+    store = lookup.store
+    store.put_key(key_record(request.key))
     store.put_choice(
         ChoiceRecord(
             request.key.digest,
