@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.autotuner import Config, Heuristics
+from triton.runtime.jit import MockTensor
 
 from safetune import announce, arrays, frozen, miss, record
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
@@ -244,7 +245,8 @@ def _record(
         device=request.key.device.name,
         provenance=provenance,
         _signature={
-            name: getattr(value, "dtype", value) for name, value in {**named, **metaparams}.items()
+            name: MockTensor(value.dtype) if arrays.is_array(value) else value
+            for name, value in {**named, **metaparams}.items()
         },
     )
 

@@ -666,7 +666,8 @@ class TestTelling:
         assert kernel.keys == ["N"]
         assert (kernel.restore_value, kernel.reset_to_zero) == (["x"], [])
         assert (kernel.perf_model, kernel.configs_top_k) == (None, 3)
-        assert kernel.early_config_prune is prune
+        assert kernel.early_config_prune.__name__ == "choose"  # traced: it leaves one config
+        assert kernel.pruning == (prune, None)
         assert kernel.use_cuda_graph is False
         assert (kernel.user_defined_pre_hook, kernel.user_defined_post_hook) == (False, False)
         assert (hooked.user_defined_pre_hook, hooked.user_defined_post_hook) == (True, True)

@@ -163,6 +163,12 @@ class TestVariable:
         assert done.stdout.split() == ["False", "False"], done.stderr
         assert not reports(done.stderr)
 
+    def test_what_tunes_is_not_itself_tuned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from safetune.tuning.process import child_environment
+
+        monkeypatch.setenv("SAFETUNE_INSTALL", "1")
+        assert "SAFETUNE_INSTALL" not in child_environment()
+
     def test_a_value_that_means_nothing(self, fresh_process: FreshProcess) -> None:
         done = fresh_process("import safetune", env={"SAFETUNE_INSTALL": "yes"})
         assert "SAFETUNE_INSTALL='yes' is not known; use one of: 0, 1" in done.stderr

@@ -117,6 +117,18 @@ def test_a_miss_while_tracing(tuner: Any) -> None:
         lowered(scaling(tuner), jnp.zeros(N, jnp.bfloat16))
 
 
+def test_a_tracer_among_real_arrays(tuner: Any) -> None:
+    """Nothing is tuned on one half of the data."""
+    known = jnp.zeros(N, jnp.float16)
+
+    def resolving(x: Any) -> Any:
+        tuner.resolve(known, N, x, grid=(1,))
+        return x
+
+    with pytest.raises(MissingChoice):
+        jax.jit(resolving).trace(known)
+
+
 def test_vmap(tuner: Any) -> None:
     with pytest.raises(TracingError, match=r"jax\.vmap"):
         jax.vmap(scaling(tuner))(jnp.zeros((2, N)))

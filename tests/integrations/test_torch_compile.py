@@ -21,7 +21,10 @@ assert _spec.loader is not None
 traced = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(traced)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.compile traces")
+pytestmark = [
+    pytest.mark.internals,
+    pytest.mark.filterwarnings("ignore:.*torch.compile traces"),
+]
 
 
 @pytest.fixture(autouse=True)
