@@ -91,6 +91,8 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if not all(isinstance(hook, knobs.HookChain) for hook in hooks):
         return None
+    if any(each.kind is each.VAR_POSITIONAL for each in jit.signature.parameters.values()):
+        return None
     names = [parameter.name for parameter in jit.params]
     if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
         return None

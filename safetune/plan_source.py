@@ -1,4 +1,4 @@
-"""The source of a plan: what of a call's arguments is read, looked up and handed to the launcher."""
+"""The source of a plan: what of a call is read, looked up, and handed to the launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IN_THE_WAY = (
     " or compilation.instrumentation_mode != instrumentation"
     " or runtime.add_stages_inspection_hook is not None"
     " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
-    + (" or fpsan() != sanitized" if hasattr(type(knobs.compilation), FPSAN) else "")
+    + (" or fpsan() != sanitized" if FPSAN in vars(type(knobs.compilation)) else "")
 )
 
 _DEVICE = (
@@ -71,8 +71,9 @@ class Source:
                 self.possible &= type(value) in (float, bool, type(None))
 
     def text(self) -> str:
-        arguments = ", ".join(self._argument(i) for i in range(len(self._names)))
-        named = ", ".join(f"{name!r}: {self._value(i)}" for i, name in enumerate(self._names))
+        """Return the code."""
+        arguments = "".join(f"{self._argument(i)}, " for i in range(len(self._names)))
+        named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
         single = " or not (len(configs) == 1 and configs[0] is config)" if self._single else ""
         absent = "".join(f"v{i}, " for i, name in enumerate(self._names) if not self._given(name))
         return f"""
@@ -104,7 +105,7 @@ def launch(grid, a, k):
     y = grid[1] if dimensions > 1 else 1
     z = grid[2] if dimensions > 2 else 1
     if together:
-        run(grid[0], y, z, stream, *head, ({arguments},))
+        run(grid[0], y, z, stream, *head, ({arguments}))
     else:
         run(grid[0], y, z, stream, *head, {arguments})
     return kernel
@@ -112,9 +113,6 @@ def launch(grid, a, k):
 
     def _given(self, name: str) -> bool:
         return name in self._values
-
-    def _value(self, index: int) -> str:
-        return f"v{index}"
 
     def _argument(self, index: int) -> str:
         if index in self._pinned:
