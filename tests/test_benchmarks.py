@@ -352,6 +352,14 @@ def test_the_kernels_have_as_many_arguments_as_they_say() -> None:
         assert set(case.key) <= set(names)
 
 
+def test_heuristics_above_and_below_a_tuner() -> None:
+    module = importlib.import_module("launch_overhead")
+    few, some, _ = module.cases("cpu")
+    names = {name for name in module.VARIANTS if "heuristics" in name}
+    assert set(module.variants_of(some, "positional")) >= names
+    assert not names & set(module.variants_of(few, "positional")), "no constant to set"
+
+
 def test_no_key_of_the_launch_kernels_is_phantom() -> None:
     """Else safetune would look at fewer arguments than triton.autotune does."""
     from safetune import safetune

@@ -311,6 +311,7 @@ class TestChanges:
         assert collecting == [False], "a graph that is collected would end the capture"
         assert gc.isenabled()
         kernel.jit.pre_run_hooks.clear()
+        call(kernel)
         monkeypatch.setattr(capture, "under_way", lambda: 0)
         monkeypatch.setattr(kernel.tuner, "_miss", kernel._choose)
         call(kernel)

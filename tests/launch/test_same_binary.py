@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,27 +72,47 @@ class Call:
     event: str
 
 
-calls = st.builds(
-    Call,
-    values=st.fixed_dictionaries(
-        {
-            "x": tensors,
-            "y": tensors,
-            "n": st.sampled_from(INTEGERS),
-            "eps": scalars,
-            "T": scalars | tensors,
-            "U": constants,
-            "D": constants,
-        },
-        optional={"m": scalars, "bias": st.none() | tensors},
-    ),
-    positional=st.integers(0, 7),
-    order=st.integers(0, 3),
-    grid=st.sampled_from([(1,), [2, 3], (4, 5, 6), "lambda"]),
-    device=st.sampled_from([0, 0, 0, 1]),
-    stream=st.sampled_from([100, 200]),
-    event=st.sampled_from([*[""] * 8, "choose", "debug", "hook", "clear"]),
-)
+VALUES: dict[str, Any] = {
+    "x": tensors,
+    "y": tensors,
+    "n": st.sampled_from(INTEGERS),
+    "eps": scalars,
+    "T": scalars | tensors,
+    "U": constants,
+    "D": constants,
+    "m": scalars,
+    "bias": st.none() | tensors,
+}
+OPTIONAL = ("m", "bias")
+AROUND: dict[str, Any] = {
+    "positional": st.integers(0, 7),
+    "order": st.integers(0, 3),
+    "grid": st.sampled_from([(1,), [2, 3], (4, 5, 6), "lambda"]),
+    "device": st.sampled_from([0, 0, 0, 1]),
+    "stream": st.sampled_from([100, 200]),
+    "event": st.sampled_from([*[""] * 8, "choose", "debug", "hook", "clear"]),
+}
+
+
+@st.composite
+def sequences(draw: Any) -> list[Call]:
+    """Calls that differ in one or two respects from one before: near misses, and hits."""
+    values = st.fixed_dictionaries(
+        {name: value for name, value in VALUES.items() if name not in OPTIONAL},
+        optional={name: VALUES[name] for name in OPTIONAL},
+    )
+    found = [draw(st.builds(Call, values=values, **AROUND))]
+    for _ in range(draw(st.integers(0, 12))):
+        call = draw(st.sampled_from(found))
+        changed = dict(call.values)
+        for name in draw(st.lists(st.sampled_from(list(VALUES)), max_size=2)):
+            changed[name] = draw(VALUES[name])
+        around = {
+            name: draw(AROUND[name])
+            for name in draw(st.sets(st.sampled_from(list(AROUND)), max_size=1))
+        }
+        found.append(replace(call, values=changed, **{"event": "", **around}))
+    return found
 
 
 @hypothesis.settings(
@@ -100,7 +120,7 @@ calls = st.builds(
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-@hypothesis.given(sequence=st.lists(calls, min_size=1, max_size=8))
+@hypothesis.given(sequence=sequences())
 def test_the_same_binary(
     sequence: list[Call], machine: Machine, tuned: type[Tuned], kernels: Any
 ) -> None:
