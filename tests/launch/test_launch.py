@@ -303,17 +303,19 @@ class TestChanges:
     def test_a_fallback_under_capture_is_not_remembered(
         self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(kernel.tuner, "_miss", lambda *_: CONFIGS[3])
+        running = [7]
+        choose = kernel.tuner._miss
+        kernel.tuner._miss = lambda *call: CONFIGS[3] if running[0] else choose(*call)
+        monkeypatch.setattr(capture, "under_way", lambda: running[0])
         collecting = []
         kernel.jit.add_pre_run_hook(lambda *_, **__: collecting.append(gc.isenabled()))
-        monkeypatch.setattr(capture, "under_way", lambda: 7)
         call(kernel)
         assert collecting == [False], "a graph that is collected would end the capture"
         assert gc.isenabled()
         kernel.jit.pre_run_hooks.clear()
         call(kernel)
-        monkeypatch.setattr(capture, "under_way", lambda: 0)
-        monkeypatch.setattr(kernel.tuner, "_miss", kernel._choose)
+        assert kernel.tuner.best_config is CONFIGS[3]
+        running[0] = 0
         call(kernel)
         assert kernel.tuner.best_config is CONFIGS[0]
 

@@ -125,9 +125,7 @@ def test_the_same_binary(
     sequence: list[Call], machine: Machine, tuned: type[Tuned], kernels: Any
 ) -> None:
     """Each call twice: the second time it is known, unless something is in the way."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kernel = tuned(machine.kernel_of(kernels.mixed), CONFIGS, key=["n", "D", "T", "U"])
+    kernel = _tuned(machine, tuned, kernels)
     assert kernel.tuner.key_report.pinned == ("T", "U")
     reference = machine.kernel_of(kernels.mixed)
     hook = knobs.runtime.launch_enter_hook
@@ -140,6 +138,25 @@ def test_the_same_binary(
                 _compare(call, kernel, reference, machine)
     finally:
         knobs.runtime.debug, hook.calls = before
+
+
+@pytest.mark.parametrize("name", ["n", "m", "eps"])
+def test_every_integer(name: str, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+    """After every other one; `n` is a key, and the others are not."""
+    kernel = _tuned(machine, tuned, kernels)
+    reference = machine.kernel_of(kernels.mixed)
+    x, y = ADDRESSES[:2]
+    values = {"x": x, "y": y, "n": 7, "eps": 0.5, "T": 7, "U": 7, "D": 1, "m": 3}
+    for _ in range(2):
+        for value in INTEGERS:
+            call = Call({**values, name: value}, 7, 0, (1,), 0, 100, "")
+            _compare(call, kernel, reference, machine)
+
+
+def _tuned(machine: Machine, tuned: type[Tuned], kernels: Any) -> Tuned:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tuned(machine.kernel_of(kernels.mixed), CONFIGS, key=["n", "D", "T", "U"])
 
 
 def _happen(event: str, kernel: Tuned) -> None:
