@@ -33,7 +33,7 @@ def first(tuner: Autotuner, grid: Any, args: Args, kwargs: Kwargs) -> Any:
     with _no_collection_under_capture():  # it may compile
         kernel, config = by_triton(tuner, args, complete)
     if config is not None:
-        launch.plan.remember(args, kwargs, config, kernel)
+        launch.plan.remember(grid, args, kwargs, config, kernel)
     return kernel
 
 

@@ -18,7 +18,7 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.runtime.autotuner import Config
+from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import JITFunction
 
 from safetune import plan_source, scratch
@@ -49,19 +49,36 @@ class Plan:
         launch: (grid, args, kwargs) → the compiled kernel that was launched, or None.
     """
 
-    def __init__(self, tuner: Autotuner, form: CallForm, code: Any) -> None:
+    def __init__(
+        self,
+        tuner: Autotuner,
+        jit: Any,
+        heuristics: Mapping[str, Any],
+        form: CallForm,
+        source: plan_source.Source,
+    ) -> None:
         self._tuner = tuner
         self._form = form
+        defaults = {parameter.name: parameter.default for parameter in jit.params}
+        self._absent = {name: defaults[name] for name in source.absent}
         self._known: dict[Any, tuple[Any, ...]] = {}
-        names = _names(tuner, self._known)
-        exec(code, names)
+        self._chosen: dict[Any, dict[str, Any]] = {}  # for heuristics, which see a config's options
+        self._heuristics = bool(heuristics)
+        names = {
+            **_names(tuner, jit),
+            "known": self._known,
+            "chosen": self._chosen,
+            "heuristics": tuple(heuristics.values()),
+        }
+        exec(_compiled(source.text()), names)
         self.launch: Launch = names["launch"]
+        self._choice_key: Callable[..., Any] = names["choice_key"]
         self._key: Callable[..., Any] = names["key"]
         self._in_the_way: Callable[[], bool] = names["in_the_way"]
         self.launch.__dict__["plan"] = self
 
     def remember(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: Config, kernel: Any
+        self, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config: Config, kernel: Any
     ) -> None:
         """Launch this kernel for such calls from here on, if that can be done without Triton."""
         tuner = self._tuner
@@ -70,22 +87,21 @@ class Plan:
         if len(tuner.configs) > 1 and tuner.cache.get(self._form.key(args, kwargs)) is not config:
             return  # not the key's choice: it is rejected, or captured without one
         options = config.all_kwargs()
-        absent = [
-            options.get(parameter.name, parameter.default)
-            for index, parameter in enumerate(tuner.fn.params)
-            if index >= len(args) and parameter.name not in kwargs
-        ]
-        key, how = self._key(args, kwargs), _launcher(kernel)
+        rest = [options.get(name, default) for name, default in self._absent.items()]
+        key, how = self._key(grid, args, kwargs, options), _launcher(kernel)
         if key is None or how is None:
             return
         if len(self._known) >= _MOST_LAUNCHES:
             self._known.clear()
-        self._known[key] = (kernel, config, *how, absent)
+            self._chosen.clear()
+        self._known[key] = (kernel, config, *how, rest)
+        if self._heuristics:
+            self._chosen[self._choice_key(args, kwargs)] = options
 
 
 def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
     """Return a plan for calls like this one; None where Triton's own path has to be taken."""
-    jit = tuner.fn
+    jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -96,23 +112,32 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     names = [parameter.name for parameter in jit.params]
     if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
         return None
-    form = tuner._forms.of(args, kwargs)
     values = {**dict(zip(names, args, strict=False)), **kwargs}
-    source = plan_source.Source(tuner, form, len(args), values)
-    return Plan(tuner, form, _compiled(source.text())) if source.possible else None
+    if heuristics.keys() & values.keys():
+        return None
+    form = tuner._forms.of(args, kwargs)
+    source = plan_source.Source(tuner, jit, tuple(heuristics), form, len(args), values)
+    return Plan(tuner, jit, heuristics, form, source) if source.possible else None
+
+
+def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what is below a tuner's heuristics, and these in the order in which they run."""
+    found: dict[str, Any] = {}
+    while type(kernel) is Heuristics and not found.keys() & kernel.values.keys():
+        found.update(kernel.values)
+        kernel = kernel.fn
+    return kernel, found
 
 
 _JIT_RUN = JITFunction.run
 
 
-def _names(tuner: Autotuner, known: dict[Any, Any]) -> dict[str, Any]:
+def _names(tuner: Autotuner, jit: Any) -> dict[str, Any]:
     """What the code of a plan refers to; the switches as they are now."""
     import torch
 
-    jit = tuner.fn
     torch_device = torch.cuda.current_device
     return {
-        "known": known,
         "state": vars(tuner),
         "configs": tuner.configs,
         "jit": jit,
@@ -134,6 +159,7 @@ def _names(tuner: Autotuner, known: dict[Any, Any]) -> dict[str, Any]:
         "changed": _changed,
         "wide": _wide,
         "PIN": PIN,
+        "plain": plan_source.plain_types(),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -44,17 +44,27 @@ class Source:
     """Writes the code of a plan. Parameter i is `v{i}` there, and its address `p{i}`."""
 
     def __init__(
-        self, tuner: Autotuner, form: CallForm, positional: int, values: Mapping[str, Any]
+        self,
+        tuner: Autotuner,
+        jit: Any,
+        heuristics: Sequence[str],
+        form: CallForm,
+        positional: int,
+        values: Mapping[str, Any],
     ) -> None:
-        self._names = [parameter.name for parameter in tuner.fn.params]
+        self._names = [parameter.name for parameter in jit.params]
+        self._heuristics = [
+            (name, f"v{self._names.index(name)}" if name in self._names else f"h{number}")
+            for number, name in enumerate(heuristics)
+        ]
         self._positional = positional
         self._values = values
         self._tensors: list[int] = []
         self._parts: list[str] = []
         self._pinned: list[int] = []
         self._single = len(tuner.configs) == 1
-        self.possible = True
-        for index, parameter in enumerate(tuner.fn.params):
+        self.possible, plain = True, plain_types()
+        for index, parameter in enumerate(jit.params):
             if parameter.name not in values:
                 continue
             value, variable = values[parameter.name], f"v{index}"
@@ -62,7 +72,7 @@ class Source:
                 self._pinned.append(index)
             elif parameter.is_constexpr or parameter.name in tuner.keys:
                 self._parts.append(variable)
-                self.possible &= _is_plain(value)
+                self.possible &= type(value) in plain
             elif _is_tensor(value):
                 self._tensors.append(index)
             elif type(value) is int:
@@ -75,14 +85,20 @@ class Source:
         arguments = "".join(f"{self._argument(i)}, " for i in range(len(self._names)))
         named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
         single = " or not (len(configs) == 1 and configs[0] is config)" if self._single else ""
-        absent = "".join(f"v{i}, " for i, name in enumerate(self._names) if not self._given(name))
+        absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
         return f"""
 def in_the_way():
     return bool({_IN_THE_WAY})
 
-def key(a, k):
+def choice_key(a, k):
 {self._unpack()}
     return {self._key()}
+
+def key(grid, a, k, options):
+{self._unpack()}
+    key = {self._key()}
+{self._set_by_heuristics()}
+    return key
 
 def launch(grid, a, k):
     if {_IN_THE_WAY}:
@@ -90,7 +106,10 @@ def launch(grid, a, k):
     if jit.used_global_vals and changed(jit.used_global_vals):
         return None
 {self._unpack()}
-    found = known.get({self._key()})
+    key = {self._key()}
+{self._look_choice_up()}
+{self._set_by_heuristics()}
+    found = known.get(key)
     if found is None:
         return None
     kernel, config, run, head, together, rest = found
@@ -110,6 +129,44 @@ def launch(grid, a, k):
         run(grid[0], y, z, stream, *head, {arguments})
     return kernel
 """
+
+    @property
+    def absent(self) -> list[str]:
+        """The parameters that a config sets, or the default."""
+        set_by_heuristics = dict(self._heuristics)
+        return [
+            each for each in self._names if not (self._given(each) or each in set_by_heuristics)
+        ]
+
+    def _look_choice_up(self) -> str:
+        if not self._heuristics:
+            return ""
+        return """
+    options = chosen.get(key)
+    if options is None:
+        return None
+"""
+
+    def _set_by_heuristics(self) -> str:
+        """As `Heuristics.run` does it, after the choice and before Triton sees the arguments."""
+        if not self._heuristics:
+            return ""
+        given = [
+            f"{name!r}: {'PIN' if i in self._pinned else f'v{i}'}"
+            for i, name in enumerate(self._names)
+            if self._given(name)
+        ]
+        extra = "**options, 'grid': grid, 'warmup': False"
+        lines = [f"named = {{{', '.join([*given, extra])}}}"]
+        variables = [variable for _, variable in self._heuristics]
+        for number, (name, variable) in enumerate(self._heuristics):
+            lines.append(f"{variable} = named[{name!r}] = heuristics[{number}]({{**named}})")
+        lines += [
+            f"if not plain.issuperset(({''.join(f'{each}.__class__, ' for each in variables)})):",
+            "    return None",
+            f"key = (key, {''.join(f'{each}, {each}.__class__, ' for each in variables)})",
+        ]
+        return "\n".join(f"    {line}" for line in lines)
 
     def _given(self, name: str) -> bool:
         return name in self._values
@@ -152,9 +209,8 @@ def _is_tensor(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether equal values of this type are the same constant, to Triton and in a key."""
+def plain_types() -> frozenset[type]:
+    """Types of which equal values are the same constant, to Triton and in a key."""
     import torch
 
-    plain = (int, bool, float, str, type(None), torch.dtype, triton.language.dtype)
-    return type(value) in plain
+    return frozenset({int, bool, float, str, type(None), torch.dtype, triton.language.dtype})

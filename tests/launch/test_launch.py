@@ -359,6 +359,91 @@ def test_heuristics_above(machine: Machine, tuned: type[Tuned], kernels: Any) ->
     assert machine.launches[:2] == machine.launches[2:]
 
 
+class TestHeuristicsBelow:
+    """They see what the config sets, and what they say decides the binary."""
+
+    def tuned(self, machine: Machine, tuned: type[Tuned], kernels: Any, values: Any) -> Tuned:
+        jit = machine.kernel_of(kernels.scale)
+        kernel = tuned(jit, CONFIGS, key=["n"])
+        kernel.tuner.fn = triton.heuristics(values)(jit)
+        return kernel
+
+    @staticmethod
+    def launch(kernel: Tuned, n: int = 32, eps: Any = 0.5, grid: Any = (1,)) -> bool:
+        before = kernel.by_triton
+        kernel.tuner[grid](X, OUT, n, eps, 7)
+        return kernel.by_triton > before
+
+    def test_known(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        seen: list[dict[str, Any]] = []
+
+        def even(named: dict[str, Any]) -> int:
+            seen.append(named)
+            return named["BLOCK"] * named["num_warps"] + named["n"]
+
+        kernel = self.tuned(machine, tuned, kernels, {"D": even})
+        assert self.launch(kernel)
+        by_triton = seen[0]
+        seen.clear()
+        assert not self.launch(kernel)
+        (known,) = seen
+        assert known.keys() == by_triton.keys()
+        assert all(known[name] is by_triton[name] for name in known)
+        assert self.launch(kernel, n=48)
+        assert not self.launch(kernel, n=48)
+        first, second, third, fourth = machine.launches
+        assert first == second != third == fourth
+        assert [launch[8] for launch in (first, third)] == [16 + 32, 16 * 2 + 48]
+
+    def test_what_they_say_changes(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        """For arguments that are otherwise the same, as one that looks at a tensor's shape."""
+        said = [3]
+        kernel = self.tuned(machine, tuned, kernels, {"D": lambda named: said[0]})
+        for value in (3, 3.0, 4, True, 1):
+            said[0] = value
+            assert self.launch(kernel), value
+            assert not self.launch(kernel), value
+            assert type(machine.launches[-1][8]) is type(value)
+        said[0] = 3
+        assert not self.launch(kernel)
+        assert machine.launches[-1] == machine.launches[0]
+
+    def test_options_and_the_grid(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        """One may set what is no argument; the grid sees what they say."""
+        configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
+        jit = machine.kernel_of(kernels.scale)
+        kernel = tuned(jit, configs, key=["n"])
+        options = {"D": lambda named: 5, "maxnreg": lambda named: 64 if named["n"] > 32 else 32}
+        kernel.tuner.fn = triton.heuristics(options)(jit)
+        for n in (32, 64, 32, 64):
+            self.launch(kernel, n=n, grid=lambda meta: (meta["D"],))
+        first, second, third, fourth = machine.launches
+        assert first == third
+        assert second == fourth
+        assert "'maxnreg': '32'" in first[0]
+        assert "'maxnreg': '64'" in second[0]
+        assert first[1] == (5, 1, 1)
+        assert kernel.by_triton == 2
+
+    def test_a_tensor_is_not_kept(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        made: list[Any] = []
+
+        def bias(named: dict[str, Any]) -> torch.Tensor:
+            tensor = torch.zeros(64)
+            made.append(weakref.ref(tensor))
+            return tensor
+
+        jit = machine.kernel_of(kernels.scale)
+        kernel = tuned(jit, CONFIGS, key=["n"])
+        kernel.tuner.fn = triton.heuristics({"D": lambda named: 1, "bias": bias})(jit)
+        machine.launches = _Nowhere()
+        for _ in range(3):
+            assert self.launch(kernel)
+        assert [reference() for reference in made] == [None] * len(made)
+
+
 def test_no_tensor_is_kept(kernel: Tuned) -> None:
     for _ in range(2):
         x = torch.zeros(64)
