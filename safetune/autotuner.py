@@ -143,7 +143,11 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self._call(grid, *args, **kwargs)
 
     def _call(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
-        known = self._plans.get((*map(type, args), *kwargs, *map(type, kwargs.values())))
+        if kwargs:  # as `plan.kind`, without a call
+            kind = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+        else:
+            kind = tuple(map(type, args))
+        known = self._plans.get(kind)
         if known is not None:
             kernel = known(grid, args, kwargs)
             if kernel is not None:

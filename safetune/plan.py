@@ -39,6 +39,8 @@ Launch = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 def kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind:
     """Return the way in which a kernel is called."""
+    if not kwargs:
+        return tuple(map(type, args))
     return (*map(type, args), *kwargs, *map(type, kwargs.values()))
 
 
@@ -104,6 +106,8 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None
+    if _nvidia_driver() is None:
+        return None
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if not all(isinstance(hook, knobs.HookChain) for hook in hooks):
         return None
@@ -127,6 +131,15 @@ def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:
         found.update(kernel.values)
         kernel = kernel.fn
     return kernel, found
+
+
+def _nvidia_driver() -> Any:
+    """Triton's active driver; None for another back end, which may tell more of a tensor apart."""
+    try:
+        active = driver.active
+    except RuntimeError:  # no device, as the launch is about to say
+        return None
+    return active if active.get_current_target().backend == "cuda" else None
 
 
 _JIT_RUN = JITFunction.run
@@ -154,6 +167,7 @@ def _names(tuner: Autotuner, jit: Any) -> dict[str, Any]:
         "fpsan": _fpsan,
         "sanitized": _fpsan(),
         "driver": driver,
+        "own_driver": driver.active,
         "torch_device": torch_device,
         "quick_device": getattr(torch._C, "_cuda_getDevice", torch_device),
         "changed": _changed,

@@ -35,6 +35,8 @@ _IN_THE_WAY = (
 
 _DEVICE = (
     "active = driver.active",
+    "if active is not own_driver:",
+    "    return None",
     "current = active.get_current_device",
     "device = quick_device() if current is torch_device else current()",
 )

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from safetune import capture, plan, scratch
@@ -216,6 +218,21 @@ class TestInTheWay:
         monkeypatch.setattr(JITFunction, "run", watched)
         call(kernel)
         assert seen == [16]
+
+    def test_another_back_end(
+        self, kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(machine, "get_current_target", lambda: GPUTarget("hip", "gfx942", 64))
+        kernel.jit.device_caches = {0: kernel.jit.device_caches[0]}  # for a compiler that is here
+        for _ in range(2):
+            call(kernel)
+        assert list(kernel.tuner._plans.values()) == [None]
+
+    def test_another_driver(self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+        for _ in range(2):
+            call(kernel)
+        monkeypatch.setattr(driver, "_active", type(driver._active)())
+        assert goes_by_triton(kernel)
 
     def test_arguments_that_only_triton_takes(self, kernel: Tuned) -> None:
         class Pointer:
