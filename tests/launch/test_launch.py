@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import capture, plan, scratch
+from safetune import capture, plan, plan_source, scratch
+from safetune.call_form import PIN
 from safetune.phantom import PhantomKeyWarning
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.internals
 
+OLD = triton.__version__.startswith("3.6")
 LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "20000"))
 
 
@@ -244,6 +246,25 @@ class TestInTheWay:
         for _ in range(2):
             assert goes_by_triton(kernel, x=Pointer())
 
+    def test_memory_that_no_device_is_known_to_reach(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(plan_source, "ON_DEVICE", "is_cuda")
+        for _ in range(2):
+            assert goes_by_triton(kernel)
+
+    def test_any_number_of_arguments(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        jit = machine.kernel_of(kernels.several)
+        if OLD:
+            pytest.skip("this Triton has no such kernels")
+        kernel = tuned(jit, [triton.Config({}, num_warps=1), triton.Config({})], key=[])
+        for _ in range(2):
+            kernel.tuner[(1,)](OUT, X, X)
+        assert machine.launches[0] == machine.launches[1]
+        assert kernel.by_triton == 2
+
     def test_options_in_the_call(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
         with pytest.warns(PhantomKeyWarning):
             kernel = tuned(
@@ -381,7 +402,8 @@ class TestHeuristicsBelow:
 
     def tuned(self, machine: Machine, tuned: type[Tuned], kernels: Any, values: Any) -> Tuned:
         jit = machine.kernel_of(kernels.scale)
-        kernel = tuned(jit, CONFIGS, key=["n"])
+        with pytest.warns(PhantomKeyWarning):
+            kernel = tuned(jit, CONFIGS, key=["n", "T"])
         kernel.tuner.fn = triton.heuristics(values)(jit)
         return kernel
 
@@ -401,6 +423,7 @@ class TestHeuristicsBelow:
         kernel = self.tuned(machine, tuned, kernels, {"D": even})
         assert self.launch(kernel)
         by_triton = seen[0]
+        assert by_triton["T"] == PIN != 7
         seen.clear()
         assert not self.launch(kernel)
         (known,) = seen
@@ -426,6 +449,22 @@ class TestHeuristicsBelow:
         said[0] = 3
         assert not self.launch(kernel)
         assert machine.launches[-1] == machine.launches[0]
+
+    def test_one_after_the_other(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        values = {"D": lambda named: named["n"] // 8, "bias": lambda named: named["D"] + 1}
+        kernel = self.tuned(machine, tuned, kernels, values)
+        assert self.launch(kernel)
+        assert not self.launch(kernel)
+        assert [launch[8:] for launch in machine.launches] == [(4, 16, 5)] * 2
+
+    def test_one_that_the_call_gives_too(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        """The heuristic has the last word, in Triton."""
+        kernel = self.tuned(machine, tuned, kernels, {"D": lambda named: 9})
+        for _ in range(2):
+            assert goes_by_triton(kernel)
+        assert [launch[8] for launch in machine.launches] == [9, 9]
 
     def test_options_and_the_grid(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
         """One may set what is no argument; the grid sees what they say."""
