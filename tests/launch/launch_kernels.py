@@ -34,4 +34,4 @@ def mixed(x, y, n, eps, T, U: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 
 def several(out, *values):
     """As many pointers as are given."""
-    tl.store(out, tl.load(values[0]) + tl.load(values[1]))
+    tl.store(out, tl.load(values[0]))

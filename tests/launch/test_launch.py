@@ -261,7 +261,7 @@ class TestInTheWay:
             pytest.skip("this Triton has no such kernels")
         kernel = tuned(jit, [triton.Config({}, num_warps=1), triton.Config({})], key=[])
         for _ in range(2):
-            kernel.tuner[(1,)](OUT, X, X)
+            kernel.tuner[(1,)](OUT, X)
         assert machine.launches[0] == machine.launches[1]
         assert kernel.by_triton == 2
 
