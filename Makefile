@@ -42,6 +42,14 @@ test-gpu: env  ## Pass the tests that need a GPU, one at a time
 faults: env  ## Run every named fault, print the table, and fail where one fails or has no test
 	$(VENV)/bin/python tests/faults/table.py $(FAULTS_ARGS)
 
+.PHONY: store-faults
+store-faults: env  ## Make every fault of the store as often as its row says, and count what is lost
+	TRITON_INTERPRET=1 $(VENV)/bin/python tests/store/faults/table.py $(STORE_FAULTS_ARGS)
+
+.PHONY: ownership
+ownership: env  ## Check who writes each element of the norms for every size, group and SM count of C6
+	OWNERSHIP=all TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/checks/test_shipped_kernels.py
+
 .PHONY: soak
 soak: env  ## Tune 300 times in one process, a third of the configs faulty, and look for leaks
 	$(VENV)/bin/python benchmarks/soak.py $(SOAK_ARGS)

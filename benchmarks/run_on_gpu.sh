@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in commands of less than ten minutes each:
 #
 #   OUT=results benchmarks/run_on_gpu.sh               tests, demo, launch overhead
-#   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up
+#   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up, store
 #   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
 #
 # The last two begin nothing that would end more than BUDGET seconds (default: 540) after the start,
@@ -19,9 +19,9 @@ cd "$(dirname "$0")/.."
 root=$PWD
 mode=${1:-checks}
 case $mode in
-    checks | bench | tuning_time | choice_quality | startup) ;;
+    checks | bench | tuning_time | choice_quality | startup | store) ;;
     *)
-        echo "usage: $0 [checks | bench | (tuning_time | choice_quality | startup) [OPTION...]]" >&2
+        echo "usage: $0 [checks | bench | (tuning_time | choice_quality | startup | store) [OPTION...]]" >&2
         exit 2
         ;;
 esac
@@ -104,6 +104,7 @@ bench() {
     parts tuning_time tuning_time
     parts choice_quality choice_quality
     parts startup startup
+    parts store store
     parts isolation_cost tuning_time --isolation-cost
 }
 

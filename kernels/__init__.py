@@ -1,4 +1,4 @@
-"""Triton kernels that safetune ships: layer norm and RMS norm, forward and backward.
+"""LayerNorm, RMSNorm and GroupNorm as Triton kernels, forward and backward, in place of FLA's.
 
 `safetune.kernels.layer_norm` is the function here; its kernels are in the module of the same name,
 `from safetune.kernels.layer_norm import ...`.
@@ -6,14 +6,34 @@
 
 # Importing the workloads declares them, so `safetune tune safetune.kernels.layer_norm` finds them.
 from safetune.kernels import workloads as workloads
-from safetune.kernels.functional import layer_norm, layer_norm_bwd, layer_norm_fwd, rms_norm
+from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
 from safetune.kernels.grid_policy import GridPlan, plan_grid
+from safetune.kernels.modules import (
+    GroupNorm,
+    GroupNormLinear,
+    LayerNorm,
+    LayerNormLinear,
+    RMSNorm,
+    RMSNormLinear,
+)
+from safetune.kernels.norm import group_norm, layer_norm, rms_norm
+from safetune.kernels.norm_linear import group_norm_linear, layer_norm_linear, rms_norm_linear
 
 __all__ = [
     "GridPlan",
+    "GroupNorm",
+    "GroupNormLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "RMSNorm",
+    "RMSNormLinear",
+    "group_norm",
+    "group_norm_linear",
     "layer_norm",
     "layer_norm_bwd",
     "layer_norm_fwd",
+    "layer_norm_linear",
     "plan_grid",
     "rms_norm",
+    "rms_norm_linear",
 ]

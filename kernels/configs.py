@@ -1,9 +1,7 @@
-"""The configs that the layer-norm kernels are tuned over, and how tall a tile each of them makes.
+"""The configs that the layer-norm kernels are tuned over, and what tiles and grids they make.
 
 A config fixes how many elements a tile has, not how many rows, so that every config is valid for
-every number of columns: a tile is as many whole rows as fit, and at least one. 16 elements per
-thread, `512 * num_warps` per tile, stay in registers; the backward pass needs up to eight per
-element, so no more than 8192 elements fit the 65536 that a program can have.
+every number of columns: a tile is as many whole rows as fit, or else a slice of one row.
 """
 
 from __future__ import annotations
@@ -14,18 +12,38 @@ from typing import Any
 import triton
 from triton import Config
 
-#: Above this, the fp32 copies of one thread's share of a tile no longer fit its 255 registers.
-MAX_ELEMENTS_PER_THREAD = 32
+#: A row is cut in multiples of this, so that slices begin where vectors of 16 bytes do.
+SLICE_ALIGNMENT = 128
+
+#: A tile of several rows has no more elements: its threads would each need columns of their own.
+TALL_TILE = 4096
+
+#: Rows are not cut in slices shorter than this; and only the longer ones are cut at all.
+LONG_SLICE = 8192
+
+#: The most elements in a tile of the backward kernel: a program keeps sums of so many columns.
+WIDEST_TILE = 16384
 
 
 def _forward_config(num_warps: int, elements_per_thread: int = 16) -> Config:
     return Config({"TILE_ELEMENTS": 32 * num_warps * elements_per_thread}, num_warps=num_warps)
 
 
-def _backward_config(num_warps: int, pipeline_stages: int) -> Config:
-    tile_elements = min(512 * num_warps, 8192)
+def _backward_config(
+    num_warps: int,
+    stages: int,
+    elements_per_thread: int = 16,
+    load_again: bool = False,
+    most_registers: int | None = None,
+) -> Config:
     return Config(
-        {"TILE_ELEMENTS": tile_elements, "PIPELINE_STAGES": pipeline_stages}, num_warps=num_warps
+        {
+            "TILE_ELEMENTS": 32 * num_warps * elements_per_thread,
+            "PIPELINE_STAGES": stages,
+            "LOAD_AGAIN": load_again,
+        },
+        num_warps=num_warps,
+        maxnreg=most_registers,
     )
 
 
@@ -35,59 +53,116 @@ def _finalize_config(tile_programs: int, tile_columns: int, num_warps: int) -> C
     )
 
 
-# The first config of each list runs when nothing is tuned, so it works for any columns and dtypes:
-# with one stage the backward kernel needs next to no shared memory, however long the rows are.
+# Each list has, for every number of columns and both norms, the fastest of an H100 or one within
+# 1 % of it (benchmarks/norms.py --sweep), and two that any card can launch. The first config runs
+# when nothing is tuned, so it works for any columns and dtypes. 16 elements per thread stay in
+# registers, with the eight of each that the backward pass needs; 32 do if they are loaded again.
 FORWARD_CONFIGS = [
     _forward_config(num_warps=8),
-    _forward_config(num_warps=1),
-    _forward_config(num_warps=2),
+    _forward_config(num_warps=4, elements_per_thread=8),
+    _forward_config(num_warps=8, elements_per_thread=8),
     _forward_config(num_warps=4),
     _forward_config(num_warps=4, elements_per_thread=32),
-    _forward_config(num_warps=8, elements_per_thread=32),
     _forward_config(num_warps=16),
-    _forward_config(num_warps=32),
+    _forward_config(num_warps=8, elements_per_thread=32),
+    _forward_config(num_warps=16, elements_per_thread=32),
+    _forward_config(num_warps=32, elements_per_thread=32),
 ]
 
+# Stages are rows in shared memory, of which not all cards have enough for long ones: the configs of
+# one stage need next to none. 128 registers for 256 threads let a second program on a
+# multiprocessor.
 BACKWARD_CONFIGS = [
-    _backward_config(num_warps=8, pipeline_stages=1),
-    _backward_config(num_warps=2, pipeline_stages=2),
-    _backward_config(num_warps=4, pipeline_stages=2),
-    _backward_config(num_warps=4, pipeline_stages=3),
-    _backward_config(num_warps=8, pipeline_stages=2),
-    _backward_config(num_warps=16, pipeline_stages=2),
-    _backward_config(num_warps=32, pipeline_stages=1),
-    _backward_config(num_warps=32, pipeline_stages=2),
+    _backward_config(num_warps=8, stages=1),
+    _backward_config(num_warps=4, stages=2, elements_per_thread=8),
+    _backward_config(num_warps=4, stages=1),
+    _backward_config(num_warps=4, stages=2),
+    _backward_config(num_warps=4, stages=3),
+    _backward_config(num_warps=8, stages=4),
+    _backward_config(num_warps=16, stages=3),
+    _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
+    _backward_config(16, 1, elements_per_thread=32, load_again=True),
 ]
 
 FINALIZE_CONFIGS = [
+    _finalize_config(128, 16, num_warps=4),
+    _finalize_config(256, 8, num_warps=4),
     _finalize_config(64, 32, num_warps=4),
-    _finalize_config(32, 32, num_warps=4),
-    _finalize_config(32, 64, num_warps=4),
-    _finalize_config(32, 128, num_warps=8),
     _finalize_config(64, 64, num_warps=8),
-    _finalize_config(128, 32, num_warps=8),
 ]
 
 
 @triton.constexpr_function
 def tile_rows(tile_elements, columns):
-    """Return how many whole rows a tile has; called by kernels, their grids and the grid policy."""
+    """Return how many whole rows a tile has, or 1 where it is a slice of a row."""
     return max(1, tile_elements // triton.next_power_of_2(columns))
 
 
-def backward_tile_heights(columns: int) -> list[int]:
-    """Return the tile heights that the backward configs make of rows of this length."""
-    return [tile_rows(config.kwargs["TILE_ELEMENTS"], columns) for config in BACKWARD_CONFIGS]
+@triton.constexpr_function
+def slice_columns(tile_elements, columns):
+    """Return how many columns of a row a tile has: all, or the least that needs no more slices."""
+    slices = triton.cdiv(columns, tile_elements)
+    if slices == 1:
+        return columns
+    return triton.cdiv(triton.cdiv(columns, slices), SLICE_ALIGNMENT) * SLICE_ALIGNMENT
 
 
-def prune_spilling(
+def slice_count(tile_elements: int, columns: int) -> int:
+    """Return how many tiles make one row; 1 where a tile has whole rows."""
+    return triton.cdiv(columns, slice_columns(tile_elements, columns))
+
+
+def programs_per_sm(columns: int) -> float:
+    """Return how many programs of the backward kernel go on one multiprocessor, slices as one.
+
+    As many as keep enough loads under way; each has partial sums of its own, so long rows get few.
+    """
+    if columns > LONG_SLICE:
+        return 1 / max(2, triton.cdiv(columns, WIDEST_TILE))
+    return max(1, min(4, 4096 // triton.next_power_of_2(columns)))
+
+
+def prune_configs(
     configs: Sequence[Config], named_args: dict[str, Any], *, COLUMNS: int, **kwargs: Any
 ) -> list[Config]:
-    """Return the configs whose threads can hold their share of a row, or those closest to it."""
-    shares = [
-        max(config.kwargs["TILE_ELEMENTS"], triton.next_power_of_2(COLUMNS))
-        // (32 * config.num_warps)
-        for config in configs
+    """Return the configs that cut no row, or long ones into long slices, with no tile too tall."""
+    slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in configs]
+    most = max(min(slices), triton.cdiv(COLUMNS, LONG_SLICE))
+    return [
+        config
+        for config, count in zip(configs, slices, strict=True)
+        if count <= most
+        and (
+            config.kwargs["TILE_ELEMENTS"] <= TALL_TILE
+            or tile_rows(config.kwargs["TILE_ELEMENTS"], COLUMNS) == 1
+        )
     ]
-    limit = max(MAX_ELEMENTS_PER_THREAD, min(shares))
-    return [config for config, share in zip(configs, shares, strict=True) if share <= limit]
+
+
+def prune_backward_configs(
+    configs: Sequence[Config],
+    named_args: dict[str, Any],
+    *,
+    COLUMNS: int,
+    IN_PLACE: bool,
+    **kwargs: Any,
+) -> list[Config]:
+    """Return those of them that give every multiprocessor a program, or that cut no row in place.
+
+    Raises:
+        ValueError: rows that no config leaves whole are to be written in place.
+    """
+    left = prune_configs(configs, named_args, COLUMNS=COLUMNS)
+    slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in left]
+    if IN_PLACE and min(slices) > 1:
+        raise ValueError(
+            f"IN_PLACE=True with COLUMNS={COLUMNS}: rows of more than {WIDEST_TILE} columns are "
+            "cut in slices, whose readers would see what others have stored; give the outputs "
+            "memory of their own"
+        )
+    per_sm = programs_per_sm(COLUMNS)
+    return [
+        config
+        for config, count in zip(left, slices, strict=True)
+        if (count == 1 if IN_PLACE else count * per_sm >= 1)
+    ]

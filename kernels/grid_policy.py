@@ -8,19 +8,17 @@ construction, for any number of rows:
 - every program owns at least one row, so none is idle and every partial sum is written;
 - the number of programs, and so the size of the partial sums, is bounded by the machine.
 
-Proof. The rows of a group are cut into `tiles = ceil(rows / alignment)` tiles of `alignment` rows,
-the last one possibly shorter. With `share, longer = divmod(tiles, programs)`, program j gets the
-tiles from `j * share + min(j, longer)` on, `share + 1` of them if `j < longer` and else `share`.
-Where the run of j ends, that of j + 1 begins; the first begins at tile 0, and the last ends at
-`programs * share + longer = tiles`. So the runs partition the tiles, and, each clipped to the rows
-there are, the rows. As `programs <= tiles`, each run has a tile; as `(tiles - 1) * alignment <
-rows`, each tile has a row. Groups have no row in common. And `programs * groups` is at most
+Proof. With `share, longer = divmod(rows, programs)`, program j of a group gets the rows from
+`j * share + min(j, longer)` on, `share + 1` of them if `j < longer` and else `share`. Where the run
+of j ends, that of j + 1 begins; the first begins at row 0, and the last ends at
+`programs * share + longer = rows`. So the runs partition the rows. As `programs <= rows`, each run
+has a row. Groups have no row in common. And `programs * groups` is at most
 `max(sm_count * programs_per_sm, groups)`.
 
-A program may walk its rows in tiles of any height, if it masks what it loads and stores by the rows
-it owns: ownership does not depend on the height that the tuner picks. The alignment only saves
-work. It is the least common multiple of tile heights where there are rows enough for that, and then
-no such tile is cut short before the last row.
+A program walks its rows in tiles of any height and masks what it loads and stores by the rows it
+owns: ownership does not depend on the height that the tuner picks, so no height is a parameter
+here. Only the last tile of a run is cut short. That costs idle lanes and not a byte of traffic; to
+align runs with tiles would cost balance, up to a whole tile of the tallest config on each program.
 
 What this replaces: fla-org/flash-linear-attention#796 and #1249, where a program's rows were
 `cdiv(rows, programs)`, unrelated to the tile height, and tiles ran into the next program's rows.
@@ -28,9 +26,10 @@ What this replaces: fla-org/flash-linear-attention#796 and #1249, where a progra
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+#: Partial sums may move this much of what the rows themselves move, where there is a choice.
+PARTIALS_SHARE = 0.06
 
 
 @dataclass(frozen=True)
@@ -42,36 +41,33 @@ class GridPlan:
     Attributes:
         rows: rows in each group.
         groups: independent groups; program p works on group `p // programs_per_group`.
-        alignment: every program's first row is a multiple of this.
         programs_per_group: how many programs share the rows of one group; 0 without rows.
     """
 
     rows: int
     groups: int
-    alignment: int
     programs_per_group: int
 
     @property
     def programs(self) -> int:
-        """The size of the grid, and the number of partial sums."""
+        """The number of programs, and so of partial sums."""
         return self.groups * self.programs_per_group
 
     def owned_rows(self, program: int) -> range:
-        """Return the rows, counted within its group, that one program of the grid owns."""
+        """Return the rows, counted within its group, that one program owns."""
         index = program % self.programs_per_group
-        share, longer = divmod(-(-self.rows // self.alignment), self.programs_per_group)
+        share, longer = divmod(self.rows, self.programs_per_group)
         first = index * share + min(index, longer)
-        last = first + share + (index < longer)
-        return range(first * self.alignment, min(last * self.alignment, self.rows))
+        return range(first, first + share + (index < longer))
 
 
 def plan_grid(
     rows: int,
     groups: int,
     sm_count: int,
-    tile_heights: Iterable[int],
-    programs_per_sm: int = 4,
-    tiles_per_sm: int = 4,
+    programs_per_sm: float = 2,
+    row_bytes: int = 0,
+    partial_bytes: int = 0,
 ) -> GridPlan:
     """Return the plan for `rows` rows in each of `groups` groups; pure, the same everywhere.
 
@@ -79,32 +75,22 @@ def plan_grid(
         rows: rows in each group, 0 or more.
         groups: independent groups, at least 1.
         sm_count: multiprocessors of the device.
-        tile_heights: the rows per tile of every config that the tuner may pick.
-        programs_per_sm: how many programs one multiprocessor is given at most.
-        tiles_per_sm: the alignment stays so small that there are this many tiles for each.
+        programs_per_sm: how many programs one multiprocessor is given at most; below 1 where
+            several multiprocessors work on one row.
+        row_bytes: what is read and written of each row.
+        partial_bytes: what is written, and read again, of each program's partial sums. More
+            programs than keep the multiprocessors busy are not worth more than `PARTIALS_SHARE`.
 
     Raises:
-        ValueError: a count is out of range, or there are no tile heights.
+        ValueError: a count is out of range.
     """
-    heights = sorted(set(tile_heights))
-    if rows < 0 or groups < 1 or sm_count < 1 or programs_per_sm < 1 or tiles_per_sm < 1:
+    if rows < 0 or groups < 1 or sm_count < 1 or programs_per_sm <= 0:
         raise ValueError(
-            f"rows={rows} must be at least 0, and groups={groups}, sm_count={sm_count}, "
-            f"programs_per_sm={programs_per_sm}, tiles_per_sm={tiles_per_sm} at least 1"
+            f"rows={rows} must be at least 0, groups={groups} and sm_count={sm_count} at least 1, "
+            f"and programs_per_sm={programs_per_sm} more than 0"
         )
-    if not heights or heights[0] < 1:
-        raise ValueError(f"tile_heights={heights} must name at least one height, each at least 1")
-    alignment = _alignment(rows, groups, heights, wanted_tiles=tiles_per_sm * sm_count)
-    tiles = -(-rows // alignment)
-    programs_per_group = min(max(1, programs_per_sm * sm_count // groups), tiles)
-    return GridPlan(rows, groups, alignment, programs_per_group)
-
-
-def _alignment(rows: int, groups: int, heights: list[int], wanted_tiles: int) -> int:
-    """Return the lcm of the longest run of smallest heights that leaves the wanted tiles."""
-    alignment = heights[0]
-    for multiple in (math.lcm(*heights[:count]) for count in range(2, len(heights) + 1)):
-        if -(-rows // multiple) * groups < wanted_tiles:
-            break
-        alignment = multiple
-    return alignment
+    most = int(programs_per_sm * sm_count)
+    if partial_bytes:
+        worthwhile = int(PARTIALS_SHARE * rows * groups * row_bytes / partial_bytes)
+        most = min(most, max(1, worthwhile // sm_count) * sm_count)
+    return GridPlan(rows, groups, min(rows, max(1, most // groups)))

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from safetune.kernels.configs import backward_tile_heights, tile_rows
+from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 
-#: A tile holds at least one whole row, so this bounds what one program keeps in registers.
-MAX_COLUMNS = 65536
+#: A tile is a slice of a row at the least, and the code has a copy of each slice's.
+MAX_COLUMNS = 2**18
 
 #: The interpreter runs programs one after the other, so a few are enough to have several.
 INTERPRETER_SM_COUNT = 2
@@ -72,6 +72,10 @@ def check_operands(
                 raise ValueError(f"{name} has shape {tuple(operand.shape)}, not {shape}")
 
 
+#: Functions that kernels call as well take 5 to 12 us from Python, `triton.cdiv` among them.
+_tile_rows = functools.cache(tile_rows)
+
+
 def forward_launch(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -87,7 +91,7 @@ def forward_launch(
     rows, columns = x.shape
     stored = residual.dtype if residual is not None else residual_dtype
     stores_residual = residual is not None or stored not in (None, x.dtype)
-    statistics = functools.partial(x.new_empty, rows, dtype=_statistics_dtype(x))
+    statistics = functools.partial(x.new_empty, rows, dtype=_statistics_dtype(x.dtype))
     outputs = ForwardOutputs(
         y=x.new_empty(rows, columns, dtype=out_dtype or x.dtype),
         mean=None if is_rms_norm else statistics(),
@@ -106,16 +110,33 @@ def forward_launch(
     }
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
-        return (triton.cdiv(rows, tile_rows(meta["TILE_ELEMENTS"], columns)),)
+        return (-(-rows // _tile_rows(meta["TILE_ELEMENTS"], columns)),)
 
     return outputs, Launch(grid, (*args, rows, eps), kwargs)
 
 
-def backward_plan(x: torch.Tensor, num_groups: int) -> GridPlan:
-    """Return which program of the backward kernel owns which rows of `x`."""
+def backward_plan(x: torch.Tensor, num_groups: int, multiprocessors: int | None = None) -> GridPlan:
+    """Return which program of the backward kernel owns which rows of `x`.
+
+    For so many multiprocessors; default: those of the device of `x`.
+    """
     rows, columns = x.shape
-    heights = backward_tile_heights(columns)
-    return plan_grid(rows // num_groups, num_groups, sm_count(x.device), heights)
+    count = multiprocessors or sm_count(x.device)
+    return _plan(rows // num_groups, num_groups, count, columns, x.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    rows: int, groups: int, multiprocessors: int, columns: int, dtype: torch.dtype
+) -> GridPlan:
+    return plan_grid(
+        rows,
+        groups,
+        multiprocessors,
+        programs_per_sm(columns),
+        row_bytes=3 * columns * dtype.itemsize,
+        partial_bytes=4 * columns * _statistics_dtype(dtype).itemsize,
+    )
 
 
 def backward_launch(
@@ -136,7 +157,9 @@ def backward_launch(
     rows, columns = x.shape
     dx_dtype = x_dtype or x.dtype
     stores_dres = has_residual and dx_dtype != x.dtype
-    partials = functools.partial(x.new_empty, plan.programs, columns, dtype=_statistics_dtype(x))
+    partials = functools.partial(
+        x.new_empty, plan.programs, columns, dtype=_statistics_dtype(x.dtype)
+    )
     outputs = BackwardOutputs(
         x=x.new_empty(rows, columns, dtype=dx_dtype),
         residual=torch.empty_like(x) if stores_dres else None,
@@ -154,9 +177,13 @@ def backward_launch(
         "HAS_RESIDUAL_GRADIENT": dres is not None,
         "STORE_RESIDUAL_GRADIENT": stores_dres,
         "RECOMPUTE_OUTPUT": recompute_output,
+        "IN_PLACE": False,
     }
-    run_time = (plan.rows, plan.alignment, plan.programs_per_group)
-    return outputs, Launch((plan.programs,), (*args, *run_time), kwargs)
+
+    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
+        return (plan.programs * slice_count(meta["TILE_ELEMENTS"], columns),)
+
+    return outputs, Launch(grid, (*args, plan.rows, plan.programs_per_group), kwargs)
 
 
 def finalize_launch(
@@ -178,7 +205,8 @@ def finalize_launch(
     }
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
-        return (triton.cdiv(columns, meta["TILE_COLUMNS"]), plan.groups)
+        parameters = kwargs["HAS_WEIGHT"] + kwargs["HAS_BIAS"]
+        return (triton.cdiv(columns, meta["TILE_COLUMNS"]), plan.groups, parameters)
 
     return (dw, db), Launch(grid, args, kwargs)
 
@@ -195,5 +223,5 @@ def _gpu_sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

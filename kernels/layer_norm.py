@@ -5,6 +5,9 @@ i % GROUPS, and weight and bias are [GROUPS * COLUMNS]: a token's groups are con
 Whatever the dtypes, a tile is computed in the dtype of the statistics (fp32; fp64 for fp64 inputs),
 the variance is that of the centred row, and each result is cast once, when stored.
 
+A tile is as many whole rows as TILE_ELEMENTS hold, or else a slice of one row. What of a row is not
+in the tile is read twice: for its share in the row's sums, which come first, and for the results.
+
 No constexpr depends on the number of rows, so neither does what is compiled or tuned.
 """
 
@@ -16,17 +19,14 @@ import triton.language as tl
 from safetune import safetune
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
-    FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
-    prune_spilling,
+    prune_backward_configs,
+    prune_configs,
+    slice_columns,
     tile_rows,
 )
-
-
-@triton.jit
-def load_as(pointers, mask, dtype: tl.constexpr):
-    """Load and convert; what is masked is 0, and so adds 0 to every sum."""
-    return tl.load(pointers, mask=mask, other=0.0).to(dtype)
+from safetune.kernels.finalize import layer_norm_finalize_kernel as layer_norm_finalize_kernel
+from safetune.kernels.tiles import load_as, load_once, owned_rows, sum_columns
 
 
 @safetune(
@@ -40,7 +40,7 @@ def load_as(pointers, mask, dtype: tl.constexpr):
         "HAS_WEIGHT",
         "HAS_BIAS",
     ],
-    prune_configs_by={"early_config_prune": prune_spilling},
+    prune_configs_by={"early_config_prune": prune_configs},
 )
 @triton.jit(do_not_specialize=["rows"])
 def layer_norm_forward_kernel(
@@ -63,54 +63,76 @@ def layer_norm_forward_kernel(
     HAS_BIAS: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
 ):
-    """Normalize one tile of whole rows per program.
+    """Normalize one tile of whole rows per program, or one row, a slice at a time.
 
     Reads input and residual, writes output and residual_output (their sum): [rows, COLUMNS] of any
     float dtype. Writes mean (not for RMS norm) and rstd: [rows], in the dtype of the statistics.
     """
     TILE_ROWS: tl.constexpr = tile_rows(TILE_ELEMENTS, COLUMNS)
+    SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
+    SLICES: tl.constexpr = triton.cdiv(COLUMNS, SLICE)
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, triton.next_power_of_2(COLUMNS))[None, :]
     row_mask = row < rows
-    column_mask = column < COLUMNS
-    mask = row_mask[:, None] & column_mask
-    offset = row[:, None] * COLUMNS + column
-    parameter_offset = column
-    if GROUPS > 1:
-        parameter_offset += (row % GROUPS)[:, None] * COLUMNS
+    base = row[:, None] * COLUMNS
+    column = tl.arange(0, triton.next_power_of_2(SLICE))[None, :]
 
-    x = load_as(input_pointer + offset, mask, compute_type)
-    if HAS_RESIDUAL:
-        x += load_as(residual_pointer + offset, mask, compute_type)
-    if STORE_RESIDUAL:
-        tl.store(residual_output_pointer + offset, x, mask=mask)
-
-    if not IS_RMS_NORM:
-        mean = tl.sum(x, axis=1) / COLUMNS
-        tl.store(mean_pointer + row, mean, mask=row_mask)
-        x = tl.where(column_mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / COLUMNS + eps)
+    mean = tl.zeros((TILE_ROWS,), compute_type)
+    squares = tl.zeros((TILE_ROWS,), compute_type)
+    for index in tl.static_range(SLICES):
+        first = index * SLICE
+        columns = min(SLICE, COLUMNS - index * SLICE)
+        mask = row_mask[:, None] & (column < columns)
+        x = load_as(input_pointer + base + first + column, mask, compute_type)
+        if HAS_RESIDUAL:
+            x += load_as(residual_pointer + base + first + column, mask, compute_type)
+        if IS_RMS_NORM:
+            squares += tl.sum(x * x, axis=1)
+        else:
+            # Chan, Golub and LeVeque, "Updating formulae", 1979, (2.1): a set more is united with
+            # those before, and each slice's squares are of its own centred elements.
+            change = tl.sum(x, axis=1) / columns - mean
+            centred = tl.where(column < columns, x - (mean + change)[:, None], 0.0)
+            squares += tl.sum(centred * centred, axis=1)
+            squares += change * change * (first * (columns / (first + columns)))
+            mean += change * (columns / (first + columns))
+    rstd = 1.0 / tl.sqrt(squares / COLUMNS + eps)
     tl.store(rstd_pointer + row, rstd, mask=row_mask)
+    if not IS_RMS_NORM:
+        tl.store(mean_pointer + row, mean, mask=row_mask)
 
-    y = x * rstd[:, None]
-    if HAS_WEIGHT:
-        y *= load_as(weight_pointer + parameter_offset, column_mask, compute_type)
-    if HAS_BIAS:
-        y += load_as(bias_pointer + parameter_offset, column_mask, compute_type)
-    tl.store(output_pointer + offset, y, mask=mask)
+    for index in tl.static_range(SLICES):
+        first = index * SLICE
+        columns = min(SLICE, COLUMNS - index * SLICE)
+        mask = row_mask[:, None] & (column < columns)
+        if SLICES > 1:
+            x = load_as(input_pointer + base + first + column, mask, compute_type)
+            if HAS_RESIDUAL:
+                x += load_as(residual_pointer + base + first + column, mask, compute_type)
+        if STORE_RESIDUAL:
+            tl.store(residual_output_pointer + base + first + column, x, mask=mask)
+        y = (x if IS_RMS_NORM else x - mean[:, None]) * rstd[:, None]
+        parameter = first + column
+        if GROUPS > 1:
+            parameter += (row % GROUPS)[:, None] * COLUMNS
+        if HAS_WEIGHT:
+            y *= load_as(weight_pointer + parameter, column < columns, compute_type)
+        if HAS_BIAS:
+            y += load_as(bias_pointer + parameter, column < columns, compute_type)
+        tl.store(output_pointer + base + first + column, y, mask=mask)
 
 
 @triton.jit
-def owned_rows(index, rows, alignment, programs):
-    """Return the first and the end of a program's rows: `GridPlan.owned_rows` on the device."""
-    tiles = (rows - 1) // alignment + 1  # rows + alignment may be past 2^31; no program has 0 rows
-    share = tiles // programs
-    longer = tiles % programs
-    first = index * share + tl.minimum(index, longer)
-    last = first + share + (index < longer).to(tl.int32)
-    return first * alignment, tl.minimum(last * alignment, rows)
+def add_row_sums(projection, total, x, dy, IS_RMS_NORM: tl.constexpr):
+    """Add each row's sums of x * dy and, for layer norm, of dy."""
+    if IS_RMS_NORM:
+        projection += tl.sum(x * dy, axis=1, keep_dims=True)
+    else:
+        products, terms = sum_columns(x * dy, dy)
+        projection += products
+        total += terms
+    return projection, total
 
 
 @safetune(
@@ -124,10 +146,11 @@ def owned_rows(index, rows, alignment, programs):
         "HAS_RESIDUAL_GRADIENT",
         "STORE_RESIDUAL_GRADIENT",
         "RECOMPUTE_OUTPUT",
+        "IN_PLACE",
     ],
-    prune_configs_by={"early_config_prune": prune_spilling},
+    prune_configs_by={"early_config_prune": prune_backward_configs},
 )
-@triton.jit(do_not_specialize=["rows", "alignment", "programs_per_group"])
+@triton.jit(do_not_specialize=["rows", "programs_per_group"])
 def layer_norm_backward_kernel(
     output_gradient_pointer,
     input_pointer,
@@ -142,7 +165,6 @@ def layer_norm_backward_kernel(
     weight_partials_pointer,
     bias_partials_pointer,
     rows,
-    alignment,
     programs_per_group,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -152,68 +174,103 @@ def layer_norm_backward_kernel(
     HAS_RESIDUAL_GRADIENT: tl.constexpr,
     STORE_RESIDUAL_GRADIENT: tl.constexpr,
     RECOMPUTE_OUTPUT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
     PIPELINE_STAGES: tl.constexpr,
+    LOAD_AGAIN: tl.constexpr,
 ):
     """Walk the rows that the grid plan gives this program; `rows` counts those of one group.
 
     Reads and writes [rows * GROUPS, COLUMNS] matrices of any float dtype; the input is what was
     normalized, residual included. Writes this program's row of each [programs, COLUMNS] partial
     sum, in the dtype of the statistics.
+
+    Where a row is cut in slices, each has a program of its own: the grid is that many times as
+    large, a row's slices side by side. Each adds up its whole rows, of which the other slices are
+    in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy:
+    no row is cut then, and a program has read all of a row before it stores any of it.
     """
     TILE_ROWS: tl.constexpr = tile_rows(TILE_ELEMENTS, COLUMNS)
-    TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(COLUMNS)
+    SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
+    SLICES: tl.constexpr = triton.cdiv(COLUMNS, SLICE)
+    tl.static_assert(SLICES == 1 or not IN_PLACE, "a row in slices has several readers")
+    TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(SLICE)
+    # Of the same policy, the compiler would make the two loads of a slice one.
+    FIRST: tl.constexpr = "evict_last" if LOAD_AGAIN else ""
+    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN else ""
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
-    program = tl.program_id(0)
+    own_slice = tl.program_id(0) % SLICES
+    program = tl.program_id(0) // SLICES
     group = program // programs_per_group
     # 64 bits from here on: the last tile may end past 2^31 rows, and offsets get there far earlier.
     index = (program % programs_per_group).to(tl.int64)
-    first_row, end_row = owned_rows(index, rows, alignment, programs_per_group)
-
+    first_row, end_row = owned_rows(index, rows, programs_per_group)
     row = tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, TILE_COLUMNS)[None, :]
-    column_mask = column < COLUMNS
-    offset = row[:, None] * (GROUPS * COLUMNS) + column
-    parameter_offset = group * COLUMNS + column
+    local = tl.arange(0, TILE_COLUMNS)[None, :]
+    column = own_slice * SLICE + local
+    column_mask = (local < SLICE) & (column < COLUMNS)
+    row_offset = row[:, None] * (GROUPS * COLUMNS)
 
     # The sums keep one row per tile row: no exchange between threads until the loop is over.
     if HAS_WEIGHT:
-        weight = load_as(weight_pointer + parameter_offset, column_mask, compute_type)
+        weight_pointer += group * COLUMNS
         weight_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
+        if not LOAD_AGAIN:
+            weight = load_once(weight_pointer, row, column, column_mask, compute_type)
     if HAS_BIAS:
+        bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
 
     for tile in tl.range(first_row, end_row, TILE_ROWS, num_stages=PIPELINE_STAGES):
         row_mask = tile + row < end_row
-        mask = row_mask[:, None] & column_mask
         statistic = tile * GROUPS + group + row * GROUPS
         base = (tile * GROUPS + group) * COLUMNS
-
-        x = load_as(input_pointer + base + offset, mask, compute_type)
-        dy = load_as(output_gradient_pointer + base + offset, mask, compute_type)
+        dy_pointer, x_pointer = output_gradient_pointer + base, input_pointer + base
         rstd = load_as(rstd_pointer + statistic, row_mask, compute_type)[:, None]
+        mean = 0.0
         if not IS_RMS_NORM:
-            x -= load_as(mean_pointer + statistic, row_mask, compute_type)[:, None]
-        x *= rstd
+            mean = load_as(mean_pointer + statistic, row_mask, compute_type)[:, None]
+
+        projection = tl.zeros((TILE_ROWS, 1), compute_type)
+        total = tl.zeros((TILE_ROWS, 1), compute_type)
+        for step in tl.range(1, SLICES + LOAD_AGAIN, num_stages=PIPELINE_STAGES):
+            other = (own_slice + step) % SLICES * SLICE + local
+            other_mask = (local < SLICE) & (other < COLUMNS)
+            mask = row_mask[:, None] & other_mask
+            dy = load_as(dy_pointer + row_offset + other, mask, compute_type, FIRST)
+            x = (load_as(x_pointer + row_offset + other, mask, compute_type, FIRST) - mean) * rstd
+            if HAS_WEIGHT:
+                dy *= load_as(weight_pointer + other, other_mask, compute_type, FIRST)
+            projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM)
+
+        offset, mask = row_offset + column, row_mask[:, None] & column_mask
+        dy = load_as(dy_pointer + offset, mask, compute_type, LAST)
+        x = (load_as(x_pointer + offset, mask, compute_type, LAST) - mean) * rstd
+        weighted = dy
+        if HAS_WEIGHT:
+            if LOAD_AGAIN:
+                weight = load_as(weight_pointer + column, column_mask, compute_type, LAST)
+            weighted = dy * weight
+        if not LOAD_AGAIN:
+            projection, total = add_row_sums(projection, total, x, weighted, IS_RMS_NORM)
 
         if RECOMPUTE_OUTPUT:
             y = x
             if HAS_WEIGHT:
                 y *= weight
             if HAS_BIAS:
-                y += load_as(bias_pointer + parameter_offset, column_mask, compute_type)
+                y += load_as(bias_pointer + column, column_mask, compute_type)
             tl.store(output_pointer + base + offset, y, mask=mask)
-
-        if HAS_BIAS:
-            bias_sums += dy
         if HAS_WEIGHT:
             weight_sums += dy * x
-            dy *= weight
-        dx = dy - x * (tl.sum(x * dy, axis=1) / COLUMNS)[:, None]
+        if HAS_BIAS:
+            bias_sums += dy
+        scale = rstd / COLUMNS
+        removed = x * (projection * scale)
         if not IS_RMS_NORM:
-            dx -= (tl.sum(dy, axis=1) / COLUMNS)[:, None]
-        dx *= rstd
+            removed += total * scale
+        dx = weighted * rstd - removed
         if HAS_RESIDUAL_GRADIENT:
             dx += load_as(residual_output_gradient_pointer + base + offset, mask, compute_type)
         if STORE_RESIDUAL_GRADIENT:
@@ -222,72 +279,6 @@ def layer_norm_backward_kernel(
 
     partial = program * COLUMNS + column
     if HAS_WEIGHT:
-        sums = tl.sum(weight_sums, axis=0)[None, :]
-        tl.store(weight_partials_pointer + partial, sums, mask=column_mask)
+        tl.store(weight_partials_pointer + partial, tl.sum(weight_sums, 0)[None, :], column_mask)
     if HAS_BIAS:
-        sums = tl.sum(bias_sums, axis=0)[None, :]
-        tl.store(bias_partials_pointer + partial, sums, mask=column_mask)
-
-
-@triton.jit
-def sum_partials(
-    partials_pointer,
-    gradient_pointer,
-    programs_per_group,
-    COLUMNS: tl.constexpr,
-    TILE_PROGRAMS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """Sum the [programs_per_group, COLUMNS] partials of one group for one tile of columns."""
-    group = tl.program_id(1)
-    row = tl.arange(0, TILE_PROGRAMS)[:, None]
-    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    column_mask = column < COLUMNS
-    compute_type: tl.constexpr = partials_pointer.dtype.element_ty
-
-    partials_pointer += group * programs_per_group * COLUMNS
-    sums = tl.zeros((TILE_PROGRAMS, TILE_COLUMNS), compute_type)
-    for tile in tl.range(0, programs_per_group, TILE_PROGRAMS):
-        mask = (tile + row < programs_per_group) & column_mask
-        sums += load_as(partials_pointer + (tile + row) * COLUMNS + column, mask, compute_type)
-    total = tl.sum(sums, axis=0)[None, :]
-    tl.store(gradient_pointer + group * COLUMNS + column, total, mask=column_mask)
-
-
-@safetune(configs=FINALIZE_CONFIGS, key=["COLUMNS", "HAS_WEIGHT", "HAS_BIAS"])
-@triton.jit(do_not_specialize=["programs_per_group"])
-def layer_norm_finalize_kernel(
-    weight_partials_pointer,
-    bias_partials_pointer,
-    weight_gradient_pointer,
-    bias_gradient_pointer,
-    programs_per_group,
-    COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TILE_PROGRAMS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """Sum the partials of the backward kernel, in a fixed order, into both parameter gradients.
-
-    Reads [programs, COLUMNS] partials, a group's programs together; writes [GROUPS * COLUMNS]
-    gradients in the dtype of the parameters. The grid is (tiles of columns, groups).
-    """
-    if HAS_WEIGHT:
-        sum_partials(
-            weight_partials_pointer,
-            weight_gradient_pointer,
-            programs_per_group,
-            COLUMNS,
-            TILE_PROGRAMS,
-            TILE_COLUMNS,
-        )
-    if HAS_BIAS:
-        sum_partials(
-            bias_partials_pointer,
-            bias_gradient_pointer,
-            programs_per_group,
-            COLUMNS,
-            TILE_PROGRAMS,
-            TILE_COLUMNS,
-        )
+        tl.store(bias_partials_pointer + partial, tl.sum(bias_sums, 0)[None, :], column_mask)

@@ -1,8 +1,21 @@
-"""The work that `safetune tune safetune.kernels.layer_norm` tunes the kernels for."""
+"""The work that `safetune tune safetune.kernels.layer_norm` tunes the kernels for.
+
+For each hidden size, layer norm with weight and bias and RMS norm with a weight, each with and
+without a residual; and norms over groups. That is one workload for each key of
+
+- the forward kernel: plain, and adding and storing a residual;
+- the backward kernel: plain, and adding the gradient of the stored residual;
+- the finalize kernel: sums of one parameter, and of two.
+
+What else its key tells apart is tuned when it is first met: bias without weight or neither, sums in
+another dtype, an output computed again for a linear layer, an output in place.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -19,76 +32,112 @@ from safetune.kernels.layer_norm import (
     layer_norm_forward_kernel,
 )
 
-#: (tokens, hidden size), one per hidden size: the number of tokens is in no tuning key. On a GPU
-#: each matrix is larger than the L2 cache, as it is in training.
+#: (tokens, groups, columns), one per number of columns without groups: the number of tokens is in
+#: no tuning key. On a GPU each matrix is larger than the L2 cache, as it is in training.
 GPU_SHAPES = (
-    (262144, 256),
-    (131072, 512),
-    (32768, 1024),
-    (32768, 2048),
-    (32768, 4096),
-    (16384, 8192),
-    (8192, 16384),
-    (4096, 32768),
+    (524288, 1, 128),
+    (262144, 1, 256),
+    (131072, 1, 512),
+    (32768, 1, 1024),
+    (32768, 1, 2048),
+    (32768, 1, 4096),
+    (16384, 1, 8192),
+    (8192, 1, 16384),
+    (4096, 1, 32768),
+    (32768, 16, 128),
 )
-INTERPRETER_SHAPES = ((16, 64), (33, 50))
+INTERPRETER_SHAPES = ((16, 1, 64), (33, 1, 50), (5, 3, 20))
 
 
-def _problems(
-    device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, bool, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Yield (name, is_rms_norm, x, weight, bias); RMS norm goes without a bias."""
-    for rows, columns in INTERPRETER_SHAPES if device.type == "cpu" else GPU_SHAPES:
-        x = torch.randn(rows, columns, device=device, dtype=dtype)
-        weight = torch.randn(columns, device=device, dtype=dtype)
-        bias = torch.randn(columns, device=device, dtype=dtype)
-        yield f"layer-{rows}x{columns}", False, x, weight, bias
-        yield f"rms-{rows}x{columns}", True, x, weight, None
+@dataclass(frozen=True)
+class Problem:
+    """One norm of [tokens * groups, columns] matrices of a dtype, on a device."""
+
+    tokens: int
+    groups: int
+    columns: int
+    is_rms_norm: bool
+    with_residual: bool
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What `safetune tune` prints."""
+        kind = "rms" if self.is_rms_norm else "layer"
+        groups = f"x{self.groups}" if self.groups > 1 else ""
+        residual = "-residual" if self.with_residual else ""
+        return f"{kind}{residual}-{self.tokens}{groups}x{self.columns}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of each matrix."""
+        return self.tokens * self.groups
+
+    def matrix(self) -> torch.Tensor:
+        """Return normal numbers."""
+        return torch.randn(self.rows, self.columns, device=self.device, dtype=self.dtype)
+
+    def parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a weight and a bias; RMS norm goes without a bias."""
+        make = functools.partial(torch.randn, self.groups * self.columns)
+        weight, bias = (make(device=self.device, dtype=self.dtype) for _ in range(2))
+        return weight, None if self.is_rms_norm else bias
+
+
+def problems(device: torch.device, dtype: torch.dtype) -> Iterator[Problem]:
+    """Yield all of them; those with groups have no residual."""
+    for shape in INTERPRETER_SHAPES if device.type == "cpu" else GPU_SHAPES:
+        for is_rms_norm in (False, True):
+            for with_residual in (False, True) if shape[1] == 1 else (False,):
+                yield Problem(*shape, is_rms_norm, with_residual, device, dtype)
 
 
 @layer_norm_forward_kernel.workload
 def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
-    for name, is_rms_norm, x, weight, bias in _problems(device, dtype):
+    for problem in problems(device, dtype):
         _, launch = forward_launch(
-            x,
-            weight,
-            bias,
+            problem.matrix(),
+            *problem.parameters(),
             eps=1e-5,
-            residual=None,
+            residual=problem.matrix() if problem.with_residual else None,
             out_dtype=None,
             residual_dtype=None,
-            is_rms_norm=is_rms_norm,
-            num_groups=1,
+            is_rms_norm=problem.is_rms_norm,
+            num_groups=problem.groups,
         )
-        yield Workload(name, *launch)
+        yield Workload(problem.name, *launch)
 
 
 @layer_norm_backward_kernel.workload
 def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
-    for name, is_rms_norm, x, weight, bias in _problems(device, dtype):
+    for problem in problems(device, dtype):
+        x = problem.matrix()
         _, launch = backward_launch(
-            backward_plan(x, num_groups=1),
-            torch.randn_like(x),
+            backward_plan(x, problem.groups),
+            problem.matrix(),
             x,
-            weight,
-            bias,
+            *problem.parameters(),
             # The statistics of standard normal rows.
-            mean=None if is_rms_norm else x.new_zeros(len(x), dtype=torch.float32),
+            mean=None if problem.is_rms_norm else x.new_zeros(len(x), dtype=torch.float32),
             rstd=x.new_ones(len(x), dtype=torch.float32),
-            dres=None,
-            has_residual=False,
-            is_rms_norm=is_rms_norm,
+            dres=problem.matrix() if problem.with_residual else None,
+            has_residual=problem.with_residual,
+            is_rms_norm=problem.is_rms_norm,
             x_dtype=None,
             recompute_output=False,
         )
-        yield Workload(name, *launch)
+        yield Workload(problem.name, *launch)
 
 
 @layer_norm_finalize_kernel.workload
 def _finalize_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
-    for name, _, x, weight, bias in _problems(device, dtype):
-        plan = backward_plan(x, num_groups=1)
-        partials = torch.randn(plan.programs, x.shape[1], device=device)
+    for problem in problems(device, dtype):
+        if problem.with_residual or problem.groups > 1:
+            continue  # keys that are there already
+        plan = backward_plan(problem.matrix(), num_groups=1)
+        weight, bias = problem.parameters()
+        partials = torch.randn(plan.programs, problem.columns, device=device)
         bias_partials = torch.randn_like(partials) if bias is not None else None
         _, launch = finalize_launch(plan, partials, bias_partials, weight, bias)
-        yield Workload(name, *launch)
+        yield Workload(problem.name, *launch)

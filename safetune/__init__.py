@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from safetune.agreement import sync
     from safetune.autotuner import Autotuner
-    from safetune.background import sync
     from safetune.decorator import autotune, safetune
     from safetune.errors import (
         CaptureError,
@@ -65,8 +65,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "agreement": ("sync",),
     "autotuner": ("Autotuner",),
-    "background": ("sync",),
     "decorator": ("autotune", "safetune"),
     "integrations.graph": ("graph",),
     "integrations.prepare": ("prepare",),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
     from safetune.outcome import Outcome
     from safetune.tuning.jobs import TuningRequest
-    from safetune.tuning.tuner import Observer, Progress, TuningResult
+    from safetune.tuning.result import Observer, Progress, TuningResult
 
 logger = logging.getLogger("safetune")
 

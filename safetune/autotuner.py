@@ -117,7 +117,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def _remember_nothing(self) -> None:
         """Begin with no key known."""
         self.cache = Choices(self._forget_launches)
-        self._key_locks: dict[Any, threading.Lock] = {}
+        self._key_locks: dict[Any, threading.RLock] = {}
         self.rejections: dict[Any, Rejections] = {}
         self.postponed: dict[Any, Postponed] = {}
         self.captured: dict[Any, CapturedMiss] = {}
@@ -259,7 +259,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def reject(self, key: Any, specialisation: Any, config: Config) -> Rejections:
         """Take this memory key off the fast path: some calls of it cannot launch `config`."""
-        with self._key_locks.setdefault(key, threading.Lock()):
+        with self._key_locks.setdefault(key, threading.RLock()):
             rejections = self.rejections.setdefault(key, Rejections())
             rejections.reject(specialisation, config)
             if self.cache.get(key) is config:
@@ -274,16 +274,12 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
         if (running := capture.under_way()) and not kwargs.get("warmup"):
             return capture.resolve(self, key, form, args, kwargs, running)
-        with self._key_locks.setdefault(key, threading.Lock()):
+        with self._key_locks.setdefault(key, threading.RLock()):
             config = self.cache.get(key)
             if config is None:
                 config = miss.resolve(self, key, form, args, kwargs)
         self._key_locks.pop(key, None)
         return config
-
-    def _launch_options(self, config: Config) -> dict[str, Any]:
-        options = self._options.get(id(config))
-        return config.all_kwargs() if options is None else options
 
 
 _run = Autotuner.run

@@ -24,6 +24,7 @@ from safetune.outcome import Mark, Outcome
 from safetune.store.sqlite import Store
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.evidence import Evidence
+from safetune.tuning.flight import Patience
 from safetune.tuning.fork_server import close_servers
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.tuner import tune
@@ -82,7 +83,7 @@ class BackgroundBench(LaunchBench):
 
     def __enter__(self) -> BackgroundBench:
         self._entered = True
-        self._child.begin()
+        self.begin()
         return self
 
     def discard(self) -> None:
@@ -157,14 +158,8 @@ def tune_meanwhile(
     return config
 
 
-def sync() -> None:
-    """Adopt in this process what background tuning has chosen since the last call.
-
-    In a world of several processes (WORLD_SIZE over 1) each one keeps what it launched first until
-    it calls this; call it in all of them at the same point of the program. The processes do not yet
-    agree on a choice: each adopts its own. Does not wait for tunings that are still running.
-    """
-    fallback.count_sync()
+def adopt_held() -> None:
+    """Adopt in this process what background tuning has chosen since the last call."""
     while _held:
         tuner, key, choice = _held.pop()
         tuner.adopt(key, choice)
@@ -246,19 +241,16 @@ class _Worker:
 
 
 def _lasting_threads() -> list[threading.Thread]:
-    this = threading.current_thread()
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread is not this and not thread.daemon and thread.is_alive()
-    ]
+    others = (each for each in threading.enumerate() if each is not threading.current_thread())
+    return [each for each in others if not each.daemon and each.is_alive()]
 
 
 def _tune(job: Job) -> None:
     request, tuner = job.request, job.tuner
     try:
         with announce.observing(request.key.kernel.name, quiet=True) as observe:
-            result = tune(request, job.store, observe, bench=job.bench)
+            patience = Patience(check=_worker.check)
+            result = tune(request, job.store, observe, bench=job.bench, patience=patience)
     except NoWorkingConfig as error:
         if not error.transient:
             logger.warning("%s", error)

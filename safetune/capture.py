@@ -25,6 +25,8 @@ from triton.runtime.autotuner import Config
 from safetune import fallback, miss
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
+from safetune.inline import why_not_isolated
+from safetune.record import remember
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning import cuda_driver
@@ -160,7 +162,7 @@ def _find(
     request = missed.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
-    if tuner.isolation == "inline" or miss.why_not_isolated(missed.call):
+    if tuner.isolation == "inline" or why_not_isolated(missed.call):
         config = request.configs[0]
     else:
         lookup = open_lookup(settings)
@@ -194,13 +196,11 @@ def _find(
 def record(
     captured: CapturedMiss, missed: miss.Miss, request: TuningRequest, store: Store | None
 ) -> None:
-    """Keep a miss for the reports, and for offline tuning.
-
-    A store of calls to tune offline belongs here: `missed` has the call, and `store` is where the
-    key's trials go, None for a kernel that has none.
-    """
+    """Keep a miss for the reports and, where there is a store, for `safetune tune --recorded`."""
     with _lock:
         _misses.append(captured)
+    if store is not None:
+        remember(missed, request, store)
     logger.info(
         "%s is to be tuned offline for %s: it had no choice under CUDA graph capture",
         captured.kernel,

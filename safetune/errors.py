@@ -77,12 +77,28 @@ class StoreError(SafetuneError):
     """The database cannot be opened, read or written."""
 
 
+class LeaseLost(StoreError):
+    """Another process took this one for dead and tunes in its place; nothing was written."""
+
+
+class Busy(WorkerUnavailable):
+    """Another process is at it, and this one has waited as long as SAFETUNE_WAIT allows."""
+
+
+class PackError(SafetuneError):
+    """A file of choices that does not hold what it should; the message names it and the reason."""
+
+
 class TargetError(SafetuneError):
     """A command-line TARGET that does not import, or holds nothing to tune."""
 
 
 class WorkloadError(SafetuneError):
     """A workload function that raised, or yielded something else than a `Workload`."""
+
+
+class NotInterpretable(SafetuneError):
+    """A kernel that Triton's interpreter cannot run to its end, so that nothing can be checked."""
 
 
 class NoWorkingConfig(SafetuneError, RuntimeError):

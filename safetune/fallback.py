@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from safetune.tuning.jobs import TuningRequest
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
+    from safetune.store.records import KinChoice
 
 #: Seconds before a tuning that could not be done now is tried again; twice as many after each
 #: time, up to the second.
@@ -38,8 +39,8 @@ def fallback(request: TuningRequest, store: Store) -> Config:
     known to fail; else the first.
     """
     outcomes = known_outcomes(request, store)
-    near = nearest(request, store, _failed(outcomes))
-    return near or next(iter(_working(outcomes) + _untried(request, outcomes)), request.configs[0])
+    near = _nearest_stored(request, store, outcomes)
+    return near or next(iter(working(outcomes) + untried(request, outcomes)), request.configs[0])
 
 
 def next_best(request: TuningRequest, store: Store) -> Iterator[Config]:
@@ -49,11 +50,11 @@ def next_best(request: TuningRequest, store: Store) -> Iterator[Config]:
     are not known to fail.
     """
     outcomes = known_outcomes(request, store)
-    yield from _working(outcomes)
-    near = nearest(request, store, _failed(outcomes))
+    yield from working(outcomes)
+    near = _nearest_stored(request, store, outcomes)
     if near is not None:
         yield near
-    yield from _untried(request, outcomes)
+    yield from untried(request, outcomes)
 
 
 def known_outcomes(request: TuningRequest, store: Store) -> list[tuple[Config, Outcome]]:
@@ -62,31 +63,41 @@ def known_outcomes(request: TuningRequest, store: Store) -> list[tuple[Config, O
     key = request.key.digest
     found = {
         trial.config_digest: trial.outcome
-        for generation in range(1, store.generation(key) + 1)
-        for trial in store.trials(key, generation)
+        for trial in store.trials(key)
         if trial.config_digest in configs and trial.outcome.verdict not in TRANSIENT
     }
     return [(configs[digest], outcome) for digest, outcome in found.items()]
 
 
-def nearest(request: TuningRequest, store: Store, without: list[Config]) -> Config | None:
+def nearest(
+    request: TuningRequest, kin: Iterable[KinChoice], without: list[Config]
+) -> tuple[Config, KinChoice] | None:
     """Return the choice of the nearest key that has one of the request's configs for choice.
 
-    Of the same kernel, device, toolchain, dtypes and options; near is by `distance`.
+    Of the same dtypes and options; near is by `distance`.
     """
-    key = request.key
-    record, toolchain = key.record(), key.toolchain.record()
+    record = request.key.record()
     configs = {config_digest(c): c for c in request.configs if c not in without}
-    best: tuple[float, Config] | None = None
-    for kin in store.kin(key.kernel.digest, key.device.digest):
-        config = configs.get(kin.choice.config_digest)
-        same = (kin.toolchain, kin.call.get("dtypes"), kin.call.get("options"))
-        if config is None or same != (toolchain, record["dtypes"], record["options"]):
+    best: tuple[float, Config, KinChoice] | None = None
+    for each in kin:
+        config = configs.get(each.choice.config_digest)
+        same = (each.call.get("dtypes"), each.call.get("options"))
+        if config is None or same != (record["dtypes"], record["options"]):
             continue
-        apart = distance(record["values"], kin.call.get("values", []))
+        apart = distance(record["values"], _pairs(each.call.get("values")))
         if apart is not None and (best is None or apart < best[0]):
-            best = apart, config
-    return None if best is None else best[1]
+            best = apart, config, each
+    return None if best is None else best[1:]
+
+
+def _nearest_stored(
+    request: TuningRequest, store: Store, outcomes: list[tuple[Config, Outcome]]
+) -> Config | None:
+    key = request.key
+    toolchain = key.toolchain.record()
+    kin = store.kin(key.kernel.digest, key.device.digest)
+    near = nearest(request, [k for k in kin if k.toolchain == toolchain], failed(outcomes))
+    return None if near is None else near[0]
 
 
 def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
@@ -105,21 +116,32 @@ def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
     return total
 
 
+def _pairs(values: Any) -> list[list[Any]]:
+    """The values of a stored key; what no key has where a row, by whomever, makes no sense."""
+    sound = isinstance(values, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in values
+    )
+    return values if sound else [["", None]]
+
+
 def _logarithm(number: float) -> float:
     """Of a number that may be zero or negative, so that 0 and 1 are as far apart as 1 and 3."""
     return math.copysign(math.log2(1 + abs(number)), number)
 
 
-def _failed(outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+def failed(outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+    """Return the configs that do not work."""
     return [config for config, outcome in outcomes if not outcome.ok]
 
 
-def _working(outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+def working(outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+    """Return the configs that work, the fastest first."""
     times = {c: o.timing.median_ms for c, o in outcomes if o.ok and o.timing is not None}
     return sorted(times, key=lambda config: times[config])
 
 
-def _untried(request: TuningRequest, outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+def untried(request: TuningRequest, outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+    """Return the configs without an outcome, in their order."""
     tried = [config for config, _ in outcomes]
     return [config for config in request.configs if config not in tried]
 

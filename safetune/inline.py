@@ -1,8 +1,10 @@
-"""Tuning as triton.autotune does it: in this process, on the caller's tensors."""
+"""Tuning as triton.autotune does it: in this process, on the caller's tensors; and when."""
 
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import announce
+from safetune import announce, device
 from safetune.kernel_source import base_function
 from safetune.scratch import scratch_allocator
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
+    from safetune.tuning.jobs import Call
 
 
 def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
@@ -44,3 +47,13 @@ def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
 
     timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
     return [timing.median_ms, timing.p20_ms, timing.p80_ms]
+
+
+def why_not_isolated(call: Call) -> str:
+    """Return why candidates for this call cannot run in a child; empty where they can."""
+    if not hasattr(os, "memfd_create"):
+        return f"there is no isolation on {sys.platform} yet"
+    if call.interpreted:
+        return ""
+    backend = device.active_driver().get_current_target().backend
+    return "" if backend == "cuda" else f"there is no isolation for the {backend} back end yet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,20 +58,37 @@ class TuningKey:
     @functools.cached_property
     def digest(self) -> str:
         """The key's identity in the store."""
-        return canonical.digest(
-            [
-                self.kernel.name,
-                self.kernel.digest,
-                self.record(),
-                self.device.record(),
-                self.toolchain.record(),
-            ]
+        return key_digest(
+            self.kernel.name,
+            self.kernel.digest,
+            self.record(),
+            self.device.record(),
+            self.toolchain.record(),
         )
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name}={_plain(value)}" for name, value in self.values)
-        dtypes = "/".join(dict.fromkeys(dtype for _, dtype in self.dtypes))
-        return f"{values or 'any arguments'}{f' ({dtypes})' if dtypes else ''}"
+        return describe_call(self.record())
+
+
+def describe_call(call: Mapping[str, Any]) -> str:
+    """Return the values and dtypes of a `TuningKey.record()` as people read them."""
+    values = ", ".join(f"{name}={_plain(value)}" for name, value in call["values"])
+    dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
+    return f"{values or 'any arguments'}{f' ({dtypes})' if dtypes else ''}"
+
+
+def key_digest(
+    kernel_name: str,
+    kernel_digest: str,
+    call: dict[str, Any],
+    device: dict[str, Any],
+    toolchain: dict[str, Any],
+) -> str:
+    """Return the identity of a key in the store, from its parts as plain data.
+
+    A file of choices holds the parts, so that no key in it can be other than what it says.
+    """
+    return canonical.digest([kernel_name, kernel_digest, call, device, toolchain])
 
 
 def _plain(value: Any) -> Any:

@@ -65,7 +65,7 @@ def _run(
     given_args, given_kwargs = args, kwargs
     if form.pins:
         args, kwargs = form.pinned(args, kwargs)
-    options = tuner._launch_options(config)
+    options = tuner._options.get(id(config)) or config.all_kwargs()
     try:
         if tuner.needs_scratch:
             return scratch.launch(tuner.fn.run, *args, **kwargs, **options), config

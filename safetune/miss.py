@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,10 @@ from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
-from safetune.config import check_conflicts, config_digest
+from safetune.agreement import remember
+from safetune.config import check_conflicts, config_digest, config_record, config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
-from safetune.inline import tune_inline
+from safetune.inline import tune_inline, why_not_isolated
 from safetune.kernel_source import base_function, kernel_identity
 from safetune.key import KernelIdentity, TuningKey
 from safetune.settings import Mode, Settings
@@ -28,6 +28,8 @@ from safetune.tuning.jobs import Call, TuningRequest
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
     from safetune.call_form import CallForm
+
+logger = logging.getLogger("safetune")
 
 _LAUNCH_KEYWORDS = ("grid", "warmup")
 
@@ -89,7 +91,7 @@ class Miss:
             key=self.key(),
             call=self.call,
             configs=configs,
-            declared=_declared(tuner),
+            declared=declared_by(tuner),
             limits=tuner.limits,
             force=force,
         )
@@ -102,7 +104,7 @@ class Miss:
             device.interpreter() if self.call.interpreted else _detect(self.call.index)
         )
         return TuningKey(
-            kernel=_identity(tuner),
+            kernel=identity_of(tuner),
             values=tuple(
                 (name, canonical.encode(arguments[name]))
                 for name in tuner.keys
@@ -164,24 +166,32 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     postponed = tuner.postponed.get(key)
     if postponed is not None and not postponed.due(settings):
         return postponed.config
-    if tuner.isolation == "inline":
+    tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
+    if tunes and tuner.isolation == "inline":
         return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     miss = Miss(tuner, args, kwargs)
-    if reason := why_not_isolated(miss.call):
+    if tunes and (reason := why_not_isolated(miss.call)):
         _warn_once(reason)
         return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     request = miss.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
+    remember(tuner, key, request)
     lookup = open_lookup(settings)
     choice = stored(miss, request, lookup)
     if choice is not None:
         return tuner.adopt(key, choice)
+    if not tunes:
+        from safetune import frozen, record
+
+        if settings.mode is Mode.RECORD:
+            record.remember(miss, request, lookup.store)
+        return tuner.adopt(key, frozen.instead(request, lookup))
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.background import tune_meanwhile
 
         return tune_meanwhile(miss, key, request, lookup.store, settings)
-    return _tune(miss, key, request, lookup.store)
+    return _tune(miss, key, request, lookup.store, settings)
 
 
 @contextlib.contextmanager
@@ -199,23 +209,37 @@ _waiting: list[None] = []
 
 def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
-    choice = lookup.find(request.key.digest)
+    choice = lookup.find(request.key, request.declared)
     configs = {config_digest(config): config for config in request.configs}
-    if choice is None or choice.declared != request.declared or choice.config_digest not in configs:
+    if choice is None or choice.config_digest not in configs:
         return None
     config = configs[choice.config_digest]
+    if canonical.dumps(choice.config) != canonical.dumps(config_record(config)):
+        logger.warning(
+            "ignoring a stored choice of %s for %s: its values are not those of the config that it "
+            "names",
+            request.key.kernel.name,
+            request.key,
+        )
+        return None
+    lookup.adopt(choice)
+    kernel = request.key.kernel.name
+    logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     known = fallback.known_outcomes(request, lookup.store)
     announce.report(miss.tuner, miss.readable_key(), config, announce.timings_of(known))
     return config
 
 
-def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store) -> Config:
+def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings) -> Config:
+    from safetune.tuning.flight import Patience
     from safetune.tuning.tuner import tune
 
     tuner = miss.tuner
     try:
         with announce.observing(request.key.kernel.name) as observe:
-            result = tune(request, store, observe, functools.partial(announce.warn_of_grid, tuner))
+            warn_of_grid = functools.partial(announce.warn_of_grid, tuner)
+            patience = Patience(settings.wait_s)
+            result = tune(request, store, observe, warn_of_grid, patience=patience)
     except KernelNotTransferable as error:
         return tuner.adopt(key, fallback.untuned(request, store, error))
     except (WorkerUnavailable, NoWorkingConfig) as error:
@@ -232,16 +256,6 @@ def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store) -> Config:
     return tuner.adopt(key, result.choice)
 
 
-def why_not_isolated(call: Call) -> str:
-    """Return why candidates for this call cannot run in a child; empty where they can."""
-    if not hasattr(os, "memfd_create"):
-        return f"there is no isolation on {sys.platform} yet"
-    if call.interpreted:
-        return ""
-    backend = device.active_driver().get_current_target().backend
-    return "" if backend == "cuda" else f"there is no isolation for the {backend} back end yet"
-
-
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(f"safetune: {reason}; kernels are tuned as triton.autotune does", stacklevel=2)
@@ -252,7 +266,8 @@ def _detect(index: int) -> tuple[device.Device, device.Toolchain]:
     return device.detect(index)
 
 
-def _identity(tuner: Autotuner) -> KernelIdentity:
+def identity_of(tuner: Autotuner) -> KernelIdentity:
+    """Return the identity of a tuner's kernel and of what runs around it; looked up once."""
     identity = tuner.__dict__.get("_identity")
     if identity is None:
         hooks = tuner.hooks
@@ -270,5 +285,6 @@ def _identity(tuner: Autotuner) -> KernelIdentity:
     return identity
 
 
-def _declared(tuner: Autotuner) -> str:
+def declared_by(tuner: Autotuner) -> str:
+    """Return the digest over the list of configs that a tuner chooses from."""
     return canonical.digest(sorted(config_digest(config) for config in tuner.configs))

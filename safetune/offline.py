@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from triton.runtime.interpreter import InterpretedFunction
 from safetune import announce
 from safetune.autotuner import Autotuner
 from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
+from safetune.inline import why_not_isolated
 from safetune.kernel_source import base_function
-from safetune.miss import Miss, why_not_isolated
-from safetune.settings import Settings
-from safetune.store.lookup import open_lookup
+from safetune.miss import Miss
+from safetune.settings import Mode, Settings
+from safetune.store.lookup import open_store
+from safetune.store.sqlite import Store
 from safetune.tuning.jobs import TuningRequest
-from safetune.tuning.tuner import Observer, Progress, TuningResult, tune
+from safetune.tuning.result import Observer, Progress, TuningResult
+from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 
 
@@ -40,11 +43,16 @@ class OfflineKernel:
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel at one workload and dtype."""
+    """One kernel at one workload and dtype.
+
+    Attributes:
+        marks: for every outcome, e.g. what its inputs are made of.
+    """
 
     kernel: OfflineKernel
     workload: Workload
     dtype: str
+    marks: tuple[str, ...] = ()
 
 
 def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
@@ -97,7 +105,12 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
     miss = Miss(task.kernel.tuner, task.workload.args, kwargs)
     if reason := why_not_isolated(miss.call):
         raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")
-    return miss.request(force)
+    return replace(miss.request(force), marks=task.marks)
+
+
+def open_tuning_store() -> Store:
+    """Return the store to tune into, whatever SAFETUNE_MODE says."""
+    return open_store(replace(Settings.current(), mode=Mode.TUNE))
 
 
 def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
@@ -106,7 +119,7 @@ def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResul
     Raises:
         NoWorkingConfig: every config failed.
     """
-    store = open_lookup(Settings.current()).store
+    store = open_tuning_store()
     request = request_for(task, force)
 
     def both(step: Progress) -> None:

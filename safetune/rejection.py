@@ -128,7 +128,8 @@ def _candidates(
 ) -> Iterator[Config]:
     """What else there is to launch with, best first; from the store only when it is needed."""
     from safetune.fallback import next_best
-    from safetune.miss import Miss, why_not_isolated
+    from safetune.inline import why_not_isolated
+    from safetune.miss import Miss
     from safetune.settings import Settings
     from safetune.store.lookup import open_lookup
 

@@ -6,12 +6,14 @@ environment at any time before a key is first seen.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import platformdirs
 
@@ -23,11 +25,15 @@ class Mode(str, Enum):
 
     TUNE: measure the configs, and wait for that.
     BACKGROUND: launch a fallback now, measure meanwhile, and use the choice once it is there.
+    FROZEN: launch a choice or a fallback; never tune, start a process or write.
+    RECORD: launch as FROZEN does, and remember the call for `safetune tune --recorded`.
     OFF: launch the first config; nothing is looked up or stored.
     """
 
     TUNE = "tune"
     BACKGROUND = "background"
+    FROZEN = "frozen"
+    RECORD = "record"
     OFF = "off"
 
 
@@ -81,6 +87,49 @@ def parse_size(name: str, value: str) -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
+def parse_seconds(name: str, value: str) -> float:
+    """Return the seconds that `value` says, 0 or more; raises `InvalidSetting`."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidSetting(f"{name}={value!r} is no number of seconds; give one, e.g. 120")
+    return seconds
+
+
+def check_url(url: str) -> str:
+    """Return a URL for a shared store, or the empty one; raises `InvalidSetting`.
+
+    Only its form is looked at, so that reading the settings imports nothing.
+    """
+    if not url:
+        return url
+    problem = ""
+    scheme, separator, rest = url.partition("://")
+    if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        problem = "it has no scheme"
+    elif scheme == "file" and not rest.startswith("/"):
+        problem = "a file URL is file:// and an absolute path"
+    elif not rest and scheme not in ("postgresql", "postgres", "memory"):
+        problem = "it names no place"
+    if problem:
+        raise InvalidSetting(
+            f"SAFETUNE_SHARED={place_of(url)!r} names no shared store: {problem}; give "
+            "file:///directory, postgresql://host/database, or a URL that fsspec knows, such as "
+            "s3://bucket/folder"
+        )
+    return url
+
+
+def place_of(url: str) -> str:
+    """Return a URL as a message may show it: without user, password and parameters."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    path = parts.path if host else parts.path.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{path}" if parts.scheme else path
+
+
 @dataclass(frozen=True)
 class Settings:
     """The process-wide settings.
@@ -94,6 +143,12 @@ class Settings:
             launched stays until `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
+        packs: SAFETUNE_PACKS, directories of packs, the first one first.
+        shared: SAFETUNE_SHARED, the URL of a store that several nodes share; empty for none.
+        local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: how many of the processes are on
+            this node; all of them where it is not set.
+        wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
+            processes' tunings, all its waits together.
     """
 
     mode: Mode
@@ -101,6 +156,10 @@ class Settings:
     cache_dir: Path
     copy_limit: int
     world_size: int = 1
+    packs: tuple[Path, ...] = ()
+    wait_s: float = 120.0
+    shared: str = ""
+    local_world_size: int = 1
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
 
     @classmethod
@@ -108,7 +167,7 @@ class Settings:
         """Read the environment; raises `InvalidSetting` on a value that means nothing."""
         env = os.environ
         explicit = env.get("SAFETUNE_CACHE_DIR")
-        directory = Path(explicit).expanduser() if explicit else _default_cache_dir()
+        directory = Path(os.path.expanduser(explicit)) if explicit else _default_cache_dir()
         return cls(
             mode=parse_choice(Mode, "SAFETUNE_MODE", env.get("SAFETUNE_MODE") or "tune"),
             phantom=parse_choice(
@@ -122,6 +181,10 @@ class Settings:
                 env.get("SAFETUNE_CAPTURE_MISS") or "fallback",
             ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
+            packs=_directories(env.get("SAFETUNE_PACKS") or ""),
+            shared=check_url(env.get("SAFETUNE_SHARED") or ""),
+            local_world_size=_number(env.get("LOCAL_WORLD_SIZE") or env.get("WORLD_SIZE")),
+            wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
         )
 
 
@@ -130,5 +193,12 @@ def _number(text: str | None) -> int:
     return int(text) if text and text.isdecimal() else 1
 
 
+def _directories(text: str) -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+
+
 def _default_cache_dir() -> Path:
-    return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    try:
+        return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+    except RuntimeError:  # there is no home, which opening the store says
+        return Path("~", ".cache", "safetune")

@@ -36,8 +36,10 @@ for name in ("safetune", "safetune.cache", "safetune.kernels", "safetune.tuning"
     modules[name] = importlib.import_module(name).__file__
 distribution = importlib.metadata.distribution("safetune")
 cache = importlib.resources.files("safetune.cache")
+from safetune.store.packs import shipped
 print(json.dumps({
     "modules": modules,
+    "shipped": str(shipped()),
     "files": [str(file) for file in distribution.files],
     "licence": distribution.metadata.get_all("License-File"),
     "typed": (importlib.resources.files("safetune") / "py.typed").is_file(),
@@ -161,6 +163,7 @@ def test_shipped_configs_can_be_read(
     }
     assert report["cache"] == expected
     assert json.loads(report["cache"]["probe.json"]) == PROBE
+    assert Path(report["shipped"]) == Path(report["modules"]["safetune.cache"]).parent
 
 
 def test_the_command_is_installed(installed: tuple[str, Path, dict[str, Any]]) -> None:

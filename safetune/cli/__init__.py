@@ -57,8 +57,25 @@ def main() -> None:
     """Tune Triton kernels in subprocesses and look after the choices."""
 
 
+from safetune.cli.gc import gc  # noqa: E402
+from safetune.cli.moving import export, import_, merge, pack  # noqa: E402
+from safetune.cli.stats import stats  # noqa: E402
 from safetune.cli.stored import clear, list_choices, path, show  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
+from safetune.cli.verify import verify_command  # noqa: E402
 
-for _command in (tune_command, list_choices, show, path, clear):
+for _command in (
+    tune_command,
+    verify_command,
+    list_choices,
+    show,
+    path,
+    stats,
+    export,
+    import_,
+    merge,
+    pack,
+    clear,
+    gc,
+):
     main.add_command(debug_option(_command))

@@ -11,7 +11,7 @@ from safetune.progress import Line
 
 if TYPE_CHECKING:
     from safetune.offline import Task
-    from safetune.tuning.tuner import Observer
+    from safetune.tuning.result import Observer
 
 
 class TuningProgress:

@@ -38,9 +38,9 @@ json_option = click.option(
 @json_option
 def list_choices(as_json: bool) -> None:
     """List the stored choices, one row per kernel, arguments and device."""
-    stored = _open().choices()
+    stored = open_store().choices()
     if as_json:
-        _print_json([_choice_data(entry) for entry in stored])
+        print_json([_choice_data(entry) for entry in stored])
         return
     console = stdout_console()
     if not stored:
@@ -64,13 +64,13 @@ def show(kernel: str, as_json: bool) -> None:
 
     One table per key; of a config that was tried more than once, the last trial.
     """
-    store = _open()
+    store = open_store()
     choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
     stored = [(key, _latest(trials)) for key, trials in store.trials_of(kernel)]
     if not stored:
         raise _not_stored(kernel, store)
     if as_json:
-        _print_json(
+        print_json(
             [
                 {
                     "kernel": kernel,
@@ -100,7 +100,7 @@ def path(as_json: bool) -> None:
     """Print where the database is, whether it exists or not."""
     database = _database()
     if as_json:
-        _print_json({"path": str(database), "exists": database.exists()})
+        print_json({"path": str(database), "exists": database.exists()})
     else:
         click.echo(database)
 
@@ -110,12 +110,12 @@ def path(as_json: bool) -> None:
 @json_option
 def clear(kernel: str, as_json: bool) -> None:
     """Forget every trial and choice of KERNEL."""
-    store = _open()
+    store = open_store()
     if kernel not in store.kernels():
         raise _not_stored(kernel, store)
     count = store.clear(kernel)
     if as_json:
-        _print_json({"kernel": kernel, "cleared": count})
+        print_json({"kernel": kernel, "cleared": count})
     else:
         click.echo(f"cleared {count} {'key' if count == 1 else 'keys'} of {kernel}")
 
@@ -126,7 +126,8 @@ def _database() -> Path:
     return Settings.current().cache_dir / DATABASE_NAME
 
 
-def _open() -> Store:
+def open_store() -> Store:
+    """Return the store, or an empty one where there is no database."""
     from safetune.store.sqlite import Store
 
     database = _database()
@@ -168,7 +169,8 @@ def _kernel_and_device(entry: StoredChoice) -> tuple[str, str]:
     return entry.key.kernel_name, entry.key.device["name"]
 
 
-def _print_json(data: Any) -> None:
+def print_json(data: Any) -> None:
+    """Print for programs."""
     click.echo(json.dumps(data, indent=2))
 
 

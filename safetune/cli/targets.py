@@ -12,14 +12,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from safetune.cli.messages import place_of, typed
-from safetune.errors import TargetError
+from safetune.errors import NoDevice, TargetError
 
 if TYPE_CHECKING:
     from safetune.offline import OfflineKernel
 
 
-def kernels_of(targets: Iterable[str]) -> list[OfflineKernel]:
-    """Return the kernels that TARGETs name, all with a workload, each once.
+def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[OfflineKernel]:
+    """Return the kernels that TARGETs name, each once; only those with a workload, or all.
 
     Raises:
         TargetError: one does not import, has no such kernel, or no kernel with a workload.
@@ -30,7 +30,8 @@ def kernels_of(targets: Iterable[str]) -> list[OfflineKernel]:
         place, _, wanted = target.partition(":")
         if place not in modules:
             modules[place] = _load(place)
-        for kernel in _with_workload(place, _named(place, wanted, modules[place])):
+        named = _named(place, wanted, modules[place])
+        for kernel in _with_workload(place, named) if with_workload else named:
             found.setdefault(id(kernel.tuner), kernel)
     return list(found.values())
 
@@ -45,6 +46,26 @@ def use_interpreter_without_gpu() -> bool:
         return False
     os.environ["TRITON_INTERPRET"] = "1"
     return True
+
+
+def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
+    """Raise `NoDevice` or `TargetError` where kernels cannot run, or not on that torch device."""
+    import torch
+
+    from safetune.device import active_driver
+
+    if not all(kernel.interpreted for kernel in kernels):
+        active_driver()
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise TargetError(
+            f"--device {device!r} is no torch device; try cuda, cuda:1 or cpu"
+        ) from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise NoDevice(f"--device {device!r} needs a GPU, and torch finds none")
 
 
 def _named(place: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:

@@ -7,23 +7,25 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from safetune.cli import targets
 from safetune.cli.messages import plain_warnings
 from safetune.cli.progress import TuningProgress
+from safetune.cli.recorded import RecordedPlan
 from safetune.cli.tables import outcome_data, print_outcomes, stdout_console
-from safetune.errors import NoDevice, NoWorkingConfig, TargetError
+from safetune.errors import NoWorkingConfig, TargetError
 
 if TYPE_CHECKING:
     from safetune.offline import OfflineKernel, Task
-    from safetune.tuning.tuner import TuningResult
+    from safetune.recorded import LeftOut
+    from safetune.tuning.result import TuningResult
 
 
 @click.command("tune")
-@click.argument("target", nargs=-1, required=True)
+@click.argument("target", nargs=-1)
 @click.option("--shape", multiple=True, metavar="NAME", help="Only workloads of this name.")
 @click.option("--dtype", multiple=True, metavar="DTYPE", help="Tune for this torch dtype.")
 @click.option("--device", metavar="DEVICE", help="A torch device, e.g. cuda:1.")
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     type=click.Choice(["config", "worker"]),
     help="A new process for every config, or one until a config spoils it.",
 )
+@click.option("--recorded", is_flag=True, help="Tune what SAFETUNE_MODE=record has recorded.")
+@click.option("--zeros", is_flag=True, help="With --recorded: make integer tensors of zeros.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def tune_command(
     target: tuple[str, ...],
@@ -41,38 +45,70 @@ def tune_command(
     device: str | None,
     force: bool,
     isolation: str | None,
+    recorded: bool,
+    zeros: bool,
     as_json: bool,
 ) -> None:
     """Tune the kernels of TARGET and store every outcome.
 
-    TARGET is package.module[:kernel] or file.py[:kernel]. Exits with 1 when some kernel has no
-    working config.
+    TARGET is package.module[:kernel] or file.py[:kernel]; with --recorded none is needed where the
+    kernels' modules can be imported. Exits with 1 when some kernel has no working config.
     """
+    _check_options(target, recorded, zeros, shape, dtype)
     switched = targets.use_interpreter_without_gpu()
     report = _Report(as_json)
     try:
         # What a target prints must not get between the lines of our own output.
         with contextlib.redirect_stdout(sys.stderr), plain_warnings():
-            kernels = targets.kernels_of(target)
-            if isolation is not None:
-                for kernel in kernels:
-                    kernel.tuner.isolate(isolation)
-            plan = _Plan(kernels, device, dtype, shape)
+            kernels = targets.kernels_of(target, with_workload=not recorded)
+            if recorded:
+                plan: Plan = RecordedPlan(kernels or None, device, zeros, report.left_out)
+            else:
+                plan = _DeclaredPlan(kernels, device, dtype, shape)
             count = plan.check()
+            if isolation is not None:
+                for kernel in plan.kernels:
+                    kernel.tuner.isolate(isolation)
             if switched:
                 click.echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
             with TuningProgress(count, quiet=as_json) as progress:
                 _tune_all(plan, force, progress, report)
     except Exception:
-        if report.tunings:
+        if report.tunings or report.left_out:
             report.print()
         raise
     sys.exit(report.print())
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What to tune. Iterating makes the arguments of one task after the other, never of all."""
+class Plan(Protocol):
+    """What to tune."""
+
+    @property
+    def kernels(self) -> Sequence[OfflineKernel]:
+        """The kernels of all tasks."""
+
+    def check(self) -> int:
+        """Return how many tasks there are; raises what stands against them."""
+
+    def __iter__(self) -> Iterator[Task]: ...
+
+
+def _check_options(
+    target: Sequence[str], recorded: bool, zeros: bool, *declared: Sequence[str]
+) -> None:
+    if not (target or recorded):
+        raise click.UsageError("Missing argument 'TARGET...'.")
+    if recorded and any(declared):
+        raise click.UsageError("--shape and --dtype choose workloads, and --recorded has none.")
+    if zeros and not recorded:
+        raise click.UsageError("--zeros goes with --recorded.")
+
+
+@dataclass
+class _DeclaredPlan:
+    """The workloads of some kernels. Iterating makes the arguments of one after the other, never
+    of all.
+    """
 
     kernels: Sequence[OfflineKernel]
     device: str | None
@@ -93,8 +129,8 @@ class _Plan:
             TargetError: a shape that no workload has, or nothing to tune at all.
             WorkloadError: a workload function raised, or yielded something else.
         """
-        self._check_device()
-        every = _Plan(self.kernels, self.device, self.dtypes, shapes=())
+        targets.check_device(self.kernels, self.device)
+        every = _DeclaredPlan(self.kernels, self.device, self.dtypes, shapes=())
         names = [task.workload.name for task in every]
         if not names:
             listed = ", ".join(kernel.name for kernel in self.kernels)
@@ -105,26 +141,8 @@ class _Plan:
                 raise TargetError(f"no workload is named {shape!r}; there are: {known}")
         return sum(name in self.shapes for name in names) if self.shapes else len(names)
 
-    def _check_device(self) -> None:
-        import torch
 
-        from safetune.device import active_driver
-
-        if not all(kernel.interpreted for kernel in self.kernels):
-            active_driver()
-        if self.device is None:
-            return
-        try:
-            kind = torch.device(self.device).type
-        except RuntimeError as error:
-            raise TargetError(
-                f"--device {self.device!r} is no torch device; try cuda, cuda:1 or cpu"
-            ) from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise NoDevice(f"--device {self.device!r} needs a GPU, and torch finds none")
-
-
-def _tune_all(plan: _Plan, force: bool, progress: TuningProgress, report: _Report) -> None:
+def _tune_all(plan: Plan, force: bool, progress: TuningProgress, report: _Report) -> None:
     from safetune import offline
 
     for task in plan:
@@ -141,6 +159,7 @@ class _Report:
 
     def __init__(self, as_json: bool) -> None:
         self.tunings: list[dict[str, Any]] = []
+        self.left_out: list[LeftOut] = []
         self._as_json = as_json
         self._trials: list[dict[str, Any]] = []
         self._tables: list[tuple[str, list[Any]]] = []
@@ -171,7 +190,8 @@ class _Report:
         measured = sum(tuning["measured"] for tuning in self.tunings)
         if self._as_json:
             data = {"measured": measured, "tunings": self.tunings, "trials": self._trials}
-            click.echo(json.dumps(data, indent=2))
+            left_out = [{"call": left.words, "reason": left.reason} for left in self.left_out]
+            click.echo(json.dumps({**data, "left_out": left_out}, indent=2))
         else:
             console = stdout_console()
             for title, rows in self._tables:
@@ -180,6 +200,8 @@ class _Report:
                 f"{_counted(len(self.tunings), 'tuning')}, {_counted(measured, 'config')} measured"
                 + (f", {self._failed} without a working config" if self._failed else "")
             )
+            for left in self.left_out:
+                console.print(f"not tuned: {left.words}: {left.reason}")
         return 1 if self._failed else 0
 
 

@@ -4,6 +4,7 @@ The threads of a process share one connection under a lock. Every statement is o
 takes microseconds, and a connection per thread would leave one behind for each thread that ended.
 No connection is carried across a fork: it is closed before, and each side opens its own at its
 next use. In memory there is nothing to open again: a forked child starts with an empty database.
+A database that was deleted or replaced is opened anew, one that is damaged is moved aside.
 Whatever fails here fails as `StoreError`.
 """
 
@@ -11,28 +12,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetune.errors import StoreError
-from safetune.store import migrations
+from safetune.errors import LeaseLost, StoreError
+from safetune.store import migrations, place, recovery
+from safetune.store.recovery import Damaged
 from safetune.store.rows import RecordError
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
 
+logger = logging.getLogger("safetune")
+
+#: Device and inode; None where nothing can take the file's place.
+Identity = tuple[int, int] | None
+
 _BUSY_TIMEOUT_S = 30.0
 
 #: How long a fork waits for a statement of another thread before it leaves the connection open.
 _FORK_WAIT_S = 1.0
-
-#: Held while a database file is created: see `_create`.
-_creating = threading.Lock()
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 _forking = threading.local()
@@ -50,6 +55,8 @@ class Connection:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._sqlite: sqlite3.Connection | None = None
+        self._file: Identity = None
+        self._suspect = False
         self._closed = False
         _connections.add(self)
 
@@ -67,6 +74,16 @@ class Connection:
 
             with migrations.immediate(connection):
                 yield Database(connection, execute_plugins=False, recursive_triggers=False)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """One transaction for plain statements, committed at the end; raises `StoreError`."""
+        with (
+            self._alone() as connection,
+            self._failures("write to"),
+            migrations.immediate(connection),
+        ):
+            yield connection
 
     def open(self) -> None:
         """Open the database now instead of at the first use; raises `StoreError`."""
@@ -86,21 +103,46 @@ class Connection:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store {self._place} is closed")
+            if self._sqlite is not None and self._is_replaced():
+                logger.warning("the store %s was deleted or replaced; opening it anew", self.path)
+                self._disconnect()
             if self._sqlite is None:
                 with self._failures("open"):
-                    self._sqlite = _connect(self.path)
+                    self._connect()
+            assert self._sqlite is not None
             yield self._sqlite
+
+    def _connect(self) -> None:
+        if self.path is None:
+            self._sqlite = _prepared(_plain(":memory:"), migrations.prepare)
+        else:
+            self._sqlite, self._file = _connect(self.path, self._suspect)
+            self._suspect = False
+
+    def _is_replaced(self) -> bool:
+        """Whether what is written would go to a file that nobody finds again."""
+        if self.path is None or self._file is None:
+            return False
+        try:
+            return place.identity(self.path) != self._file
+        except OSError:  # SQLite will meet it, too, if it lasts
+            return False
 
     @contextlib.contextmanager
     def _failures(self, action: str) -> Iterator[None]:
         """Turn what may fail in SQLite and sqlite-utils into one line that names the path."""
         try:
             yield
-        except RecordError:
+        except (RecordError, LeaseLost):
             raise
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise StoreError(f"cannot {action} the store {self._place}: {reason}") from error
+            message = f"cannot {action} the store {self._place}: {reason}"
+            if not recovery.is_damage(error):
+                raise StoreError(message) from error
+            self._suspect = True
+            self._disconnect()
+            raise Damaged(message) from error
 
     @property
     def _place(self) -> str:
@@ -139,19 +181,44 @@ class Connection:
         self._pid = os.getpid()
 
 
-def _connect(path: Path | None) -> sqlite3.Connection:
-    if path is not None:
-        _create(path)
-    connection = sqlite3.connect(
-        ":memory:" if path is None else path,
-        timeout=_BUSY_TIMEOUT_S,
-        isolation_level=None,
-        check_same_thread=False,
+def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
+    """Open a database file, and return which one it was; a damaged one is moved aside first."""
+    for last in (False, False, True):
+        if place.is_read_only(path):
+            return _prepared(recovery.open_read_only(path), migrations.check_current), None
+        place.make(path)
+        found = place.identity(path)
+        try:
+            prepare = migrations.prepare_suspect if suspect else migrations.prepare
+            connection = _prepared(_plain(path), prepare)
+        except (sqlite3.Error, Damaged) as error:
+            # An error of a file that is no longer there says nothing of the one that is.
+            replaced = recovery.is_replaced(path, found)
+            if last or not (replaced or recovery.is_damage(error)):
+                raise
+            if not replaced:
+                recovery.move_aside(path, found, error)
+            continue
+        if found == place.identity(path):
+            return connection, found
+        connection.close()  # somebody has put another in its place
+    raise StoreError("other processes keep replacing it")
+
+
+def _plain(path: Path | str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
     )
+
+
+def _prepared(
+    connection: sqlite3.Connection, prepare: Callable[[sqlite3.Connection], None]
+) -> sqlite3.Connection:
     try:
         # A flipped byte may end in text that is no UTF-8: the checksum's business, not an error.
         connection.text_factory = _decode
-        migrations.prepare(connection)
+        connection.execute("PRAGMA trusted_schema=OFF")
+        prepare(connection)
     except BaseException:
         connection.close()
         raise
@@ -160,19 +227,6 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 
 def _decode(data: bytes) -> str:
     return data.decode("utf-8", "replace")
-
-
-def _create(path: Path) -> None:
-    """Make the directory and an empty database that only their owner can read.
-
-    SQLite gives its log files the permissions of the database. An existing file is never opened
-    here: closing it would drop every lock that this process holds on it (POSIX), which is also why
-    no other thread may connect in between.
-    """
-    with _creating:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _before_fork() -> None:
@@ -185,8 +239,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _creating
-    _creating = threading.Lock()
+    place.creating = threading.Lock()
     for each in tuple(_connections):
         each.renew()
 

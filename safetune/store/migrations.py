@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
+from safetune.store.recovery import Damaged
+from safetune.store.rows import TABLES
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
@@ -24,6 +26,12 @@ APPLICATION_ID = 0x53465455
 #: The switch to WAL does not honour the busy timeout: tried this often, then left to the next open.
 _WAL_ATTEMPTS = 5
 _WAL_PAUSE_S = 0.01
+
+_STRANGERS = (
+    "SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index') "
+    "OR sql LIKE 'CREATE VIRTUAL%' LIMIT 1"
+)
+_LEASE = "SELECT token, name, owner, beats FROM lease"
 
 
 def m001_create_tables(database: Database) -> None:
@@ -50,7 +58,26 @@ def m001_create_tables(database: Database) -> None:
     database.table("key").create_index(["name"])
 
 
-HISTORY = (m001_create_tables,)
+def m002_lease_and_choice_per_list(database: Database) -> None:
+    """One choice for each config list of a key; leases; an index for the kin of a key.
+
+    A token is never used twice, not even after its row is gone: AUTOINCREMENT.
+    """
+    database.table("choice").transform(pk=("key", "declared", "generation"))
+    database.execute(
+        "CREATE TABLE lease (token INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, "
+        "owner TEXT NOT NULL, beats INTEGER NOT NULL)"
+    )
+    database.table("key").create_index(["kernel", "device"])
+
+
+def m003_create_call(database: Database) -> None:
+    """Calls that were recorded to be tuned offline."""
+    columns = {"key": str, "name": str, "place": str, "arguments": str, "created": float}
+    database.table("call").create({**columns, "checksum": str}, pk="key")
+
+
+HISTORY = (m001_create_tables, m002_lease_and_choice_per_list, m003_create_call)
 
 #: `PRAGMA user_version` of a database that has every step.
 VERSION = len(HISTORY)
@@ -61,14 +88,44 @@ def prepare(connection: sqlite3.Connection) -> None:
 
     Raises:
         StoreError: it was written by a newer safetune, or by something else; it is left as it is.
+            `Damaged` where tables or columns are missing.
         sqlite3.Error: it is no database, or cannot be read or written.
     """
     with _transaction(connection, "BEGIN"):  # one snapshot: another process may migrate right now
         current = is_current(connection)
+        if current:
+            _check_schema(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
     _switch_to_wal(connection, attempts=1 if current else _WAL_ATTEMPTS)
     if not current:
         _migrate(connection)
+
+
+def prepare_suspect(connection: sqlite3.Connection) -> None:
+    """Do what `prepare` does with a database in which damage was seen, if it can be mended.
+
+    Only indexes can: they are made again from the rows.
+
+    Raises:
+        Damaged: rows or pages are damaged.
+    """
+    if _unsound(connection):
+        connection.execute("REINDEX")
+        if reason := _unsound(connection):
+            raise Damaged(reason)
+    prepare(connection)
+
+
+def _unsound(connection: sqlite3.Connection) -> str:
+    found = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+    return "" if found == "ok" else found
+
+
+def check_current(connection: sqlite3.Connection) -> None:
+    """Raise `StoreError` unless a database that cannot be changed is as `prepare` leaves it."""
+    if not is_current(connection):
+        raise StoreError("it cannot be written to, and an older safetune made it")
+    _check_schema(connection)
 
 
 def is_current(connection: sqlite3.Connection) -> bool:
@@ -85,6 +142,26 @@ def is_current(connection: sqlite3.Connection) -> bool:
     if application or version or _has_tables(connection):
         raise StoreError("it is a database, but not one of safetune; it is left untouched")
     return False
+
+
+def _check_schema(connection: sqlite3.Connection) -> None:
+    """See that every table has its columns, and that nothing else in the file runs with them.
+
+    Raises:
+        Damaged: a table or column is missing.
+        StoreError: it has triggers, views or virtual tables.
+    """
+    if connection.execute(_STRANGERS).fetchone() is not None:
+        raise StoreError(
+            "it has triggers or views, which safetune never makes; it is left as it is"
+        )
+    try:
+        for select in (*(table.select for table in TABLES), _LEASE):
+            connection.execute(f"{select} LIMIT 0")
+    except sqlite3.OperationalError as error:
+        if str(error).startswith("no such"):
+            raise Damaged(str(error)) from error
+        raise
 
 
 def _migrate(connection: sqlite3.Connection) -> None:

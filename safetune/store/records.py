@@ -73,11 +73,16 @@ class ChoiceRecord:
 
 @dataclass(frozen=True)
 class KinChoice:
-    """A choice for a key of the same kernel on the same device, with what else is in that key."""
+    """A choice for a key of the same kernel on the same device, with what else is in that key.
+
+    Attributes:
+        place: the pack that it is in; nothing for a store's own.
+    """
 
     toolchain: dict[str, Any]
     call: dict[str, Any]
     choice: ChoiceRecord
+    place: str = ""
 
 
 @dataclass(frozen=True)

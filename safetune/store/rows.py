@@ -177,7 +177,7 @@ TRIAL = Table(
 )
 CHOICE = Table(
     "choice",
-    ("key", "generation"),
+    ("key", "declared", "generation"),
     (
         ("key", str),
         ("generation", int),
@@ -189,6 +189,8 @@ CHOICE = Table(
         ("created", float),
     ),
 )
+
+TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE)
 
 
 def key_rows(record: KeyRecord) -> tuple[tuple[Table, dict[str, Scalar]], ...]:
@@ -247,12 +249,12 @@ def trial_row(record: TrialRecord) -> dict[str, Scalar]:
         "created": record.created,
     }
     timing = {name: getattr(outcome.timing, name, None) for name in _TIMING}
-    return TRIAL.seal(values | timing)
+    return _in_range(TRIAL.seal(values | timing), RecordError)
 
 
 def trial_record(row: Sequence[Any]) -> TrialRecord:
     """Return the trial that `TRIAL.select` read; raises `CorruptRowError`."""
-    values = TRIAL.unseal(row)
+    values = _in_range(TRIAL.unseal(row))
     try:
         verdict = Verdict(values["verdict"])
     except ValueError as error:
@@ -280,9 +282,19 @@ def trial_record(row: Sequence[Any]) -> TrialRecord:
 
 def choice_row(record: ChoiceRecord) -> dict[str, Scalar]:
     """Return a choice as a row; raises `RecordError`."""
-    return CHOICE.seal({name: getattr(record, name) for name, _ in CHOICE.columns})
+    values = {name: getattr(record, name) for name, _ in CHOICE.columns}
+    return _in_range(CHOICE.seal(values), RecordError)
 
 
 def choice_record(row: Sequence[Any]) -> ChoiceRecord:
     """Return the choice that `CHOICE.select` read; raises `CorruptRowError`."""
-    return ChoiceRecord(**CHOICE.unseal(row))
+    return ChoiceRecord(**_in_range(CHOICE.unseal(row)))
+
+
+def _in_range(values: dict[str, Any], error: type[Exception] = CorruptRowError) -> dict[str, Any]:
+    """Refuse what no tuning writes: whoever counts up from such a number would never end."""
+    for name, least in (("generation", 1), ("median_ms", 0), ("count", 0), ("measured", 0)):
+        value = values.get(name)
+        if value is not None and not least <= value <= 10**12:
+            raise error(f"{name} is {value}")
+    return values

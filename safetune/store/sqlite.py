@@ -8,6 +8,7 @@ run.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT
-from safetune.store import rows
+from safetune.store import queries, rows
 from safetune.store.connection import Connection
+from safetune.store.lease import Contender, Lease, check
+from safetune.store.queries import fetch
 from safetune.store.records import (
     ChoiceRecord,
     KeyRecord,
@@ -24,6 +27,7 @@ from safetune.store.records import (
     StoredChoice,
     TrialRecord,
 )
+from safetune.store.recovery import Damaged
 from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, CorruptRowError, Table
 
 if TYPE_CHECKING:
@@ -32,42 +36,20 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
     from typing_extensions import Self
 
+    from safetune.store.shared_layer import SharedLayer
+
 DATABASE_NAME = "safetune.db"
 
 logger = logging.getLogger("safetune")
 
 Record = TypeVar("Record")
 
-_CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? ORDER BY generation DESC"
-_CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND generation = ?"
-_TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
-_TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation DESC"
-
-_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ? IS NULL OR key.name = ?"
-_KEYS = f"{KEY.select} WHERE ? IS NULL OR name = ? ORDER BY name, rowid"
-_CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} ORDER BY choice.generation DESC"
-_TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
-_KIN = "key.kernel = ? AND key.device = ?"
-_KIN_KEYS = f"{KEY.select} WHERE {_KIN} ORDER BY rowid"
-_KIN_CHOICES = (
-    f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} "
-    "ORDER BY choice.generation DESC"
-)
-_KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
-
-_CLEAR = (
-    "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
-    "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
-)
-_CLEAR_KEYS = "DELETE FROM key WHERE name = ?"
-_CLEAR_UNUSED = (
-    "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
-    "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
-)
-
 
 class Store:
     """A database of trials and choices. Safe from several threads and after a fork."""
+
+    #: What several nodes share, if anything.
+    shared: SharedLayer | None = None
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -94,9 +76,18 @@ class Store:
         """The database file; None in memory."""
         return self._connection.path
 
+    @property
+    def connection(self) -> Connection:
+        """What it reads and writes through."""
+        return self._connection
+
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""
         self._connection.close()
+
+    def contender(self, name: str) -> Contender:
+        """Return what asks for the lease of this name, as often as it is asked to."""
+        return Contender(self._connection, name)
 
     def put_key(self, record: KeyRecord) -> None:
         """Write a key with its kernel and device, or refresh them; raises `StoreError`."""
@@ -105,71 +96,101 @@ class Store:
             for table, row in prepared:
                 _upsert(database, table, row)
 
-    def put_trial(self, record: TrialRecord) -> None:
+    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
         """Write what became of one config, over an earlier row of the same generation.
 
         A transient outcome never replaces a row: it says nothing of the config.
 
+        Args:
+            lease: what the writer must still hold when this is written.
+
         Raises:
-            StoreError: it cannot be written; `RecordError` if the record itself is refused.
+            StoreError: it cannot be written; `RecordError` if the record itself is refused,
+                `LeaseLost` if another process has the lease now.
         """
         row = rows.trial_row(record)
         with self._connection.writing() as database:
+            check(lease, database.conn)
             if record.outcome.verdict in TRANSIENT:
                 _table(database, TRIAL).insert(row, pk=TRIAL.primary_key, ignore=True)
             else:
                 _upsert(database, TRIAL, row)
 
-    def trials(self, key: str, generation: int) -> list[TrialRecord]:
-        """Return the outcomes of one generation in the order of writing; raises `StoreError`."""
-        with self._connection.reading() as connection:
-            found = _fetch(connection, _TRIALS_OF_GENERATION, rows.text(key), generation)
-        return list(self._valid(TRIAL, found, rows.trial_record))
+    def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
+        """Return the outcomes of a key, or of one generation of it; raises `StoreError`.
 
-    def choice(self, key: str) -> ChoiceRecord | None:
-        """Return the choice of the highest generation; raises `StoreError`."""
+        In the order of generations, and within one in that of writing.
+        """
+        wanted: list[rows.Scalar] = [rows.text(key)]
+        if generation is not None:
+            wanted.append(generation)
+        statement = queries.TRIALS_OF_KEY if generation is None else queries.TRIALS_OF_GENERATION
         with self._connection.reading() as connection:
-            found = _fetch(connection, _CHOICES_OF_KEY, rows.text(key))
-        return next(self._valid(CHOICE, found, rows.choice_record), None)
+            found = fetch(connection, statement, *wanted)
+            trials = list(self._valid(TRIAL, found, rows.trial_record))
+            _check_found(trials, *wanted)
+        return trials
 
-    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
+    def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
+        """Return the choice of the highest generation; raises `StoreError`.
+
+        Args:
+            declared: the config list that it is chosen from; of any list if None.
+        """
+        wanted = [rows.text(name) for name in (key, declared) if name is not None]
+        statement = queries.CHOICES_OF_KEY if declared is None else queries.CHOICES_OF_LIST
+        with self._connection.reading() as connection:
+            found = fetch(connection, statement, *wanted)
+            choices = list(self._valid(CHOICE, found, rows.choice_record))
+            _check_found(choices, *wanted)
+        return choices[0] if choices else None
+
+    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
         """Write a choice unless its generation has one; return the one that is stored now.
 
-        Raises:
-            StoreError: it cannot be written; `RecordError` if the record itself is refused.
+        One for each key, config list and generation. `lease` and what is raised: see `put_trial`.
         """
         row = rows.choice_row(record)
         with self._connection.writing() as database:
-            found = _fetch(database.conn, _CHOICE_OF_GENERATION, row["key"], row["generation"])
-            stored = next(self._valid(CHOICE, found, rows.choice_record), None)
-            if stored is None:
+            check(lease, database.conn)
+            wanted = [row[name] for name in CHOICE.primary_key]
+            find = functools.partial(fetch, database.conn, queries.CHOICE_OF_GENERATION, *wanted)
+            stored = list(self._valid(CHOICE, find(), rows.choice_record))
+            if not stored:
                 # Replaces a row that is there but corrupt.
                 _upsert(database, CHOICE, row)
-                stored = rows.choice_record(tuple(row.values()))
-        return stored
+                stored = list(self._valid(CHOICE, find(), rows.choice_record))
+                if not stored:
+                    raise Damaged("what was just written is not found")
+            _check_found(stored, *wanted)
+        return stored[0]
 
     def generation(self, key: str) -> int:
         """Return the highest generation with a trial or choice, 0 if none; raises `StoreError`."""
         with self._connection.reading() as connection:
-            choices = _fetch(connection, _CHOICES_OF_KEY, rows.text(key))
-            trials = _fetch(connection, _TRIALS_OF_KEY, rows.text(key))
+            choices = fetch(connection, queries.CHOICES_OF_KEY, rows.text(key))
+            trials = fetch(connection, queries.TRIALS_OF_KEY, rows.text(key))
         choice = next(self._valid(CHOICE, choices, rows.choice_record), None)
-        trial = next(self._valid(TRIAL, trials, rows.trial_record), None)
+        trial = next(self._valid(TRIAL, reversed(trials), rows.trial_record), None)
         return max(choice.generation if choice else 0, trial.generation if trial else 0)
 
     def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
-        """Return the current choice of every key of a kernel on a device; raises `StoreError`."""
+        """Return the current choices of a kernel's keys on a device; raises `StoreError`.
+
+        One for each key and list of configs.
+        """
         wanted = (rows.text(kernel_digest), rows.text(device_digest))
         with self._connection.reading() as connection:
-            keys = _fetch(connection, _KIN_KEYS, *wanted)
-            found = _fetch(connection, _KIN_CHOICES, *wanted)
-        current: dict[str, ChoiceRecord] = {}
+            found_keys = fetch(connection, queries.KIN_KEYS, *wanted)
+            found = fetch(connection, queries.KIN_CHOICES, *wanted)
+        keys = {key["digest"]: key for key in self._valid(KEY, found_keys, KEY.unseal)}
+        current: dict[str, dict[str, ChoiceRecord]] = {digest: {} for digest in keys}
         for choice in self._valid(CHOICE, found, rows.choice_record):
-            current.setdefault(choice.key, choice)
+            current.get(choice.key, {}).setdefault(choice.declared, choice)
         return [
-            KinChoice(key["toolchain"], key["call"], current[key["digest"]])
-            for key in self._valid(KEY, keys, KEY.unseal)
-            if key["digest"] in current
+            KinChoice(keys[digest]["toolchain"], keys[digest]["call"], choice)
+            for digest, choices in current.items()
+            for choice in choices.values()
         ]
 
     def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
@@ -180,7 +201,7 @@ class Store:
         """
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = _fetch(connection, _CHOICES, *_name_twice(kernel_name))
+            found = fetch(connection, queries.CHOICES, *_name_twice(kernel_name))
         current: dict[str, ChoiceRecord] = {}
         for choice in self._valid(CHOICE, found, rows.choice_record):
             current.setdefault(choice.key, choice)
@@ -190,7 +211,7 @@ class Store:
         """Return each key of a kernel with its trials of all generations; raises `StoreError`."""
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = _fetch(connection, _TRIALS, *_name_twice(kernel_name))
+            found = fetch(connection, queries.TRIALS, *_name_twice(kernel_name))
         trials: dict[str, list[TrialRecord]] = {}
         for trial in self._valid(TRIAL, found, rows.trial_record):
             trials.setdefault(trial.key, []).append(trial)
@@ -199,7 +220,7 @@ class Store:
     def kernels(self) -> list[str]:
         """Return the names of all kernels with a key, sorted; raises `StoreError`."""
         with self._connection.reading() as connection:
-            return [str(name) for (name,) in _fetch(connection, _KERNEL_NAMES)]
+            return [str(name) for (name,) in fetch(connection, queries.KERNEL_NAMES)]
 
     def clear(self, kernel_name: str) -> int:
         """Delete a kernel's keys, trials and choices; return how many keys it had.
@@ -209,17 +230,17 @@ class Store:
         """
         name = (rows.text(kernel_name),)
         with self._connection.writing() as database:
-            for statement in _CLEAR:
+            for statement in queries.CLEAR:
                 database.conn.execute(statement, name)
-            deleted = database.conn.execute(_CLEAR_KEYS, name).rowcount
-            for statement in _CLEAR_UNUSED:
+            deleted = database.conn.execute(queries.CLEAR_KEYS, name).rowcount
+            for statement in queries.CLEAR_UNUSED:
                 database.conn.execute(statement)
         return deleted
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels = self._by_digest(connection, KERNEL)
         devices = self._by_digest(connection, DEVICE)
-        found = _fetch(connection, _KEYS, *_name_twice(kernel_name))
+        found = fetch(connection, queries.KEYS, *_name_twice(kernel_name))
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
             for key in self._valid(KEY, found, KEY.unseal)
@@ -227,7 +248,7 @@ class Store:
         ]
 
     def _by_digest(self, connection: sqlite3.Connection, table: Table) -> dict[str, Any]:
-        found = _fetch(connection, table.select)
+        found = fetch(connection, table.select)
         return {values["digest"]: values for values in self._valid(table, found, table.unseal)}
 
     def _valid(
@@ -253,11 +274,15 @@ class Store:
             )
 
 
-def _fetch(
-    connection: sqlite3.Connection, statement: str, *parameters: rows.Scalar
-) -> list[Sequence[Any]]:
-    """All rows at once: a half-read SELECT would pin an old snapshot and block a COMMIT."""
-    return connection.execute(statement, parameters).fetchall()
+def _check_found(found: Sequence[ChoiceRecord | TrialRecord], *wanted: rows.Scalar) -> None:
+    """Raise `Damaged` where an index leads to other rows than those wanted, however sound.
+
+    `wanted` is a key, and for choices the config list, too, unless any will do.
+    """
+    for record in found:
+        declared = getattr(record, "declared", None)
+        if record.key != wanted[0] or (declared and declared != (*wanted, declared)[1]):
+            raise Damaged("an index leads to the wrong rows")
 
 
 def _upsert(database: Database, table: Table, row: dict[str, rows.Scalar]) -> None:

@@ -25,12 +25,15 @@ from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
 from safetune.tuning.worker import MeasuringChild
 
-_device_locks: dict[int, threading.Lock] = {}
+_device_locks: dict[int, threading.RLock] = {}
 
 
-def device_lock(index: int) -> threading.Lock:
-    """Return the lock of one device: two tunings at once would time each other."""
-    return _device_locks.setdefault(index, threading.Lock())
+def device_lock(index: int) -> threading.RLock:
+    """Return the lock of one device: two tunings at once would time each other.
+
+    A grid or a heuristic may launch another kernel, and have it tuned, within a tuning.
+    """
+    return _device_locks.setdefault(index, threading.RLock())
 
 
 if hasattr(os, "register_at_fork"):
@@ -74,7 +77,7 @@ class LaunchBench:
         if not self.interpreted:
             self._kernel = compilation.pack_for_compiler(kernel_base(call.kernel))
         self._inputs = Inputs(call, tensors.tensors)
-        self.marks = self._inputs.marks
+        self.marks = (*self._inputs.marks, *request.marks)
         self.grids = grids
         self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
         header = {
@@ -88,13 +91,17 @@ class LaunchBench:
         self._child = MeasuringChild(
             header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
         )
-        start_servers(compiling=not self.interpreted)
         if self._begin_at_once:
-            self._child.begin()
+            self.begin()
         self.phases["transfer"] = time.monotonic() - begin
 
     def __enter__(self) -> LaunchBench:
         return self
+
+    def begin(self) -> None:
+        """Have the servers and the measuring child come up."""
+        start_servers(compiling=not self.interpreted)
+        self._child.begin()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

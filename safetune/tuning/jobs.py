@@ -94,6 +94,7 @@ class TuningRequest:
         configs: those left after pruning, in the order they were declared.
         declared: digest over the whole declared list; a choice made from another is not final.
         force: measure everything again, and open the next generation.
+        marks: for every outcome.
     """
 
     key: TuningKey
@@ -102,11 +103,11 @@ class TuningRequest:
     declared: str
     limits: Limits = field(default_factory=Limits)
     force: bool = False
+    marks: tuple[str, ...] = ()
 
 
-def key_record(request: TuningRequest) -> KeyRecord:
-    """Return the row that a request's trials and choice point at."""
-    key = request.key
+def key_record(key: TuningKey) -> KeyRecord:
+    """Return the row that a key's trials and choice point at."""
     return KeyRecord(
         digest=key.digest,
         kernel_name=key.kernel.name,

@@ -58,9 +58,14 @@ def is_drawable(views: Iterable[TensorSpec], misalignment: int) -> bool:
     )
 
 
+def real_dtype(dtype: str) -> str:
+    """Return the float type that a drawable type is made of."""
+    return _REAL[dtype]
+
+
 def noise_like(tensor: torch.Tensor, seed: int) -> dict[str, Any]:
     """Return the fields of a `Noise` with the mean, spread and range of a tensor's sample."""
-    dtype = _REAL[str(tensor.dtype).removeprefix("torch.")]
+    dtype = real_dtype(str(tensor.dtype).removeprefix("torch."))
     values = _sample(tensor).view(getattr(torch, dtype)).float().double()
     values = values[values.isfinite()]
     if values.numel() == 0:

@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-from triton.runtime.autotuner import Config
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from safetune.config import config_digest, config_record, config_text
-from safetune.errors import NoWorkingConfig
+from safetune.errors import Busy, LeaseLost, NoWorkingConfig
 from safetune.outcome import TRANSIENT, Mark, Outcome, Timing, Verdict
+from safetune.store.lease import Lease
 from safetune.store.records import ChoiceRecord, TrialRecord
 from safetune.store.sqlite import Store
-from safetune.tuning import choose
+from safetune.tuning import choose, cluster, flight
 from safetune.tuning.bench import LaunchBench, device_lock
+from safetune.tuning.flight import Patience, lead
 from safetune.tuning.jobs import TuningRequest, key_record
 from safetune.tuning.judge import Results, notes_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.race import race
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One step of a tuning, for progress bars and verbose output.
-
-    Attributes:
-        stage: `compile`, `screen`, `final`.
-        outcome: None when the config is about to run, else what became of it.
-        done, total: configs screened, and to be screened, in this tuning.
-    """
-
-    kernel: str
-    stage: str
-    config: Config
-    outcome: Outcome | None
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class TuningResult:
-    """A finished tuning.
-
-    Attributes:
-        choice: the config to launch.
-        outcomes: for every config in the request, in order; from this tuning or an earlier one.
-        measured: how many configs were compiled or launched in this tuning.
-        seconds: wall time.
-        notes: what the user should hear of, a sentence each.
-        phases: where the time went, in seconds; they overlap.
-    """
-
-    choice: Config
-    outcomes: tuple[tuple[Config, Outcome], ...]
-    measured: int
-    seconds: float
-    notes: tuple[str, ...] = ()
-    phases: Mapping[str, float] = field(default_factory=dict)
-
-
-Observer = Callable[[Progress], None]
+from safetune.tuning.result import Observer, Progress, TuningResult
 
 
 def tune(
@@ -69,17 +29,28 @@ def tune(
     observe: Observer = lambda progress: None,
     on_grid_read: Callable[[set[str]], None] = lambda names: None,
     bench: LaunchBench | None = None,
+    patience: Patience | None = None,
 ) -> TuningResult:
     """Measure what has not been measured for this key, choose, and store both.
 
-    `bench` is one made from the request earlier, when the caller's tensors were what they were.
+    Where another process is at it already, its choice is waited for.
+
+    Args:
+        bench: made from the request earlier, when the caller's tensors were what they were.
+        patience: how long to wait for other processes; for ever if None.
 
     Raises:
         NoWorkingConfig: every config failed; no choice is stored.
         KernelNotTransferable: the call cannot be rebuilt in a child.
-        WorkerUnavailable: no child can be started.
+        WorkerUnavailable: no child can be started; `Busy` if another process is still at it.
     """
-    return _Tuning(request, store, observe, on_grid_read, bench).run()
+    tuning = _Tuning(request, store, observe, on_grid_read, bench, patience or Patience())
+    try:
+        return tuning.run()
+    except LeaseLost as error:
+        if bench is not None:  # it is used up
+            raise Busy(str(error)) from error
+    return tune(request, store, observe, on_grid_read, None, patience)
 
 
 class _Tuning:
@@ -92,9 +63,12 @@ class _Tuning:
         observe: Observer,
         on_grid_read: Callable[[set[str]], None],
         bench: LaunchBench | None,
+        patience: Patience,
     ) -> None:
         self._request = request
         self._bench = bench
+        self._patience = patience
+        self._lease: Lease | None = None
         self._store = store
         self._observe = observe
         self._on_grid_read = on_grid_read
@@ -110,18 +84,35 @@ class _Tuning:
 
     def run(self) -> TuningResult:
         start = time.perf_counter()
+        with lead(self._request, self._store, self._patience) as found:
+            if isinstance(found, ChoiceRecord):
+                self._recall()
+                return self._result(self._digests.index(found.config_digest), start)
+            self._lease = found
+            with cluster.lead(self._request, self._store, self._patience) as self._cluster:
+                choice = self._cluster.choice
+                if choice is not None:
+                    self._recall()
+                    return self._result(self._digests.index(choice.config_digest), start)
+                return self._result(self._choose(), start)
+
+    def _choose(self) -> int:
+        """Measure what is new, and return the config that is the choice now."""
         incumbent = self._recall()
         new = [index for index in range(len(self._configs)) if index not in self._outcomes]
         self._total = len(new)
-        self._store.put_key(key_record(self._request))
+        self._store.put_key(key_record(self._request.key))
         if new:
             self._measure_new(new, incumbent)
-        best = self._best(incumbent, new)
-        self._store_choice(best)
+        return self._store_choice(self._best(incumbent, new))
+
+    def _result(self, choice: int, start: float) -> TuningResult:
         return TuningResult(
-            choice=self._configs[best],
+            choice=self._configs[choice],
             outcomes=tuple(
-                (config, self._outcomes[index]) for index, config in enumerate(self._configs)
+                (config, self._outcomes[index])
+                for index, config in enumerate(self._configs)
+                if index in self._outcomes
             ),
             measured=len(self._measured),
             seconds=time.perf_counter() - start,
@@ -130,41 +121,45 @@ class _Tuning:
         )
 
     def _recall(self) -> int | None:
-        """Take over what the store knows of this key; return the config chosen last, if any."""
+        """Take over what the store knows of this key; return the config chosen last, if any.
+
+        From the same config list, or else from any.
+        """
         request, key = self._request, self._request.key.digest
-        last = self._store.choice(key)
+        last = self._store.choice(key, request.declared) or self._store.choice(key)
         self._generation = 1 if last is None else last.generation
         if request.force:
             self._generation = self._store.generation(key) + 1
-        elif last is not None and last.declared != request.declared:
-            self._generation += 1
-        first = self._generation if request.force else 1
-        for generation in range(first, self._store.generation(key) + 1):
-            for trial in self._store.trials(key, generation):
-                lasting = trial.outcome.verdict not in TRANSIENT
-                if lasting and trial.config_digest in self._digests:
-                    self._outcomes[self._digests.index(trial.config_digest)] = trial.outcome
-        if last is None or self._request.force or last.config_digest not in self._digests:
+            return None
+        for trial in self._store.trials(key):
+            lasting = trial.outcome.verdict not in TRANSIENT
+            if lasting and trial.config_digest in self._digests:
+                self._outcomes[self._digests.index(trial.config_digest)] = trial.outcome
+        if last is None or last.config_digest not in self._digests:
             return None
         incumbent = self._digests.index(last.config_digest)
         known = self._outcomes.get(incumbent)
         return incumbent if known is not None and known.ok else None
 
     def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
-        device = self._request.call.index
-        with (
-            device_lock(device),
-            self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
-        ):
-            self._marks = bench.marks
-            self._screen(bench, new)
-            no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
-            if no_memory:  # what others held is free now
-                bench.replace()
-                self._screen(bench, no_memory)
-            self._judge(bench, new, incumbent)
-            self._race(bench, new, incumbent)
-            self._phases = bench.phases
+        call = self._request.call
+        with contextlib.ExitStack() as turn:
+            if not call.interpreted:  # before anything is started or copied
+                turn.enter_context(flight.compiling(self._store, self._patience))
+            with (
+                device_lock(call.index),
+                self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
+            ):
+                self._marks = bench.marks
+                self._screen(bench, new)
+                no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
+                if no_memory:  # what others held is free now
+                    bench.replace()
+                    self._screen(bench, no_memory)
+                turn.close()
+                self._judge(bench, new, incumbent)
+                self._race(bench, new, incumbent)
+                self._phases = bench.phases
 
     def _screen(self, bench: LaunchBench, configs: Sequence[int]) -> None:
         """Run configs as they are compiled: each is examined and gets a first time."""
@@ -233,7 +228,8 @@ class _Tuning:
                 generation=self._generation,
                 outcome=outcome,
                 created=time.time(),
-            )
+            ),
+            self._lease,
         )
         self._announce(index, stage, outcome)
 
@@ -274,10 +270,11 @@ class _Tuning:
             return choose.best({**rivals, incumbent: timings[incumbent]})
         return choose.best(timings)
 
-    def _store_choice(self, best: int) -> None:
+    def _store_choice(self, best: int) -> int:
+        """Store the choice, unless its generation has one; return the one to use."""
         timing = self._outcomes[best].timing
         assert timing is not None
-        self._store.put_choice(
+        stored = self._store.put_choice(
             ChoiceRecord(
                 key=self._request.key.digest,
                 generation=self._generation,
@@ -287,5 +284,9 @@ class _Tuning:
                 median_ms=timing.median_ms,
                 measured=len(self._measured),
                 created=time.time(),
-            )
+            ),
+            self._lease,
         )
+        stored = self._cluster.agreed(stored, self._outcomes[best])
+        known = stored.config_digest in self._digests
+        return self._digests.index(stored.config_digest) if known else best

@@ -176,7 +176,8 @@ class TestOptions:
         monkeypatch.setenv("SAFETUNE_MODE", "fast")
 
         assert safetune.error("list") == (
-            "Error: SAFETUNE_MODE='fast' is not known; use one of: tune, background, off"
+            "Error: SAFETUNE_MODE='fast' is not known; use one of: tune, "
+            "background, frozen, record, off"
         )
 
 
@@ -300,10 +301,11 @@ class TestStore:
         cache_dir.mkdir(parents=True)
         (cache_dir / "safetune.db").write_text("this is no database, but long enough to be one")
 
-        message = safetune.error("list")
+        with pytest.warns(UserWarning, match="file is not a database") as caught:
+            safetune("list")
 
-        assert message.startswith(f"Error: cannot open the store {cache_dir}")
-        assert message.endswith(": file is not a database")
+        (aside,) = cache_dir.glob("safetune.db.corrupt-*")
+        assert str(aside) in str(caught[0].message)
 
 
 def test_no_gpu_and_the_interpreter_forbidden(

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from safetune.kernels.configs import prune_spilling
+from safetune.kernels.configs import prune_backward_configs, prune_configs
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
@@ -62,7 +62,7 @@ def compile_config(
     for argument in kernel.arg_names:
         if argument.endswith("_pointer") and argument not in absent:
             signature[argument] = "*fp32" if argument in STATISTICS else f"*{dtype}"
-        elif argument in ("rows", "alignment", "programs_per_group"):
+        elif argument in ("rows", "programs_per_group"):
             signature[argument] = "i32"
         elif argument == "eps":
             signature[argument] = "fp32"
@@ -79,7 +79,11 @@ def compile_config(
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "maxnreg": config.maxnreg,
+        },
     )
     registers, local_bytes = resources(compiled.asm["cubin"])
     return {
@@ -120,8 +124,12 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.kernel or KERNELS:
         all_configs = KERNELS[name].configs
-        if name != "finalize":
-            all_configs = prune_spilling(all_configs, {}, COLUMNS=options.columns)
+        if name == "forward":
+            all_configs = prune_configs(all_configs, {}, COLUMNS=options.columns)
+        if name == "backward":
+            all_configs = prune_backward_configs(
+                all_configs, {}, COLUMNS=options.columns, IN_PLACE=False
+            )
         for config in all_configs[: 1 if options.first else None]:
             for is_rms_norm in (False, True) if name != "finalize" else (False,):
                 result = compile_config(

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
-#: What one program may have on the smallest data-centre GPU of the three, sm_80.
-SHARED_BYTES = 163 * 1024
+#: What one program may have on each generation.
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 #: A register or two of the tallest tiles go to memory. What spilling looks like is 260 to 500
 #: bytes: FLA's kernels, or 16384 columns here.
@@ -31,12 +31,14 @@ def check(results: list[dict[str, Any]]) -> None:
     assert results
     for result in results:
         assert result["local_bytes"] <= FEW_BYTES, result
-        assert result["shared_bytes"] <= SHARED_BYTES, result
+        # Long rows in stages are for the larger machines; elsewhere the tuner drops those configs.
+        if result["columns"] <= 8192 or result["config"].get("PIPELINE_STAGES", 1) == 1:
+            assert result["shared_bytes"] <= SHARED_BYTES[result["capability"]], result
         if result["kernel"] != "finalize":
             assert result["vector_stores"], result
         if result["config"].get("PIPELINE_STAGES", 1) > 1:
             assert result["asynchronous_copies"], result
-    spills = [result["local_bytes"] > 0 for result in results]
+    spills = [result["local_bytes"] > 16 for result in results]
     assert sum(spills) <= len(spills) // 8
 
 
@@ -49,7 +51,15 @@ def test_the_first_config_compiles(fresh_process: FreshProcess) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "columns"), [(80, 1024), (90, 256), (90, 1024), (90, 8192), (100, 1024)]
+    ("capability", "columns"),
+    [
+        (80, 1024),
+        *((90, columns) for columns in (256, 1024, 8192, 16384, 32768)),
+        (100, 1024),
+        (100, 16384),
+        (120, 1024),
+        (120, 16384),
+    ],
 )
 def test_every_config_compiles(fresh_process: FreshProcess, capability: int, columns: int) -> None:
     check(compiled(fresh_process, capability, columns))

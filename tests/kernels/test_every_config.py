@@ -8,14 +8,21 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 
 from safetune.config import config_text
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
-    backward_tile_heights,
-    prune_spilling,
+    LONG_SLICE,
+    TALL_TILE,
+    WIDEST_TILE,
+    prune_backward_configs,
+    prune_configs,
+    slice_columns,
+    slice_count,
     tile_rows,
 )
 from safetune.kernels.grid_policy import GridPlan, plan_grid
@@ -29,8 +36,8 @@ from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
     layer_norm_forward_kernel,
-    owned_rows,
 )
+from safetune.kernels.tiles import owned_rows
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -81,9 +88,9 @@ class Backward:
         self.mean = None if is_rms_norm else self.x.mean(1)
         self.groups, self.is_rms_norm = groups, is_rms_norm
 
-    def run(self, plan: GridPlan, config: Any, *, in_place: bool = False) -> Any:
-        """Return dx, dw and db; in place, dx is stored over dy."""
-        dy = self.dy.clone()
+    def run(self, plan: GridPlan, config: Any, *, in_place: str = "") -> Any:
+        """Return dx, dw and db; dx is stored over dy or dres if `in_place` names it."""
+        dy, dres = self.dy.clone(), self.dres.clone()
         outputs, launch = backward_launch(
             plan,
             dy,
@@ -92,22 +99,23 @@ class Backward:
             self.bias,
             self.mean,
             self.rstd,
-            self.dres,
+            dres,
             has_residual=True,
             is_rms_norm=self.is_rms_norm,
             x_dtype=None,
             recompute_output=False,
         )
         poison(outputs)
+        dx = {"": outputs.x, "dy": dy, "dres": dres}[in_place]
         if in_place:
-            args = tuple(dy if argument is outputs.x else argument for argument in launch.args)
-            launch = launch._replace(args=args)
+            args = tuple(dx if argument is outputs.x else argument for argument in launch.args)
+            launch = launch._replace(args=args, kwargs={**launch.kwargs, "IN_PLACE": True})
         launch_with(layer_norm_backward_kernel, config, launch)
         partials = (outputs.weight_partials, outputs.bias_partials)
         gradients, finalize = finalize_launch(plan, *partials, self.weight, self.bias)
         poison(gradients)
         launch_with(layer_norm_finalize_kernel, FINALIZE_CONFIGS[0], finalize)
-        return (dy if in_place else outputs.x, *gradients)
+        return (dx, *gradients)
 
     def exact(self, reference: Any) -> Any:
         tokens = len(self.x) // self.groups
@@ -136,22 +144,71 @@ def test_backward(
 ) -> None:
     """Tiles taller and lower than a program's run of rows, more programs than rows, groups.
 
-    Stored over dy, a row that two programs write would be computed from the first one's result.
+    Stored over dy or dres, a row with two writers would be computed from the first one's result.
     """
     problem = Backward(random, tokens, 50, groups, is_rms_norm)
-    plan = plan_grid(tokens, groups, sm_count, [4, 8, 16])
+    plan = plan_grid(tokens, groups, sm_count)
     gradients = problem.run(plan, config)
     for mine, right in zip(gradients, problem.exact(reference), strict=True):
         close(mine, right)
-    in_place = problem.run(plan, config, in_place=True)
-    assert all(map(torch.equal, in_place, gradients))
+    for name in ("dy", "dres"):
+        in_place = problem.run(plan, config, in_place=name)
+        assert all(map(torch.equal, in_place, gradients)), name
+
+
+SLICED = [
+    triton.Config({"TILE_ELEMENTS": 128, "PIPELINE_STAGES": stages, "LOAD_AGAIN": again})
+    for stages, again in ((1, False), (1, True), (2, True))
+]
+
+
+@kinds
+@pytest.mark.parametrize(("columns", "slices"), [(100, 1), (128, 1), (200, 2), (300, 3)])
+@pytest.mark.parametrize("config", SLICED, ids=config_text)
+def test_backward_in_slices(
+    reference: Any,
+    close: Any,
+    random: Any,
+    config: Any,
+    columns: int,
+    slices: int,
+    is_rms_norm: bool,
+) -> None:
+    assert slice_count(128, columns) == slices
+    problem = Backward(random, 5, columns, 2, is_rms_norm)
+    gradients = problem.run(plan_grid(5, 2, 3), config)
+    for mine, right in zip(gradients, problem.exact(reference), strict=True):
+        close(mine, right)
+
+
+@kinds
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_forward_in_slices(
+    reference: Any, close: Any, random: Any, groups: int, offset: float, is_rms_norm: bool
+) -> None:
+    """Statistics of slices are united, far from zero too: the mean of a slice is not the row's."""
+    x, residual = random(7, groups * 300, grad=False), random(7, groups * 300, grad=False)
+    x += offset * (torch.arange(groups * 300, device=x.device) > 150)
+    weight, bias = random(groups * 300, grad=False), random(groups * 300, grad=False)
+    rows = (x.view(-1, 300), weight, bias, 1e-5, residual.view(-1, 300), None, None)
+    outputs, launch = forward_launch(*rows, is_rms_norm, groups)
+    poison(outputs)
+    launch_with(layer_norm_forward_kernel, triton.Config({"TILE_ELEMENTS": 128}), launch)
+    exact = reference(
+        *(t.double() for t in (x, weight, bias, residual)),
+        is_rms_norm=is_rms_norm,
+        num_groups=groups,
+    )
+    close(outputs.y.view_as(x), exact, slack=1.0 + offset / 10)
+    assert torch.equal(outputs.residual.view_as(x), x + residual)
 
 
 @pytest.mark.parametrize("columns", [7, 50, 200])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("config", FINALIZE_CONFIGS, ids=config_text)
 def test_finalize(close: Any, random: Any, config: Any, groups: int, columns: int) -> None:
-    plan = plan_grid(1000, groups, 50, [1])
+    plan = plan_grid(1000, groups, 50, programs_per_sm=4)
     partials = [random(plan.programs, columns, grad=False) for _ in range(2)]
     weight, bias = random(groups * columns), random(groups * columns, dtype=torch.float16)
     gradients, launch = finalize_launch(plan, *partials, weight, bias)
@@ -162,9 +219,9 @@ def test_finalize(close: Any, random: Any, config: Any, groups: int, columns: in
 
 
 @triton.jit
-def _store_owned_rows(output_pointer, rows, alignment, programs):
+def _store_owned_rows(output_pointer, rows, programs):
     index = tl.program_id(0).to(tl.int64)
-    first, end = owned_rows(index, rows, alignment, programs)
+    first, end = owned_rows(index, rows, programs)
     tl.store(output_pointer + 2 * index, first)
     tl.store(output_pointer + 2 * index + 1, end)
 
@@ -172,22 +229,58 @@ def _store_owned_rows(output_pointer, rows, alignment, programs):
 @pytest.mark.parametrize("rows", [1, 7, 129, 450, 24100, 2**31 - 1, 2**31])
 def test_device_and_host_agree_on_the_rows(device: str, rows: int) -> None:
     """`owned_rows` on the device is `GridPlan.owned_rows`, up to the ends of 32 bits."""
-    plan = plan_grid(rows, 1, 13, [8, 16, 64])
+    plan = plan_grid(rows, 1, 13)
     found = torch.empty(plan.programs, 2, dtype=torch.int64, device=device)
-    _store_owned_rows[(plan.programs,)](found, rows, plan.alignment, plan.programs_per_group)
+    _store_owned_rows[(plan.programs,)](found, rows, plan.programs_per_group)
     owned = [plan.owned_rows(program) for program in range(plan.programs)]
     assert found.tolist() == [[rows.start, rows.stop] for rows in owned]
 
 
-@pytest.mark.parametrize("columns", [1, 50, 256, 4096, 8192, 65536])
-@pytest.mark.parametrize("configs", [FORWARD_CONFIGS, BACKWARD_CONFIGS], ids=["fwd", "bwd"])
-def test_pruning_leaves_some(configs: list[triton.Config], columns: int) -> None:
-    left = prune_spilling(configs, {}, COLUMNS=columns, GROUPS=1)
-    assert left
-    if columns <= 1024:
-        assert left == configs
+COLUMNS = [1, 50, 256, 512, 1024, 2048, 4096, 8192, 16384, 20000, 32768, 65536, 2**18]
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_pruning_leaves_whole_rows_or_long_slices(columns: int) -> None:
+    forward = prune_configs(FORWARD_CONFIGS, {}, COLUMNS=columns, GROUPS=1)
+    backward = prune_backward_configs(
+        BACKWARD_CONFIGS, {}, COLUMNS=columns, GROUPS=1, IN_PLACE=False
+    )
+    for left in (forward, backward):
+        assert len(left) >= 2
+        for config in left:
+            elements = config.kwargs["TILE_ELEMENTS"]
+            assert slice_count(elements, columns) <= max(1, -(-columns // LONG_SLICE))
+            assert elements <= TALL_TILE or tile_rows(elements, columns) == 1
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_rows_written_in_place_are_not_cut(columns: int) -> None:
+    """dx may be stored over dy up to 16384 columns; longer rows are refused, not spoilt."""
+
+    def prune() -> list[triton.Config]:
+        return prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=True)
+
+    if columns > WIDEST_TILE:
+        with pytest.raises(ValueError, match=f"IN_PLACE=True with COLUMNS={columns}"):
+            prune()
+    else:
+        assert {slice_count(c.kwargs["TILE_ELEMENTS"], columns) for c in prune()} == {1}
+
+
+def test_a_config_that_cuts_rows_is_no_config_in_place(random: Any) -> None:
+    """Where nothing prunes, as in mode "off", the kernel does not compile."""
+    problem = Backward(random, 5, 300, 1, is_rms_norm=False)
+    with pytest.raises(Exception, match="a row in slices has several readers"):
+        problem.run(plan_grid(5, 1, 3), SLICED[0], in_place="dy")
 
 
 def test_tiles_are_whole_rows() -> None:
     assert [tile_rows(4096, columns) for columns in (1, 50, 64, 4096, 5000)] == [4096, 64, 64, 1, 1]
-    assert sorted(set(backward_tile_heights(256))) == [4, 8, 16, 32]
+
+
+@given(tile_elements=st.sampled_from([2**k for k in range(7, 16)]), columns=st.integers(1, 2**18))
+def test_slices_make_the_row_and_fit_the_tile(tile_elements: int, columns: int) -> None:
+    width, slices = slice_columns(tile_elements, columns), slice_count(tile_elements, columns)
+    assert width <= tile_elements
+    assert (slices - 1) * width < columns <= slices * width
+    assert slices == 1 or width % 128 == 0

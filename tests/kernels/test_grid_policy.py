@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safetune.kernels.configs import backward_tile_heights
-from safetune.kernels.grid_policy import GridPlan, plan_grid
+from safetune.kernels.configs import (
+    BACKWARD_CONFIGS,
+    programs_per_sm,
+    prune_backward_configs,
+    slice_count,
+)
+from safetune.kernels.grid_policy import PARTIALS_SHARE, GridPlan, plan_grid
 
-HEIGHTS = (8, 16, 32, 64)
+#: bf16: a row of dy, x and dx; a weight's and a bias's sums in fp32, written and read.
+ROW_BYTES, PARTIAL_BYTES = 6, 16
 
 #: (group, rows stored) for each program of a grid.
 Stores = Iterable[tuple[int, range]]
@@ -45,28 +51,46 @@ def planned_stores(plan: GridPlan) -> Iterator[tuple[int, range]]:
         yield program // plan.programs_per_group, plan.owned_rows(program)
 
 
-def check(plan: GridPlan, sm_count: int, programs_per_sm: int, heights: Iterable[int]) -> None:
+def check(plan: GridPlan, sm_count: int, programs_per_sm: float) -> None:
     assert violations(plan.rows, plan.groups, planned_stores(plan)) == []
     assert plan.programs <= max(programs_per_sm * sm_count, plan.groups)
-    assert plan.alignment % min(heights) == 0
-    owned = [rows for _, rows in planned_stores(plan)]
-    assert all(rows.start % plan.alignment == 0 for rows in owned)
-    tiles = [-(-len(rows) // plan.alignment) for rows in owned]
-    assert not tiles or max(tiles) - min(tiles) <= 1
+    owned = [len(rows) for _, rows in planned_stores(plan)]
+    assert not owned or max(owned) - min(owned) <= 1
 
 
 @given(
     rows=st.one_of(st.integers(0, 1024), st.integers(0, 2**31)),
     groups=st.integers(1, 64),
     sm_count=st.integers(1, 256),
-    heights=st.lists(st.integers(1, 128), min_size=1, max_size=6),
-    programs_per_sm=st.integers(1, 8),
+    programs_per_sm=st.sampled_from([0.25, 0.5, 1, 2, 3, 8]),
+    partial_bytes=st.sampled_from([0, PARTIAL_BYTES, 1000]),
 )
 def test_any_plan_keeps_the_contract(
-    rows: int, groups: int, sm_count: int, heights: list[int], programs_per_sm: int
+    rows: int, groups: int, sm_count: int, programs_per_sm: float, partial_bytes: int
 ) -> None:
-    plan = plan_grid(rows, groups, sm_count, heights, programs_per_sm)
-    check(plan, sm_count, programs_per_sm, heights)
+    """For all tile heights: a plan has none, and programs mask what is not their own."""
+    plan = plan_grid(rows, groups, sm_count, programs_per_sm, ROW_BYTES, partial_bytes)
+    check(plan, sm_count, programs_per_sm)
+
+
+@given(
+    rows=st.integers(0, 4096),
+    groups=st.integers(1, 64),
+    sm_count=st.integers(1, 256),
+    programs_per_sm=st.sampled_from([0.5, 1, 4]),
+    height=st.integers(1, 128),
+)
+def test_tiles_of_any_height_store_the_same_rows(
+    rows: int, groups: int, sm_count: int, programs_per_sm: float, height: int
+) -> None:
+    """As the kernel walks: tiles from a program's first row on, masked by the end of its rows."""
+    plan = plan_grid(rows, groups, sm_count, programs_per_sm)
+    tiles = [
+        (group, range(tile, min(tile + height, owned.stop)))
+        for group, owned in planned_stores(plan)
+        for tile in range(owned.start, owned.stop, height)
+    ]
+    assert violations(rows, groups, tiles) == []
 
 
 NAMED = [
@@ -81,41 +105,49 @@ NAMED = [
 @pytest.mark.parametrize(("rows", "groups", "sm_count"), NAMED)
 def test_named_cases(rows: int, groups: int, sm_count: int) -> None:
     """The cases of fla-org/flash-linear-attention#796, few rows, and more groups than SMs."""
-    check(plan_grid(rows, groups, sm_count, HEIGHTS), sm_count, 4, HEIGHTS)
+    check(plan_grid(rows, groups, sm_count, 4), sm_count, 4)
 
 
 def test_no_rows_no_programs() -> None:
-    plan = plan_grid(0, 4, 132, HEIGHTS)
+    plan = plan_grid(0, 4, 132)
     assert plan.programs == 0
 
 
 def test_partials_are_bounded_by_the_machine() -> None:
-    assert {plan_grid(2**k, 1, 132, HEIGHTS).programs for k in range(20, 32)} == {4 * 132}
+    assert {plan_grid(2**k, 1, 132, 4).programs for k in range(20, 32)} == {4 * 132}
 
 
-@pytest.mark.parametrize("height", [1, 8, 12, 20, 64, 128])
-def test_a_height_that_divides_the_alignment_is_cut_only_at_the_end(height: int) -> None:
-    plan = plan_grid(1_000_001, 1, 132, [height, 2 * height])
-    assert plan.alignment == 2 * height
-    assert all(
-        len(rows) % height == 0 or rows.stop == plan.rows for _, rows in planned_stores(plan)
-    )
+@given(rows=st.integers(0, 2**20), sm_count=st.integers(1, 256), most=st.integers(1, 8))
+def test_partials_cost_little_where_there_is_a_choice(rows: int, sm_count: int, most: int) -> None:
+    plan = plan_grid(rows, 1, sm_count, most, ROW_BYTES, PARTIAL_BYTES)
+    share = plan.programs * PARTIAL_BYTES / max(1, rows * ROW_BYTES)
+    assert plan.programs <= sm_count or share <= PARTIALS_SHARE
+    assert plan.programs <= sm_count or plan.programs % sm_count == 0
+    assert plan.programs >= min(rows, sm_count)
 
 
-def busy_share_and_balance(plan: GridPlan, sm_count: int) -> tuple[float, float]:
+def busy_share_and_balance(plan: GridPlan, sm_count: int, slices: int) -> tuple[float, float]:
     """Return the share of SMs with work, and an SM's mean rows over those of the busiest."""
     load: Counter[int] = Counter()
     for program in range(plan.programs):
-        load[program % sm_count] += len(plan.owned_rows(program))
-    return len(load) / sm_count, plan.rows * plan.groups / sm_count / max(load.values())
+        for part in range(slices):
+            load[(program * slices + part) % sm_count] += len(plan.owned_rows(program))
+    total = plan.rows * plan.groups * slices
+    return len(load) / sm_count, total / sm_count / max(load.values())
 
 
-@pytest.mark.parametrize(
-    "heights", [HEIGHTS, *map(backward_tile_heights, (128, 256, 1024, 4096))], ids=str
-)
-def test_the_machine_is_busy(heights: Iterable[int]) -> None:
+@pytest.mark.parametrize("columns", [128, 256, 1024, 4096, 16384, 32768])
+def test_the_machine_is_busy(columns: int) -> None:
+    """For each number of slices that a config may cut rows into."""
+    left = prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=False)
+    slices = {slice_count(config.kwargs["TILE_ELEMENTS"], columns) for config in left}
     measured = [
-        busy_share_and_balance(plan_grid(rows, 1, sm_count, heights), sm_count)
+        busy_share_and_balance(
+            plan_grid(rows, 1, sm_count, programs_per_sm(columns), ROW_BYTES, PARTIAL_BYTES),
+            sm_count,
+            count,
+        )
+        for count in slices
         for sm_count in (108, 114, 132, 144, 148, 160, 188)
         for rows in range(2048, 32769, 499)
     ]
@@ -161,11 +193,7 @@ def test_the_checker_sees_one_row(stores: Stores, message: str) -> None:
     assert [text for text in violations(9, 1, stores) if message in text]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [(-1, 1, 1, [1]), (1, 0, 1, [1]), (1, 1, 0, [1]), (1, 1, 1, []), (1, 1, 1, [0, 8])],
-    ids=str,
-)
-def test_impossible_counts_are_refused(arguments: tuple[int, int, int, list[int]]) -> None:
+@pytest.mark.parametrize("arguments", [(-1, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1, 0)], ids=str)
+def test_impossible_counts_are_refused(arguments: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at least"):
         plan_grid(*arguments)

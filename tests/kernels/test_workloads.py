@@ -12,13 +12,13 @@ from safetune import Workload
 from safetune.kernels import layer_norm, layer_norm_bwd, layer_norm_fwd
 
 KERNELS = {
-    "layer_norm_forward_kernel": 4,
-    "layer_norm_backward_kernel": 4,
+    "layer_norm_forward_kernel": 10,
+    "layer_norm_backward_kernel": 10,
     "layer_norm_finalize_kernel": 4,
 }
 
 #: What depends on the number of rows: no value of these may compile or tune anything again.
-ROW_COUNTS = {"rows", "alignment", "programs_per_group"}
+ROW_COUNTS = {"rows", "programs_per_group"}
 
 
 def kernel_of(name: str) -> Any:
@@ -44,6 +44,19 @@ def test_workloads_run_and_have_keys_of_their_own(device: str, name: str, count:
         kernel[workload.grid](*workload.args, **workload.kwargs)
 
 
+def test_workloads_have_what_training_uses() -> None:
+    """Each with and without a residual, over groups, and what only one of the norms has."""
+    kernel = kernel_of("layer_norm_backward_kernel")
+    found = {w.name: w.kwargs for w in workloads_of(kernel)}
+    assert found["layer-16x64"]["HAS_BIAS"]
+    assert not found["rms-16x64"]["HAS_BIAS"]
+    assert found["rms-residual-33x50"]["HAS_RESIDUAL_GRADIENT"]
+    assert not found["rms-33x50"]["HAS_RESIDUAL_GRADIENT"]
+    assert (found["layer-5x3x20"]["GROUPS"], found["layer-5x3x20"]["COLUMNS"]) == (3, 20)
+    forward = {w.name: w.kwargs for w in workloads_of(kernel_of("layer_norm_forward_kernel"))}
+    assert forward["layer-residual-16x64"]["STORE_RESIDUAL"]
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_key_is_what_the_code_depends_on(name: str) -> None:
     """No name that nothing reads, no constexpr left out, and nothing that counts rows."""
@@ -66,7 +79,7 @@ def ones(*shape: int) -> torch.Tensor:
         (lambda: layer_norm(ones(4, 6), ones(5), None), r"weight has shape \(5,\), not \(6,\)"),
         (lambda: layer_norm(ones(4, 6), None, ones(4, 6)), r"bias has shape \(4, 6\), not \(6,\)"),
         (lambda: layer_norm(ones(4, 6), None, None, ones(6)), r"residual has shape \(6,\), x"),
-        (lambda: layer_norm(ones(1, 65537), None, None), "x has rows of 65537 elements"),
+        (lambda: layer_norm(ones(1, 2**18 + 1), None, None), "x has rows of 262145 elements"),
         (lambda: layer_norm(ones(3, 0), None, None), "x has rows of 0 elements"),
         (lambda: layer_norm_fwd(ones(3, 6), None, None, num_groups=2), "num_groups=2"),
         (lambda: layer_norm_bwd(ones(3, 6), ones(6, 3), None, None), r"dy has shape \(3, 6\)"),

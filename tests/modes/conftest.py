@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,12 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
+from safetune.config import config_digest, config_record
+from safetune.miss import Miss
+from safetune.store import exchange, pack_format
+from safetune.store.packs import read_pack
+from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.tuning.jobs import key_record
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0
@@ -72,3 +80,42 @@ class Copies:
 @pytest.fixture
 def copies() -> type[Copies]:
     return Copies
+
+
+class Packed:
+    """Writes packs for a tuner of `Copies`, made without tuning."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __call__(self, made: Copies, block: int, n: int = 100, **changes: Any) -> Path:
+        """Say that this BLOCK is the choice for n; `changes` are fields of key or choice."""
+        arguments = (torch.zeros(n), torch.zeros(n), n)
+        request = Miss(made.tuner, arguments, {"FLAG": 0, "grid": (1,)}).request()
+        (config,) = (c for c in request.configs if c.kwargs["BLOCK"] == block)
+        choice = ChoiceRecord(
+            key="",
+            generation=1,
+            config_digest=config_digest(config),
+            config=config_record(config),
+            declared=request.declared,
+            median_ms=1.0,
+            measured=2,
+            created=1795262400.0,
+        )
+        of_choice = {name: changes.pop(name) for name in tuple(changes) if hasattr(choice, name)}
+        key = replace(key_record(request.key), **changes)
+        entry = pack_format.checked(StoredChoice(key, replace(choice, **of_choice)))
+        path = self.directory / pack_format.name_of(entry)
+        others = read_pack(path) if path.exists() else []
+        exchange.write_pack(exchange.merged([entry], others), path)
+        return path
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packed:
+    """A directory of packs, which SAFETUNE_PACKS names."""
+    directory = tmp_path / "packs"
+    directory.mkdir()
+    monkeypatch.setenv("SAFETUNE_PACKS", str(directory))
+    return Packed(directory)

@@ -10,6 +10,7 @@ import pytest
 
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store import rows
+from safetune.store.guarded import GuardedStore
 from safetune.store.sqlite import Store
 
 
@@ -85,7 +86,7 @@ def test_a_damaged_row_is_replaced_by_the_next_write(store, records):
 @pytest.mark.parametrize("flipped", [b"\xff", b"N"])
 def test_a_flipped_byte_in_the_file_costs_one_row(store, records, flipped):
     """SQLite's own check does not see it; 0xff is not even text any more."""
-    store.put_choice(records.choice(declared="MARKER"))
+    store.put_choice(records.choice(config={"BLOCK": "MARKER"}))
     store.put_choice(records.choice(key="sound"))
     store.close()
     content = store.path.read_bytes()
@@ -109,3 +110,20 @@ def test_a_sealed_row_with_a_foreign_content_is_absent(store, records):
                 f"VALUES ({', '.join('?' * len(row))})", *content)  # fmt: skip
     assert store.trials("key", 1) == []
     assert store.choice("key") is None
+
+
+def test_an_index_that_leads_to_another_row_is_made_again(tmp_path, records):
+    """One byte is enough: out of order, a search ends at a neighbour, which is sound itself."""
+    guarded = GuardedStore.open(tmp_path)
+    right = [records.choice(key=f"key-{number}") for number in range(40)]
+    for choice in right:
+        guarded.put_choice(choice)
+    guarded.close()
+    content = guarded.path.read_bytes()
+    assert content.count(b"key-14declared") == 1, "in the index; a row has more between them"
+    guarded.path.write_bytes(content.replace(b"key-14declared", b"kdy-14declared"))
+
+    again = GuardedStore.open(tmp_path)
+    assert again.choice("key-12", "declared") == right[12]
+    assert [again.choice(choice.key) for choice in right] == right
+    again.close()

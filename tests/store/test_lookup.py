@@ -9,9 +9,12 @@ import warnings
 
 import pytest
 
+from safetune.device import Device, Toolchain
 from safetune.errors import StoreError
+from safetune.key import KernelIdentity, TuningKey
 from safetune.settings import Settings
-from safetune.store.lookup import GuardedStore, Lookup, open_lookup, open_store
+from safetune.store.guarded import GuardedStore
+from safetune.store.lookup import Lookup, open_lookup, open_store
 
 
 @pytest.fixture
@@ -41,25 +44,42 @@ def refuse_writes(store) -> None:
     connection.close()
 
 
+KEY = TuningKey(
+    kernel=KernelIdentity("add", "kernel"),
+    values=(("N", 1024),),
+    dtypes=(),
+    options=(),
+    device=Device("H100", "90", 132, 232448),
+    toolchain=Toolchain("3.9.0", "ptxas", "cuda:90:32"),
+)
+
+
 def test_memory_is_asked_before_the_store(store, records):
     lookup = Lookup(store)
-    assert lookup.find("key") is None
-    store.put_choice(records.choice("stored"))
-    assert lookup.find("key").config_digest == "stored"
-    lookup.adopt(records.choice("adopted"))
-    assert lookup.find("key").config_digest == "adopted"
-    lookup.forget("key")
-    lookup.forget("key")
-    assert lookup.find("key").config_digest == "stored"
+    assert lookup.find(KEY, "declared") is None
+    store.put_choice(records.choice("stored", KEY.digest))
+    assert lookup.find(KEY, "declared").config_digest == "stored"
+    lookup.adopt(records.choice("adopted", KEY.digest))
+    assert lookup.find(KEY, "declared").config_digest == "adopted"
+    lookup.forget(KEY.digest, "declared")
+    lookup.forget(KEY.digest, "declared")
+    assert lookup.find(KEY, "declared").config_digest == "stored"
+
+
+def test_a_choice_out_of_other_configs_is_none(store, records):
+    lookup = Lookup(store)
+    store.put_choice(records.choice("stored", KEY.digest))
+    lookup.adopt(records.choice("adopted", KEY.digest))
+    assert lookup.find(KEY, "another list") is None
 
 
 def test_a_newer_generation_is_not_picked_up_in_the_middle_of_a_run(store, records):
     lookup = Lookup(store)
-    store.put_choice(records.choice("c1"))
-    lookup.adopt(lookup.find("key"))
-    store.put_choice(records.choice("c2", generation=2))
-    assert lookup.find("key").config_digest == "c1"
-    assert Lookup(store).find("key").config_digest == "c2"
+    store.put_choice(records.choice("c1", KEY.digest))
+    lookup.adopt(lookup.find(KEY, "declared"))
+    store.put_choice(records.choice("c2", KEY.digest, generation=2))
+    assert lookup.find(KEY, "declared").config_digest == "c1"
+    assert Lookup(store).find(KEY, "declared").config_digest == "c2"
 
 
 def test_a_process_has_one_store_per_directory(tmp_path, settings_for):
@@ -75,10 +95,10 @@ def break_with_a_file_in_the_way(directory) -> str:
     return "File exists"
 
 
-def break_with_garbage(directory) -> str:
+def break_with_a_link(directory) -> str:
     directory.mkdir()
-    (directory / "safetune.db").write_bytes(b"garbage" * 1000)
-    return "file is not a database"
+    (directory / "safetune.db").symlink_to("/dev/null")
+    return "is a symbolic link"
 
 
 def break_with_a_newer_version(directory) -> str:
@@ -91,7 +111,7 @@ def break_with_a_newer_version(directory) -> str:
 
 @pytest.mark.parametrize(
     "break_it",
-    [break_with_a_file_in_the_way, break_with_garbage, break_with_a_newer_version],
+    [break_with_a_file_in_the_way, break_with_a_link, break_with_a_newer_version],
 )
 def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for, records, break_it):
     reason = break_it(tmp_path / "cache")
@@ -167,7 +187,7 @@ def test_a_real_write_error_does_not_raise_out_of_a_run(tmp_path, children):
         """
 import resource, logging
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-from safetune.store.lookup import GuardedStore
+from safetune.store.guarded import GuardedStore
 store = GuardedStore.open(directory)
 store.put_choice(choice("c1"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -193,19 +213,24 @@ def test_a_database_deleted_in_a_run_does_not_raise(guarded, records):
 def test_a_fork_while_a_store_is_cached(tmp_path, children):
     output = children.run(
         """
+from safetune.device import Device, Toolchain
+from safetune.key import KernelIdentity, TuningKey
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
+from dataclasses import replace
 os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
+device, toolchain = Device("H100", "90", 132, 232448), Toolchain("3.9.0", "ptxas", "cuda:90:32")
+key = TuningKey(KernelIdentity("add", "kernel"), (), (), (), device, toolchain)
 lookup = open_lookup(Settings.current())
-lookup.adopt(lookup.store.put_choice(choice("c1")))
+lookup.adopt(lookup.store.put_choice(replace(choice("c1"), key=key.digest)))
 pid = os.fork()
 if pid == 0:
     assert open_lookup(Settings.current()) is lookup
-    assert lookup.find("key").config_digest == "c1"
-    lookup.store.put_choice(choice("c2", generation=2))
+    assert lookup.find(key, "declared").config_digest == "c1"
+    lookup.store.put_choice(replace(choice("c2", generation=2), key=key.digest))
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-print(lookup.find("key").config_digest, lookup.store.choice("key").config_digest)
+print(lookup.find(key, "declared").config_digest, lookup.store.choice(key.digest).config_digest)
 """,
         tmp_path,
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from safetune.errors import StoreError
-from safetune.store import migrations, rows
+from safetune.store import migrations, recovery, rows
+from safetune.store.calls import CALL
 from safetune.store.sqlite import Store
 
 
@@ -48,12 +49,12 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
     assert pragmas == [migrations.VERSION, 0x53465455, "wal"]
     applied = connection.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall()
     connection.close()
-    assert applied == [("safetune", "m001_create_tables")]
+    assert applied == [("safetune", step.__name__) for step in migrations.HISTORY]
 
 
 def test_the_migrations_make_the_tables_that_rows_describes(store):
     connection = sqlite3.connect(store.path)
-    for table in (rows.KERNEL, rows.DEVICE, rows.KEY, rows.TRIAL, rows.CHOICE):
+    for table in (rows.KERNEL, rows.DEVICE, rows.KEY, rows.TRIAL, rows.CHOICE, CALL):
         found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
         assert [name for _, name, *_ in found] == [name for name, _ in table.columns] + ["checksum"]
         order = sorted((position, name) for _, name, _, _, _, position in found if position)
@@ -72,7 +73,7 @@ def test_a_path_below_a_file_is_named(tmp_path):
 
 def test_a_directory_in_the_place_of_the_database(tmp_path):
     (tmp_path / "safetune.db").mkdir()
-    with pytest.raises(StoreError, match=r"safetune\.db: unable to open database file"):
+    with pytest.raises(StoreError, match=r"safetune\.db is no regular file"):
         Store.open(tmp_path)
 
 
@@ -87,14 +88,18 @@ def test_a_zero_length_file_is_a_new_database(tmp_path, records):
 @pytest.mark.parametrize(
     "content", [b"{}" * 4096, os.urandom(8192), b"SQLite format 3\0" + b"x" * 4096]
 )
-def test_garbage_is_refused_and_left_alone(tmp_path, content):
+def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, records, content):
     path = tmp_path / "safetune.db"
     path.write_bytes(content)
-    with pytest.raises(StoreError) as caught:
-        Store.open(tmp_path)
-    assert str(caught.value) == f"cannot open the store {path}: file is not a database"
-    assert path.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [path]
+    with pytest.warns(UserWarning, match="damaged") as caught:
+        store = Store.open(tmp_path)
+    (aside,) = recovery.moved(path)
+    assert len(caught) == 1
+    assert str(aside) in str(caught[0].message)
+    assert aside.read_bytes() == content
+    store.put_choice(records.choice())
+    assert store.choice("key") == records.choice()
+    store.close()
 
 
 def test_a_newer_database_is_refused_and_left_alone(store, records):
@@ -104,7 +109,8 @@ def test_a_newer_database_is_refused_and_left_alone(store, records):
     connection.execute("PRAGMA user_version=99")
     connection.close()
     content = store.path.read_bytes()
-    with pytest.raises(StoreError, match=r"newer safetune \(schema 99, this one knows 1\)"):
+    known = rf"newer safetune \(schema 99, this one knows {migrations.VERSION}\)"
+    with pytest.raises(StoreError, match=known):
         Store.open(store.path.parent)
     assert store.path.read_bytes() == content
 

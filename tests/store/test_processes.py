@@ -5,58 +5,7 @@ from __future__ import annotations
 import signal
 import sqlite3
 
-import pytest
-
 from safetune.store.sqlite import Store
-
-FIRST_OPEN = """
-import sqlite_utils.migrations  # so that all reach the migration together, not one import apart
-at_the_same_time()
-store = Store.open(directory)
-store.put_trial(trial(sys.argv[2]))
-print(len(store.trials("key", 1)))
-"""
-
-
-def first_opens(tmp_path, children, rounds: int) -> None:
-    for number in range(rounds):
-        directory = tmp_path / str(number)
-        outputs = children.race(FIRST_OPEN, directory, count=8)
-        assert all(1 <= int(output) <= 8 for output in outputs)
-        store = Store.open(directory)
-        assert {trial.config_digest for trial in store.trials("key", 1)} == set("01234567")
-        store.close()
-
-
-def test_eight_processes_open_a_new_database_at_once(tmp_path, children):
-    """The obvious way (WAL, then Migrations.apply) fails in 28 of 32 processes."""
-    first_opens(tmp_path, children, rounds=5)
-
-
-@pytest.mark.slow
-def test_eight_processes_open_a_new_database_at_once_a_hundred_times(tmp_path, children):
-    first_opens(tmp_path, children, rounds=100)
-
-
-def test_sixteen_writers_lose_no_row(tmp_path, children):
-    """Read, then insert, as tuning does: deferred transactions lose most of these rows."""
-    outputs = children.race(
-        """
-at_the_same_time()
-store = Store.open(directory)
-for index in range(20):
-    store.generation("key")
-    store.put_trial(trial(f"{sys.argv[2]}-{index}"))
-print("done")
-""",
-        tmp_path,
-        count=16,
-    )
-    assert outputs == ["done\n"] * 16
-    store = Store.open(tmp_path)
-    found = {trial.config_digest for trial in store.trials("key", 1)}
-    assert found == {f"{process}-{index}" for process in range(16) for index in range(20)}
-    store.close()
 
 
 def test_two_processes_that_choose_at_once_get_the_same_choice(tmp_path, children):
@@ -254,9 +203,9 @@ def test_a_fork_while_a_thread_opens_a_store(tmp_path, children):
         """
 import signal
 from safetune.settings import Settings
-from safetune.store import connection, lookup
+from safetune.store import lookup, place
 os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
-with connection._creating, lookup._opening:
+with place.creating, lookup._opening:
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from safetune.errors import StoreError
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store import rows, sqlite
+from safetune.store import queries, rows
 from safetune.store.records import StoredChoice
 from safetune.store.sqlite import Store
 
@@ -26,7 +26,7 @@ json_values = st.recursive(
 )  # fmt: skip
 json_records = st.dictionaries(st.text(), json_values, max_size=5)
 any_text = st.text(st.characters(exclude_categories=()))
-finite = st.floats(allow_nan=False, allow_infinity=False)
+milliseconds = st.floats(0, 1e12)
 
 
 def reopened(store: Store) -> Store:
@@ -163,6 +163,8 @@ def test_what_no_column_can_hold_is_refused(store, records):
         records.choice(declared=None),
         records.choice(config={"x": object()}),
         records.choice(config=[1]),
+        records.choice(generation=0),
+        records.choice(median_ms=-1.0),
     ):
         with pytest.raises(rows.RecordError):
             store.put_choice(record)
@@ -185,7 +187,9 @@ def test_lone_surrogates_and_big_integers_do_no_harm(store, records):
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(config=json_records, call=json_records, times=st.tuples(*[finite] * 4), message=any_text)
+@given(
+    config=json_records, call=json_records, times=st.tuples(*[milliseconds] * 4), message=any_text
+)
 def test_any_json_comes_back(records, config, call, times, message):
     store = _shared_memory_store()
     store.clear("add")
@@ -240,7 +244,8 @@ def test_a_closed_store_says_so(store):
 
 def test_the_lookup_is_one_search_of_an_index(store, records):
     connection = sqlite3.connect(store.path)
-    plan = connection.execute("EXPLAIN QUERY PLAN " + sqlite._CHOICES_OF_KEY, ("key",)).fetchall()
+    statement = "EXPLAIN QUERY PLAN " + queries.CHOICES_OF_LIST
+    plan = connection.execute(statement, ("key", "declared")).fetchall()
     connection.close()
     assert len(plan) == 1
     assert plan[0][3].startswith("SEARCH choice USING INDEX")

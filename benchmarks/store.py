@@ -1,0 +1,266 @@
+"""What the store costs: the first launch of a fresh process, lookups, writes, and many writers.
+
+`first launch`: a process that has imported torch and Triton imports safetune, decorates a kernel
+whose choice is stored, launches it and waits for the device; another launches the same kernel
+with the same config through triton.jit. Both have a warm compile cache. They alternate, and change
+who goes first; the figure is the difference of the medians.
+
+`local`: one database with few and with 100,000 choices: opening it and finding a choice, finding
+one when it is open, finding one in memory, and writing one. `writers`: 64 processes at once that
+write 20 rows each.
+
+The shared stores' parts are those of benchmarks/store_shared.py, where that file is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fresh_process
+import recording
+from recording import Figures, Row
+
+KINDS = ("safetune", "jit")
+PROCESS_TIMEOUT_S = 240.0
+PART_S = 30.0
+WRITERS, ROWS_EACH = 64, 20
+COUNTS = (100, 100_000)
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return what is added to the first launch, and the medians of the local store."""
+    found: Figures = {}
+    first = recording.medians([row for row in rows if row["what"] == "first_launch"], "ms", "kind")
+    if first:
+        found["first_launch_added_ms"] = first["safetune",] - first["jit",]
+        found |= {f"first_launch_ms_{kind}": value for (kind,), value in sorted(first.items())}
+    local = recording.medians([r for r in rows if r["what"] == "local"], "us", "case", "choices")
+    found |= {f"{case}_us_{choices}": value for (case, choices), value in sorted(local.items())}
+    writers = [row for row in rows if row["what"] == "writers"]
+    if writers:
+        found["writer_rows_per_s"] = statistics.median(row["rows_per_s"] for row in writers)
+        found["writer_rows_lost"] = float(sum(row["lost"] for row in writers))
+    shared = _shared()
+    return found if shared is None else {**found, **shared.figures(rows)}
+
+
+def _shared() -> Any:
+    """The module of the shared stores, which has `PARTS` and `figures` as this one has; or None."""
+    if importlib.util.find_spec("store_shared") is None:
+        return None
+    return importlib.import_module("store_shared")
+
+
+def first_launches(part: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Launch in fresh processes, in turns."""
+    with tempfile.TemporaryDirectory(prefix="store-") as name:
+        folder = Path(name)
+        caches = {"TRITON_CACHE_DIR": folder / "triton", "SAFETUNE_CACHE_DIR": folder / "store"}
+        # Compiling our own modules again in each process is nothing that a user sees.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+        def launch(kind: str, block: int) -> dict[str, Any]:
+            task = ["--task", kind, "--block", str(block)]
+            return fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
+
+        block = launch("safetune", 0)["block"]  # tunes
+        for kind in KINDS:
+            launch(kind, block)  # fills the compile cache and the page cache
+        for number in range(options.launches):
+            for order, kind in enumerate(KINDS if number % 2 == 0 else KINDS[::-1]):
+                report = launch(kind, block)
+                assert report["block"] == block
+                row = {"part": part, "what": "first_launch", "kind": kind, "order": order}
+                yield {**row, "number": number, **report}
+
+
+def first_launch(kind: str, block: int) -> dict[str, Any]:
+    """In a fresh process: launch a kernel once, and say how long that took, imports included."""
+    import device_time
+    import store_kernel
+    import torch
+
+    n = 1 << (10 if recording.interpreted() else 20)
+    x = torch.ones(n, device=recording.torch_device())
+    y = torch.empty_like(x)
+    device_time.synchronize()
+    kernel, grid = store_kernel.add_one, lambda meta: (-(-n // meta["BLOCK"]),)
+    begin = time.perf_counter()
+    if kind == "jit":
+        kernel[grid](x, y, n, BLOCK=block, num_warps=4)
+    else:
+        from safetune import safetune
+
+        kernel = safetune(configs=store_kernel.configs(), key=["n"])(kernel)
+        kernel[grid](x, y, n)
+    device_time.synchronize()
+    seconds = time.perf_counter() - begin
+    if not torch.equal(y, x + 1):
+        raise SystemExit(f"{kind} gave a wrong result")
+    return {"ms": seconds * 1e3, "block": block if kind == "jit" else _chosen(kernel)}
+
+
+def _chosen(kernel: Any) -> int:
+    return int(kernel.best_config.kwargs["BLOCK"])
+
+
+def local(part: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Time the local store with few and with many choices."""
+    for count in (min(count, options.most) for count in COUNTS):
+        with tempfile.TemporaryDirectory(prefix="store-") as name:
+            _fill(Path(name), count)
+            for number in range(options.repetitions):
+                for case, seconds in _times(Path(name), count, number).items():
+                    row = {"part": part, "what": "local", "case": case, "choices": count}
+                    yield {**row, "number": number, "us": seconds * 1e6}
+
+
+def _times(folder: Path, count: int, number: int) -> dict[str, float]:
+    from safetune.store.lookup import Lookup
+    from safetune.store.sqlite import Store
+
+    wanted, near = f"key-{number * 7919 % count}", f"key-{number % count}"
+    begin = time.perf_counter()
+    store = Store.open(folder)
+    opened = time.perf_counter() - begin
+    cold = _once(lambda: store.choice(wanted, "declared"))
+    lookup = Lookup(store)
+    lookup.adopt(_choice(0))
+    times = {
+        "open": opened,
+        "open_and_find": opened + cold,
+        "find": _once(lambda: store.choice(near, "declared")),
+        "find_in_memory": _once(lambda: lookup.find("key-0", "declared")),
+        "put": _once(lambda: store.put_choice(_choice(count + number))),
+    }
+    store.close()
+    return times
+
+
+def _once(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    assert work() is not None
+    return time.perf_counter() - begin
+
+
+def _choice(number: int) -> Any:
+    from safetune.store.records import ChoiceRecord
+
+    config = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
+    return ChoiceRecord(f"key-{number}", 1, "c" * 32, config, "declared", 1.0, 8, 1.0)
+
+
+def _fill(folder: Path, count: int) -> None:
+    import sqlite3
+
+    from safetune.store import rows
+    from safetune.store.sqlite import DATABASE_NAME, Store
+
+    Store.open(folder).close()
+    connection = sqlite3.connect(folder / DATABASE_NAME)
+    with connection:
+        made = (rows.choice_row(_choice(number)) for number in range(count))
+        first = rows.choice_row(_choice(0))
+        statement = (
+            f"INSERT INTO choice ({', '.join(first)}) VALUES ({', '.join('?' * len(first))})"
+        )
+        connection.executemany(statement, (tuple(row.values()) for row in made))
+    connection.close()
+
+
+def writers(part: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Fork processes that write at the same moment, and count what is there afterwards."""
+    import sqlite_utils  # noqa: F401 - before the forks
+
+    from safetune.store.sqlite import Store
+
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(prefix="store-") as name:
+            folder = Path(name)
+            Store.open(folder).close()
+            receive, send = os.pipe()
+            children = [_writer(folder, process, receive, send) for process in range(WRITERS)]
+            begin = time.perf_counter()
+            os.close(send)
+            failed = sum(os.waitpid(pid, 0)[1] != 0 for pid in children)
+            seconds = time.perf_counter() - begin
+            os.close(receive)
+            store = Store.open(folder)
+            wanted = range(WRITERS * ROWS_EACH)
+            lost = sum(store.choice(f"key-{index}") is None for index in wanted)
+            store.close()
+            row = {"part": part, "what": "writers", "number": number, "failed": failed}
+            yield {**row, "lost": lost, "rows_per_s": len(wanted) / seconds}
+
+
+def _writer(folder: Path, process: int, receive: int, send: int) -> int:
+    """Fork one, which begins when the last copy of `send` is closed."""
+    from safetune.store.sqlite import Store
+
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.close(send)
+        os.read(receive, 1)
+        store = Store.open(folder)
+        for index in range(ROWS_EACH):
+            store.put_choice(_choice(process * ROWS_EACH + index))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+Part = Callable[[str, argparse.Namespace], Iterator[Row]]
+PARTS: dict[str, Part] = {"first launch": first_launches, "local": local, "writers": writers}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--launches", type=int, default=15, help="fresh processes of each kind")
+    parser.add_argument("--repetitions", type=int, default=50, help="of each lookup and write")
+    parser.add_argument("--rounds", type=int, default=3, help="of all writers at once")
+    parser.add_argument("--most", type=int, default=COUNTS[-1], help="choices in a database")
+    parser.add_argument("--task", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--block", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Run the task of a measuring process, or the parts that are still missing."""
+    options = parse()
+    if options.task:
+        options.report.write_text(json.dumps(first_launch(options.task, options.block)))
+        return
+    recording.require_device()
+    folder = recording.output_folder(options)
+    result = recording.begin("store")
+    if not options.fresh:
+        recording.resume(result, [folder, recording.RESULTS])
+    shared = _shared()
+    every = {**PARTS, **(shared.PARTS if shared is not None else {})}
+    for part in recording.parts_to_run(every, result.rows, options, PART_S):
+        print(part, flush=True)
+        result.rows += every[part](part, options)
+        result.save(folder, figures)
+    path = result.save(folder, figures)
+    for what, rows in itertools.groupby(result.rows, lambda row: row["what"]):
+        print(f"{len(list(rows))} rows of {what}")
+    print(recording.figures_table(result, path))
+
+
+if __name__ == "__main__":
+    main()

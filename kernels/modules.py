@@ -1,0 +1,185 @@
+"""The norms as modules, with the names, arguments and state of those in `fla.modules`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from safetune.kernels.norm import group_norm
+from safetune.kernels.norm_linear import group_norm_linear
+
+
+class _Norm(nn.Module):
+    """Parameters and options; `forward` is the norm."""
+
+    is_rms_norm = False
+    num_groups = 1
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        deterministic: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if weight_offset and not elementwise_affine:
+            raise ValueError(
+                f"weight_offset={weight_offset} needs a weight; elementwise_affine=False has none"
+            )
+        self.hidden_size = hidden_size
+        self.elementwise_affine = elementwise_affine
+        self.eps = eps
+        self.weight_offset = weight_offset
+        self.deterministic = deterministic
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+            if bias:
+                self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the affine map the identity: weight + weight_offset is 1, bias 0."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the arguments, those that have their default left out."""
+        parts = [str(self.hidden_size)]
+        if not self.elementwise_affine:
+            parts.append("elementwise_affine=False")
+        parts.append(f"eps={self.eps}")
+        if self.weight_offset:
+            parts.append(f"weight_offset={self.weight_offset}")
+        if self.deterministic is not None:
+            parts.append(f"deterministic={self.deterministic}")
+        return ", ".join(parts)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:
+        """Return the norm of `x`, and residual_out after it if `prenorm`: see `group_norm`."""
+        return group_norm(
+            x,
+            self.weight,
+            self.bias,
+            residual,
+            self.eps,
+            prenorm,
+            residual_in_fp32,
+            self.is_rms_norm,
+            self.num_groups,
+            weight_offset=self.weight_offset,
+            deterministic=self.deterministic,
+        )
+
+
+class _NormLinear(_Norm):
+    """The same state; `forward` is the norm and the linear map that the caller gives."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:
+        """Return the linear map of the norm of `x`, and residual_out after it if `prenorm`."""
+        return group_norm_linear(
+            x,
+            self.weight,
+            self.bias,
+            weight,
+            bias,
+            residual,
+            self.eps,
+            prenorm,
+            residual_in_fp32,
+            self.is_rms_norm,
+            self.num_groups,
+            weight_offset=self.weight_offset,
+            deterministic=self.deterministic,
+        )
+
+
+class _Grouped(_Norm):
+    """One norm for each of `num_groups` equal parts of the last dimension."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        is_rms_norm: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        deterministic: bool | None = None,
+    ) -> None:
+        if num_groups < 1 or hidden_size % num_groups:
+            raise ValueError(f"num_groups={num_groups} must divide hidden_size={hidden_size}")
+        super().__init__(
+            hidden_size,
+            elementwise_affine,
+            bias,
+            eps,
+            device,
+            dtype,
+            weight_offset=weight_offset,
+            deterministic=deterministic,
+        )
+        self.num_groups = num_groups
+        self.is_rms_norm = is_rms_norm
+
+    def extra_repr(self) -> str:
+        """Return the arguments, those that have their default left out."""
+        kind = ", is_rms_norm=True" if self.is_rms_norm else ""
+        return f"{self.num_groups}, {super().extra_repr()}{kind}"
+
+
+class LayerNorm(_Norm):
+    """LayerNorm over the last dimension; without a bias unless `bias`."""
+
+
+class RMSNorm(_Norm):
+    """RMSNorm over the last dimension; `weight_offset=1.0` is Gemma's."""
+
+    is_rms_norm = True
+
+
+class GroupNorm(_Grouped):
+    """LayerNorm, or RMSNorm, of each part of the last dimension; the affine map is over all."""
+
+
+class LayerNormLinear(_NormLinear):
+    """`LayerNorm` and a linear map whose weight and bias are arguments of the call."""
+
+
+class RMSNormLinear(_NormLinear):
+    """`RMSNorm` and a linear map whose weight and bias are arguments of the call."""
+
+    is_rms_norm = True
+
+
+class GroupNormLinear(_Grouped, _NormLinear):
+    """`GroupNorm` and a linear map whose weight and bias are arguments of the call."""

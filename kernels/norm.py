@@ -1,0 +1,207 @@
+"""LayerNorm, RMSNorm and GroupNorm as differentiable functions; names and arguments are FLA's.
+
+Plain tensors go through an `autograd.Function`; what `torch.compile` traces, and tensor subclasses,
+through the operators of `ops`, which cost about twice the host time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
+from safetune.kernels.operands import (
+    as_rows,
+    launches_directly,
+    residual_rows,
+    stores_residual,
+    with_offset,
+)
+from safetune.kernels.pinned import is_pinned
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """Normalizes over the last dimension, or over each of `num_groups` parts of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        eps: float = 1e-5,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+        is_rms_norm: bool = False,
+        num_groups: int = 1,
+        deterministic: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return y, and residual_out after it if `prenorm`."""
+        y, mean, rstd, normalized = layer_norm_fwd(
+            as_rows(x, num_groups),
+            weight,
+            bias,
+            eps,
+            residual_rows(residual, x, num_groups),
+            residual_dtype=torch.float32 if residual_in_fp32 else None,
+            is_rms_norm=is_rms_norm,
+            num_groups=num_groups,
+            deterministic=deterministic,
+        )
+        ctx.save_for_backward(normalized, weight, bias, mean, rstd)
+        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
+        ctx.is_rms_norm, ctx.num_groups = is_rms_norm, num_groups
+        ctx.deterministic = deterministic
+        # An output that nothing reads has no gradient, rather than one full of zeros.
+        ctx.set_materialize_grads(False)
+        return (y.view(x.shape), normalized.view(x.shape)) if prenorm else y.view(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, dy: Tensor | None, dres: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight, bias and residual."""
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        not_tensors = (None,) * 6
+        if dy is None:
+            dx = None if dres is None else dres.to(ctx.x_dtype)
+            return dx, None, None, dres if ctx.has_residual else None, *not_tensors
+        dx, dw, db, dres_in = layer_norm_bwd(
+            dy.reshape(x.shape),
+            x,
+            weight,
+            bias,
+            mean,
+            rstd,
+            None if dres is None else dres.reshape(x.shape),
+            ctx.has_residual,
+            ctx.is_rms_norm,
+            x_dtype=ctx.x_dtype,
+            num_groups=ctx.num_groups,
+            deterministic=ctx.deterministic,
+        )
+        dres_in = None if dres_in is None else dres_in.view(ctx.shape)
+        return dx.view(ctx.shape), dw, db, dres_in, *not_tensors
+
+
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+    *,
+    weight_offset: float = 0.0,
+    deterministic: bool | None = None,
+) -> Any:
+    """Return `x`, or x + residual, each of `num_groups` parts of the last dimension normalized.
+
+    Any float dtypes may be mixed; statistics and the affine map are computed in fp32 and y is cast
+    once, to the dtype of `x`. Autocast changes nothing. Not twice differentiable.
+
+    Args:
+        x: [..., channels], any layout.
+        weight, bias: [channels], or None for none.
+        residual: of the shape of `x`, in a dtype of its own.
+        prenorm: return (y, residual_out): x + residual in the dtype of `residual`; without a
+            residual `x`, in fp32 if `residual_in_fp32`.
+        is_rms_norm: do not subtract the mean.
+        weight_offset: multiply by weight + weight_offset, added in fp32; 1.0 for Gemma.
+        deterministic: run the first declared config of each kernel on a fixed number of programs,
+            so that tuning and the GPU's model do not change a bit of the result. Default: what
+            `torch.are_deterministic_algorithms_enabled()` says.
+
+    Raises:
+        ValueError: a shape does not go with that of `x`, or a row is too long.
+    """
+    weight = with_offset(weight, weight_offset)
+    if launches_directly(x, weight, bias, residual):
+        return LayerNormFunction.apply(
+            x,
+            weight,
+            bias,
+            residual,
+            eps,
+            prenorm,
+            residual_in_fp32,
+            is_rms_norm,
+            num_groups,
+            deterministic,
+        )
+    y, residual_out, _, _ = torch.ops.safetune.layer_norm(
+        x,
+        weight,
+        bias,
+        residual,
+        eps,
+        None,
+        residual_in_fp32,
+        is_rms_norm,
+        num_groups,
+        is_pinned(deterministic),
+    )
+    stored = stores_residual(x, residual, residual_in_fp32)
+    return (y, residual_out if stored else x) if prenorm else y
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    *,
+    weight_offset: float = 0.0,
+    deterministic: bool | None = None,
+) -> Any:
+    """Return `x` normalized over the last dimension: `group_norm` with one group."""
+    return group_norm(
+        x,
+        weight,
+        bias,
+        residual,
+        eps,
+        prenorm,
+        residual_in_fp32,
+        is_rms_norm,
+        weight_offset=weight_offset,
+        deterministic=deterministic,
+    )
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    *,
+    weight_offset: float = 0.0,
+    deterministic: bool | None = None,
+) -> Any:
+    """Return RMSNorm of `x`: `layer_norm` with `is_rms_norm`."""
+    return group_norm(
+        x,
+        weight,
+        bias,
+        residual,
+        eps,
+        prenorm,
+        residual_in_fp32,
+        is_rms_norm=True,
+        weight_offset=weight_offset,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,237 @@
+"""A norm and the linear map of its result, which is not kept: the backward pass makes it again.
+
+As in `fla.modules.layernorm`. One operator, in eager code too: beside a matrix product its host
+time does not count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from safetune.kernels.functional import layer_norm_fwd
+from safetune.kernels.operands import (
+    as_rows,
+    residual_rows,
+    stores_residual,
+    with_offset,
+)
+from safetune.kernels.ops import keep_norm, norm_gradients
+from safetune.kernels.pinned import is_pinned
+
+
+@torch.library.custom_op(
+    "safetune::layer_norm_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor linear_weight, "
+    "Tensor? linear_bias, Tensor? residual, float eps, bool residual_in_fp32, bool is_rms_norm, "
+    "int num_groups, bool deterministic) "
+    "-> (Tensor output, Tensor residual_out, Tensor mean, Tensor rstd)",
+)
+def norm_linear_forward(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    residual_in_fp32: bool,
+    is_rms_norm: bool,
+    num_groups: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output, and the others of `safetune::layer_norm`.
+
+    y and the output have the dtype of `linear_weight`.
+    """
+    y, mean, rstd, normalized = layer_norm_fwd(
+        as_rows(x, num_groups),
+        norm_weight,
+        norm_bias,
+        eps,
+        residual_rows(residual, x, num_groups),
+        linear_weight.dtype,
+        torch.float32 if residual_in_fp32 else None,
+        is_rms_norm,
+        num_groups,
+        deterministic=deterministic,
+    )
+    stored = stores_residual(x, residual, residual_in_fp32)
+    return (
+        functional.linear(y.view(x.shape), linear_weight, linear_bias),
+        normalized.view(x.shape) if stored else x.new_empty(0),
+        x.new_empty(0) if mean is None else mean,
+        rstd,
+    )
+
+
+@norm_linear_forward.register_fake
+def _(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    residual_in_fp32: bool,
+    is_rms_norm: bool,
+    num_groups: int,
+    deterministic: bool,
+) -> tuple[Tensor, ...]:
+    y, *others = torch.ops.safetune.layer_norm(
+        x,
+        norm_weight,
+        norm_bias,
+        residual,
+        eps,
+        linear_weight.dtype,
+        residual_in_fp32,
+        is_rms_norm,
+        num_groups,
+        deterministic,
+    )
+    return y.new_empty(*x.shape[:-1], linear_weight.shape[0]), *others
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, norm_weight, norm_bias, linear_weight, _, residual, _, *options = inputs
+    norm = keep_norm(ctx, x, residual, options, output[1:])
+    ctx.save_for_backward(*norm, norm_weight, norm_bias, linear_weight)
+
+
+def _gradients(
+    ctx: Any, output_gradient: Tensor | None, dres: Tensor | None, *statistics: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *saved, linear_weight = ctx.saved_tensors
+    not_tensors = (None,) * 5
+    if output_gradient is None:
+        dx, dw, db, dres_in, _ = norm_gradients(ctx, tuple(saved), None, dres)
+        return dx, dw, db, None, None, dres_in, *not_tensors
+    wants_weight, wants_bias = ctx.needs_input_grad[3:5]
+    dy = output_gradient @ linear_weight
+    dx, dw, db, dres_in, y = norm_gradients(ctx, tuple(saved), dy, dres, wants_weight)
+    rows = as_rows(output_gradient, 1)
+    return (
+        dx,
+        dw,
+        db,
+        rows.t() @ as_rows(y, 1) if wants_weight else None,
+        rows.sum(0) if wants_bias else None,
+        dres_in,
+        *not_tensors,
+    )
+
+
+norm_linear_forward.register_autograd(_gradients, setup_context=_keep_for_backward)
+
+
+def group_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+    *,
+    weight_offset: float = 0.0,
+    deterministic: bool | None = None,
+) -> Any:
+    """Return the linear map of `group_norm` of `x`, without keeping the norm for backward.
+
+    The norm's result, the linear map and the output are in the dtype of `x`; under autocast, in
+    its dtype. `linear_weight` is [out_features, channels], `linear_bias` [out_features]; all else
+    is as for `group_norm`.
+    """
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    output, residual_out, _, _ = norm_linear_forward(
+        x,
+        with_offset(norm_weight, weight_offset),
+        norm_bias,
+        linear_weight.to(dtype),
+        None if linear_bias is None else linear_bias.to(dtype),
+        residual,
+        eps,
+        residual_in_fp32,
+        is_rms_norm,
+        num_groups,
+        is_pinned(deterministic),
+    )
+    stored = stores_residual(x, residual, residual_in_fp32)
+    return (output, residual_out if stored else x) if prenorm else output
+
+
+def layer_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+    *,
+    weight_offset: float = 0.0,
+    deterministic: bool | None = None,
+) -> Any:
+    """The same function by FLA's other name: it takes groups, too."""
+    return group_norm_linear(
+        x,
+        norm_weight,
+        norm_bias,
+        linear_weight,
+        linear_bias,
+        residual,
+        eps,
+        prenorm,
+        residual_in_fp32,
+        is_rms_norm,
+        num_groups,
+        weight_offset=weight_offset,
+        deterministic=deterministic,
+    )
+
+
+def rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    *,
+    weight_offset: float = 0.0,
+    deterministic: bool | None = None,
+) -> Any:
+    """Return the linear map of `rms_norm` of `x`: `group_norm_linear` with `is_rms_norm`."""
+    return group_norm_linear(
+        x,
+        norm_weight,
+        norm_bias,
+        linear_weight,
+        linear_bias,
+        residual,
+        eps,
+        prenorm,
+        residual_in_fp32,
+        is_rms_norm=True,
+        weight_offset=weight_offset,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,58 @@
+"""What the layer-norm functions ask of their arguments, and how they see them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+#: What has memory that a kernel can be launched on; subclasses (fake, functional, distributed
+#: tensors) have none, or more than one.
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def launches_directly(*operands: Tensor | None) -> bool:
+    """Whether kernels are launched on the operands, rather than through an operator of `ops`."""
+    return not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, operands))
+
+
+def as_rows(x: Tensor, num_groups: int) -> Tensor:
+    """Return `x` of shape [..., channels] as [tokens * num_groups, channels / num_groups].
+
+    Raises:
+        ValueError: there is no such view.
+    """
+    if not x.ndim or num_groups < 1 or x.shape[-1] % num_groups:
+        raise ValueError(
+            f"num_groups={num_groups} must divide the last dimension of x, "
+            f"which has shape {tuple(x.shape)}"
+        )
+    return x.reshape(math.prod(x.shape[:-1]) * num_groups, x.shape[-1] // num_groups)
+
+
+def residual_rows(residual: Tensor | None, x: Tensor, num_groups: int) -> Tensor | None:
+    """Return `residual` as `as_rows` does; it has the shape of `x` or raises `ValueError`."""
+    if residual is None:
+        return None
+    if residual.shape != x.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}")
+    return as_rows(residual, num_groups)
+
+
+def stores_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> bool:
+    """Whether residual_out is a tensor of its own, rather than `x`."""
+    return residual is not None or (residual_in_fp32 and x.dtype != torch.float32)
+
+
+def with_offset(weight: Tensor | None, offset: float) -> Tensor | None:
+    """Return weight + offset, in fp32 at least: near 1, a bf16 has two digits.
+
+    Raises:
+        ValueError: there is no weight to add it to.
+    """
+    if not offset:
+        return weight
+    if weight is None:
+        raise ValueError(f"weight_offset={offset} needs a weight to be added to, not None")
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

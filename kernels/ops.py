@@ -1,0 +1,245 @@
+"""The norms as operators of PyTorch: what `torch.compile` and tensor subclasses call.
+
+`torch.library.custom_op`, not `triton_op`: Inductor would take the kernels of the latter out of
+their tuner and time every config in the training process. An operator is opaque, so what runs
+inside is what runs without it: the stored choice, tuned in a child process.
+
+An operator returns new tensors, and always as many: what a call does not make is an empty one, and
+where residual_out is `x` itself, or one gradient serves two inputs, the caller uses that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
+from safetune.kernels.operands import as_rows, residual_rows, stores_residual
+
+
+@torch.library.custom_op(
+    "safetune::layer_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+    "ScalarType? out_dtype, bool residual_in_fp32, bool is_rms_norm, int num_groups, "
+    "bool deterministic) -> (Tensor y, Tensor residual_out, Tensor mean, Tensor rstd)",
+)
+def norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    residual_in_fp32: bool,
+    is_rms_norm: bool,
+    num_groups: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (y, residual_out, mean, rstd) for `x` of any shape and layout.
+
+    residual_out is empty where it would be `x`, mean where the norm is RMS norm.
+    """
+    y, mean, rstd, normalized = layer_norm_fwd(
+        as_rows(x, num_groups),
+        weight,
+        bias,
+        eps,
+        residual_rows(residual, x, num_groups),
+        out_dtype,
+        torch.float32 if residual_in_fp32 else None,
+        is_rms_norm,
+        num_groups,
+        deterministic=deterministic,
+    )
+    stored = stores_residual(x, residual, residual_in_fp32)
+    residual_out = normalized.view(x.shape) if stored else x.new_empty(0)
+    return y.view(x.shape), residual_out, x.new_empty(0) if mean is None else mean, rstd
+
+
+@norm_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    residual_in_fp32: bool,
+    is_rms_norm: bool,
+    num_groups: int,
+    deterministic: bool,
+) -> tuple[Tensor, ...]:
+    rows = as_rows(x, num_groups).shape[0]
+    residual_rows(residual, x, num_groups)
+    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if stores_residual(x, residual, residual_in_fp32):
+        dtype = torch.float32 if residual is None else residual.dtype
+        residual_out = x.new_empty(x.shape, dtype=dtype)
+    else:
+        residual_out = x.new_empty(0)
+    return (
+        x.new_empty(x.shape, dtype=out_dtype or x.dtype),
+        residual_out,
+        x.new_empty(0) if is_rms_norm else x.new_empty(rows, dtype=statistics),
+        x.new_empty(rows, dtype=statistics),
+    )
+
+
+@torch.library.custom_op(
+    "safetune::layer_norm_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
+    "Tensor? dres, bool has_residual, bool is_rms_norm, ScalarType x_dtype, "
+    "bool recompute_output, int num_groups, bool deterministic) "
+    "-> (Tensor dx, Tensor dw, Tensor db, Tensor dres_in, Tensor y)",
+)
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dres: Tensor | None,
+    has_residual: bool,
+    is_rms_norm: bool,
+    x_dtype: torch.dtype,
+    recompute_output: bool,
+    num_groups: int,
+    deterministic: bool,
+) -> tuple[Tensor, ...]:
+    """Return (dx, dw, db, dres_in, y), those that are not made empty; `x` is what was normalized.
+
+    dres_in is empty where it would be dx: `x_dtype` is the dtype of `x`.
+    """
+    dx, dw, db, dres_in, *recomputed = layer_norm_bwd(
+        as_rows(dy, num_groups),
+        as_rows(x, num_groups),
+        weight,
+        bias,
+        None if is_rms_norm else mean,
+        rstd,
+        None if dres is None else as_rows(dres, num_groups),
+        has_residual,
+        is_rms_norm,
+        x_dtype,
+        recompute_output,
+        num_groups,
+        deterministic=deterministic,
+    )
+    dres_in = None if dres_in is dx else dres_in
+    made = (dx, dw, db, dres_in, *(recomputed or [None]))
+    shapes = (x.shape, None, None, x.shape, x.shape)
+    return tuple(
+        x.new_empty(0) if tensor is None else tensor if shape is None else tensor.view(shape)
+        for tensor, shape in zip(made, shapes, strict=True)
+    )
+
+
+@norm_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dres: Tensor | None,
+    has_residual: bool,
+    is_rms_norm: bool,
+    x_dtype: torch.dtype,
+    recompute_output: bool,
+    num_groups: int,
+    deterministic: bool,
+) -> tuple[Tensor, ...]:
+    stores_dres = has_residual and x_dtype != x.dtype
+    return (
+        x.new_empty(x.shape, dtype=x_dtype),
+        x.new_empty(0) if weight is None else weight.new_empty(weight.shape),
+        x.new_empty(0) if bias is None else bias.new_empty(bias.shape),
+        x.new_empty(x.shape) if stores_dres else x.new_empty(0),
+        dy.new_empty(dy.shape) if recompute_output else x.new_empty(0),
+    )
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, residual, _, _, *options = inputs
+    ctx.save_for_backward(*keep_norm(ctx, x, residual, options, output[1:]), weight, bias)
+
+
+def keep_norm(
+    ctx: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    options: Sequence[Any],
+    output: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """Keep on `ctx` what `norm_gradients` reads there; return what it needs of tensors.
+
+    Args:
+        options: residual_in_fp32, is_rms_norm, num_groups and deterministic.
+        output: residual_out, mean and rstd.
+    """
+    residual_in_fp32, ctx.is_rms_norm, ctx.num_groups, ctx.deterministic = options
+    ctx.x_dtype, ctx.has_residual = x.dtype, residual is not None
+    # An output that nothing reads has no gradient, rather than one full of zeros.
+    ctx.set_materialize_grads(False)
+    if stores_residual(x, residual, residual_in_fp32):
+        ctx.mark_non_differentiable(*output[1:])
+        return output
+    ctx.mark_non_differentiable(*output)
+    return x, *output[1:]
+
+
+def norm_gradients(
+    ctx: Any,
+    saved: tuple[Any, ...],
+    dy: Tensor | None,
+    dres: Tensor | None,
+    recompute_output: bool = False,
+) -> tuple[Any, ...]:
+    """Return (dx, dw, db, dres_in, y), None for what is not wanted.
+
+    Args:
+        saved: what `keep_norm` returned, weight and bias.
+    """
+    x, mean, rstd, weight, bias = saved
+    if dy is None:
+        dx = None if dres is None else dres.to(ctx.x_dtype)
+        return dx, None, None, dres if ctx.has_residual else None, None
+    dx, dw, db, dres_in, y = norm_backward(
+        dy,
+        x,
+        weight,
+        bias,
+        mean,
+        rstd,
+        dres,
+        ctx.has_residual,
+        ctx.is_rms_norm,
+        ctx.x_dtype,
+        recompute_output,
+        ctx.num_groups,
+        ctx.deterministic,
+    )
+    dres_in = dx if ctx.x_dtype == x.dtype else dres_in
+    return (
+        dx,
+        None if weight is None else dw,
+        None if bias is None else db,
+        dres_in if ctx.has_residual else None,
+        y,
+    )
+
+
+def _gradients(
+    ctx: Any, dy: Tensor | None, dres: Tensor | None, *statistics: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return *norm_gradients(ctx, ctx.saved_tensors, dy, dres)[:4], *(None,) * 6
+
+
+norm_forward.register_autograd(_gradients, setup_context=_keep_for_backward)

@@ -1,0 +1,41 @@
+"""What the norm kernels share: loads that convert, and the rows that a program owns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ANY_EVICTION = tl.constexpr("")
+
+
+@triton.jit
+def load_as(pointers, mask, dtype: tl.constexpr, EVICTION: tl.constexpr = ANY_EVICTION):
+    """Load and convert; what is masked is 0, and so adds 0 to every sum."""
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION).to(dtype)
+
+
+@triton.jit
+def load_once(pointer, row, column, column_mask, dtype: tl.constexpr):
+    """Load one row for all rows of a tile, into the threads that hold those: [1, columns].
+
+    A load of [1, columns] has a layout of its own, all warps side by side in that row. Triton
+    gives half of the tile's arithmetic that layout, with each row's sums across all warps.
+    """
+    row = row[:, None]
+    tile = load_as(pointer + (column + 0 * row), column_mask & (row == 0), dtype)
+    return tl.sum(tile, axis=0, keep_dims=True)
+
+
+@triton.jit
+def sum_columns(a, b):
+    """Return both sums over the columns, [rows, 1] each, in one exchange between warps, not two."""
+    return tl.split(tl.sum(tl.join(a, b), axis=1, keep_dims=True))
+
+
+@triton.jit
+def owned_rows(index, rows, programs):
+    """Return the first and the end of a program's rows: `GridPlan.owned_rows` on the device."""
+    share = rows // programs
+    longer = rows % programs
+    first = index * share + tl.minimum(index, longer)
+    return first, first + share + (index < longer).to(tl.int32)

@@ -1,0 +1,194 @@
+"""What a check of write ownership found, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+#: A program's ids along the three axes of the grid.
+Program = tuple[int, int, int]
+
+
+class Kind(Enum):
+    """What can be wrong with what programs do to an argument."""
+
+    OVERLAP = "overlap"
+    MIXED = "mixed"
+    READ_WRITE = "read_write"
+    OUTSIDE = "outside"
+    GAP = "gap"
+    UNWRITTEN = "unwritten"
+
+
+#: What the elements of a finding are, after their number.
+_WORDS = {
+    Kind.OVERLAP: "stored by several programs",
+    Kind.MIXED: "stored and atomically updated by different programs",
+    Kind.READ_WRITE: "read and written by different programs",
+    Kind.UNWRITTEN: "never written",
+}
+
+
+#: How many programs are named when an element is printed.
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """One element of a finding.
+
+    Attributes:
+        index: in the argument; for what is outside, one number, counted in elements from its first.
+        where: for what is outside of a view, how it lies to the storage; else empty.
+        programs: those seen at it.
+        lines: the kernel's source lines, as `file:line`.
+    """
+
+    index: tuple[int, ...]
+    where: str = ""
+    programs: tuple[Program, ...] = ()
+    lines: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"[{', '.join(map(str, self.index))}]"]
+        parts += [f"({self.where})"] if self.where else []
+        if self.programs:
+            noun = "program" if len(self.programs) == 1 else "programs"
+            more = len(self.programs) - _MOST_SHOWN
+            shown = ", ".join(map(_ids, self.programs[:_MOST_SHOWN]))
+            parts.append(f"{noun} {shown}" + (f" and {more} more" if more > 0 else ""))
+        if self.lines:
+            parts.append(f"at {', '.join(self.lines)}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with one argument.
+
+    Attributes:
+        argument: its name; names joined by a comma where several are the same view of one storage;
+            empty for addresses that belong to no argument.
+        elements: how many elements it concerns.
+        rows: how many different indices these have but for the last dimension.
+        places: a few of them.
+        access: for `OUTSIDE` what was tried: read, store, atomic.
+        most_programs: for what several programs do to an element, the most seen at one.
+    """
+
+    kind: Kind
+    argument: str
+    elements: int
+    rows: int
+    places: tuple[Place, ...]
+    access: str = ""
+    most_programs: int = 0
+
+    def __str__(self) -> str:
+        count = f"{self.elements} element{'s' if self.elements != 1 else ''}"
+        if self.rows > 1:
+            count += f" in {self.rows} rows"
+        what = _WORDS.get(self.kind, "")
+        if self.kind is Kind.OUTSIDE:
+            what = {"read": "read", "poll": "read", "store": "stored"}.get(self.access, "updated")
+            what += " outside its storage" if self.argument else " at addresses of no argument"
+        elif self.kind is Kind.GAP:
+            what = "written inside its storage, but in no argument"
+        if self.most_programs > 2:
+            what += f", up to {self.most_programs} of them"
+        lines = [f"{self.argument or 'no argument'}: {count} {what}"]
+        lines += [f"    {place}" for place in self.places]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Written:
+    """How much of an argument was written."""
+
+    argument: str
+    elements: int
+    written: int
+
+
+@dataclass(frozen=True)
+class OverlapReport:
+    """The result of `check_overlap`.
+
+    Attributes:
+        kernel: the name of the function.
+        config: of a tuner, the config as text; else empty.
+        grid: its three sizes.
+        findings: what is wrong; none where the check passes.
+        written: the arguments that were written at all, or are in `outputs`.
+        idle_programs: programs that wrote nothing; wrong is this only if you say so.
+    """
+
+    kernel: str
+    config: str
+    grid: Program
+    findings: tuple[Finding, ...]
+    written: tuple[Written, ...]
+    idle_programs: tuple[Program, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def find(self, kind: Kind | str, argument: str | None = None) -> Finding | None:
+        """Return the first finding of a kind, about an argument if one is named."""
+        for finding in self.findings:
+            names = finding.argument.split(", ")
+            if finding.kind is Kind(kind) and (argument is None or argument in names):
+                return finding
+        return None
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return {"ok": self.ok, **json.loads(json.dumps(dataclasses.asdict(self), default=_value))}
+
+    def __str__(self) -> str:
+        sizes = " x ".join(map(str, self.grid))
+        config = f" [{self.config}]" if self.config else ""
+        verdict = "every write has one owner" if self.ok else f"{len(self.findings)} findings"
+        verdict = "1 finding" if len(self.findings) == 1 else verdict
+        lines = [f"{self.kernel}{config}, grid {sizes}: {verdict}"]
+        lines += [f"  {line}" for f in self.findings for line in str(f).splitlines()]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What may be meant: arguments written in part, programs that write nothing."""
+        unwritten = {f.argument for f in self.findings if f.kind is Kind.UNWRITTEN}
+        notes = [
+            f"{item.argument}: {item.written} of {item.elements} elements are written"
+            for item in self.written
+            if item.written < item.elements and item.argument not in unwritten
+        ]
+        if idle := len(self.idle_programs):
+            count = self.grid[0] * self.grid[1] * self.grid[2]
+            first = _ids(self.idle_programs[0])
+            notes.append(f"{idle} of {count} programs write nothing, the first of them {first}")
+        return tuple(notes)
+
+
+def line_text(line: tuple[str, int]) -> str:
+    """Return a source line as `file:line`, the file without its folders."""
+    return f"{os.path.basename(line[0])}:{line[1]}"
+
+
+def _ids(program: Program) -> str:
+    """A program's ids, without the axes that the grid does not have."""
+    ids = list(program)
+    while len(ids) > 1 and not ids[-1]:
+        ids.pop()
+    return str(ids[0]) if len(ids) == 1 else f"({', '.join(map(str, ids))})"
+
+
+def _value(item: Any) -> Any:
+    return item.value

@@ -1,0 +1,262 @@
+"""Which program touched what, and in which order: the record of one interpreted launch.
+
+Programs run one after the other, so two accesses by different programs have an order here which
+they do not have on a device. They have one there, too, if the first program released and the second
+acquired in between: an atomic operation on one element, unless it is relaxed. A lock, and the
+counter by which the last program knows that it is the last, are made of these. Order is transitive.
+As with every checker of this kind, it is the order of the one run that was seen.
+
+Each access has a number, its time. Per granule of memory (the smallest element size in use) there
+are the times of the last plain store, the last atomic, and the first and the last read, so the cost
+of an access does not grow with the number of programs. Accesses that clash are logged.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from safetune.checks.interpretation import is_machinery
+from safetune.checks.memory import Memory
+from safetune.errors import NotInterpretable
+
+#: What stands for "never" where a time is expected.
+NEVER = -1
+
+#: Clashes beyond this are counted, and no longer kept one by one to name their programs.
+_MAX_LOGGED = 1 << 22
+
+
+class Access(Enum):
+    """What a program does to an element. To poll is to read it volatile or atomically."""
+
+    READ = "read"
+    STORE = "store"
+    ATOMIC = "atomic"
+    POLL = "poll"
+
+
+class Clash(Enum):
+    """What two programs must not do to one element without an order between them."""
+
+    OVERLAP = "overlap"
+    MIXED = "mixed"
+    READ_WRITE = "read_write"
+
+
+class Times:
+    """When each granule of a region was touched.
+
+    Attributes:
+        granule: bytes per entry of the arrays.
+    """
+
+    def __init__(self, nbytes: int, granule: int) -> None:
+        self.granule = granule
+        count = -(-nbytes // granule)
+        self.stored, self.updated, self.first_read, self.last_read = (
+            np.full(count, NEVER, dtype=np.int32) for _ in range(4)
+        )
+        self.clashes = {kind: np.zeros(count, dtype=bool) for kind in Clash}
+        self.log: list[tuple[Clash, np.ndarray, np.ndarray, int]] = []
+
+    def indices(self, offsets: np.ndarray, itemsize: int) -> np.ndarray:
+        """Return the granules of elements at byte offsets, finer ones from here on if need be."""
+        granule = math.gcd(self.granule, itemsize)
+        if granule > 1 and (offsets % granule).any():
+            granule = 1
+        if granule != self.granule:
+            self._refine(granule)
+        first = offsets // granule
+        if itemsize == granule:
+            return first
+        return (first[:, None] + np.arange(itemsize // granule)).ravel()
+
+    def _refine(self, granule: int) -> None:
+        ratio = self.granule // granule
+        for name in ("stored", "updated", "first_read", "last_read"):
+            setattr(self, name, np.repeat(getattr(self, name), ratio))
+        self.clashes = {kind: np.repeat(flags, ratio) for kind, flags in self.clashes.items()}
+        parts = np.arange(ratio)
+        self.log = [
+            (kind, (where[:, None] * ratio + parts).ravel(), np.repeat(prior, ratio), now)
+            for kind, where, prior, now in self.log
+        ]
+        self.granule = granule
+
+
+@dataclass(frozen=True)
+class Stray:
+    """Accesses of one instruction by one program outside every argument's storage.
+
+    Attributes:
+        region: whose address it is by distance; -1 for no argument's.
+        offsets: bytes from the region's start; for no region, the addresses themselves.
+    """
+
+    access: Access
+    region: int
+    offsets: np.ndarray
+    itemsize: int
+    time: int
+
+
+class Watch:
+    """The accesses of one launch."""
+
+    def __init__(self, memory: Memory, grid: tuple[int, int, int], timeout_s: float) -> None:
+        self._memory = memory
+        self._grid = grid
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        granules = dict.fromkeys(range(len(memory.regions)), 16)
+        for view in memory.views:
+            parts = (view.itemsize, view.offset, *view.strides)
+            granules[view.region] = math.gcd(granules[view.region], *parts)
+        self.times = [
+            Times(region.nbytes, granules[number]) for number, region in enumerate(memory.regions)
+        ]
+        self.strays: list[Stray] = []
+        #: For each time, the source line.
+        self.lines: list[tuple[str, int]] = []
+        #: The numbers of the programs that stored or updated anything.
+        self.storing: set[int] = set()
+        self._program, self._begin = NEVER, 0
+        self._programs: list[int] = []  # those that have run, and when each began
+        self._begins: list[int] = []
+        self._seen: np.ndarray | None = None
+        self._released: dict[int, np.ndarray] = {}
+        self._logged = 0
+
+    def ids(self, program: int) -> tuple[int, int, int]:
+        """Return a program's ids from its number."""
+        _, height, depth = self._grid
+        return program // (height * depth), program // depth % height, program % depth
+
+    def programs_at(self, times: np.ndarray) -> np.ndarray:
+        """Return the numbers of the programs that were running at some times."""
+        places = np.searchsorted(np.array(self._begins), times, side="right") - 1
+        return np.array(self._programs, dtype=np.int64)[places]
+
+    def enter(self, ids: tuple[int, int, int]) -> None:
+        """Note which program makes the accesses from here on."""
+        _, height, depth = self._grid
+        program = (ids[0] * height + ids[1]) * depth + ids[2]
+        if program != self._program:
+            self._program, self._begin, self._seen = program, len(self.lines), None
+            self._programs.append(program)
+            self._begins.append(self._begin)
+
+    def access(
+        self,
+        access: Access,
+        addresses: np.ndarray,
+        active: np.ndarray,
+        itemsize: int,
+        acquires: bool = False,
+        releases: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Record one operation; return the real addresses, and which of them may be touched.
+
+        Raises:
+            NotInterpretable: the launch takes longer than its limit.
+        """
+        now = self._tick()
+        alone = int(addresses.flat[0]) if addresses.size == 1 and active.all() else None
+        real, allowed = np.zeros_like(addresses), np.zeros(addresses.shape, dtype=bool)
+        numbers, offsets = self._memory.locate(addresses)
+        for number in np.unique(numbers[active]):
+            lanes = active & (numbers == number)
+            inside = lanes
+            if number >= 0:
+                region = self._memory.regions[number]
+                inside = lanes & (offsets >= 0) & (offsets + itemsize <= region.nbytes)
+                real[inside] = offsets[inside].astype(np.uint64) + np.uint64(region.real)
+                allowed |= inside
+                self._touch(access, self.times[number], offsets[inside], itemsize, now)
+                lanes = lanes & ~inside
+            if lanes.any():
+                places = offsets if number >= 0 else addresses
+                self.strays.append(Stray(access, int(number), places[lanes], itemsize, now))
+        if access in (Access.STORE, Access.ATOMIC) and active.any():
+            self.storing.add(self._program)
+        if acquires and alone is not None:  # too late for this access: it may have been the first
+            self._acquire(alone)
+        if releases and alone is not None:
+            self._release(alone, now)
+        return real, allowed
+
+    def _tick(self) -> int:
+        if time.monotonic() > self._deadline:
+            raise NotInterpretable(
+                f"the launch took longer than timeout_s={self._timeout_s:g} in Triton's "
+                f"interpreter, now at {':'.join(map(str, _kernel_line()))}: check a smaller "
+                "problem. Programs run one after the other: one that waits for a later one hangs."
+            )
+        self.lines.append(_kernel_line())
+        return len(self.lines) - 1
+
+    def _touch(
+        self, access: Access, times: Times, offsets: np.ndarray, itemsize: int, now: int
+    ) -> None:
+        if access is Access.POLL or not offsets.size:
+            return
+        where = times.indices(offsets, itemsize)
+        if access is Access.READ:
+            self._clash(Clash.READ_WRITE, times, where, times.stored, now)
+            self._clash(Clash.READ_WRITE, times, where, times.updated, now)
+            times.first_read[where[times.first_read[where] == NEVER]] = now
+            times.last_read[where] = now
+            return
+        stores = access is Access.STORE
+        stored, updated = (Clash.OVERLAP, Clash.MIXED) if stores else (Clash.MIXED, None)
+        self._clash(stored, times, where, times.stored, now)
+        if updated is not None:
+            self._clash(updated, times, where, times.updated, now)
+        self._clash(Clash.READ_WRITE, times, where, times.first_read, now)
+        self._clash(Clash.READ_WRITE, times, where, times.last_read, now)
+        (times.stored if stores else times.updated)[where] = now
+
+    def _clash(
+        self, clash: Clash, times: Times, where: np.ndarray, earlier: np.ndarray, now: int
+    ) -> None:
+        """Log the granules where an earlier access was another program's, and not ordered."""
+        prior = earlier[where]
+        clashing = (prior != NEVER) & (prior < self._begin)
+        if not clashing.any():
+            return
+        if self._seen is not None:
+            clashing &= self._seen[self.programs_at(np.maximum(prior, 0))] < prior
+        where, prior = where[clashing], prior[clashing]
+        times.clashes[clash][where] = True
+        if self._logged < _MAX_LOGGED and where.size:
+            self._logged += where.size
+            times.log.append((clash, where, prior, now))
+
+    def _acquire(self, address: int) -> None:
+        """See what programs had done when they released through this address."""
+        released = self._released.get(address)
+        if released is not None:
+            seen = released if self._seen is None else np.maximum(self._seen, released)
+            self._seen = seen.copy()
+
+    def _release(self, address: int, now: int) -> None:
+        mine = np.full(math.prod(self._grid), NEVER, dtype=np.int64)
+        if self._seen is not None:
+            mine = self._seen.copy()
+        mine[self._program] = now
+        before = self._released.get(address)
+        self._released[address] = mine if before is None else np.maximum(before, mine)
+
+
+def _kernel_line() -> tuple[str, int]:
+    """The innermost line of the kernel, or of what it calls, that is being run."""
+    frame = sys._getframe(2)
+    while is_machinery(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,75 @@
+"""What `safetune tune --recorded` tunes: the calls in the store, rebuilt one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from safetune.cli import targets
+from safetune.errors import TargetError
+
+if TYPE_CHECKING:
+    from safetune.offline import OfflineKernel, Task
+    from safetune.recorded import LeftOut, Rebuildable
+
+
+class RecordedPlan:
+    """The recorded calls. Iterating makes the tensors of one after the other, never of all.
+
+    Args:
+        kernels: where to look for the calls' kernels; None: in the modules that defined them.
+        left_out: filled with the calls that cannot be tuned.
+    """
+
+    def __init__(
+        self,
+        kernels: Sequence[OfflineKernel] | None,
+        device: str | None,
+        zeros: bool,
+        left_out: list[LeftOut],
+    ) -> None:
+        self._named = kernels
+        self._device = device
+        self._zeros = zeros
+        self._left_out = left_out
+        self._found: list[Rebuildable] = []
+
+    @property
+    def kernels(self) -> Sequence[OfflineKernel]:
+        """The kernels of the calls that can be tuned."""
+        return [found.kernel for found in self._found]
+
+    def check(self) -> int:
+        """Return how many calls can be tuned.
+
+        Raises:
+            NoDevice: a kernel, or the device, needs a GPU and there is none.
+            TargetError: nothing is recorded.
+        """
+        from safetune import offline, recorded
+        from safetune.store.calls import calls
+
+        stored = calls(offline.open_tuning_store())
+        if self._named is not None:
+            names = {kernel.name for kernel in self._named}
+            stored = [call for call in stored if call.name in names]
+        if not stored:
+            raise TargetError("no such call is recorded; SAFETUNE_MODE=record records them")
+        self._found, left_out = recorded.sort_out(stored, self._named, self._zeros)
+        self._left_out += left_out
+        targets.check_device(self.kernels, self._device)
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[Task]:
+        import torch
+
+        from safetune.recorded import LeftOut
+
+        for found in self._found:
+            device = self._device or ("cpu" if found.kernel.interpreted else "cuda")
+            try:
+                task = found.task(device)
+            except torch.OutOfMemoryError as error:
+                self._left_out.append(LeftOut(found.call, f"there is no memory for it: {error}"))
+                continue
+            yield task

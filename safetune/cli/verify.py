@@ -1,0 +1,199 @@
+"""`safetune verify`: which programs write what, for every config and declared workload."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from safetune.cli import targets
+from safetune.cli.messages import describe, plain_warnings
+from safetune.cli.tables import empty_table, stdout_console
+from safetune.errors import NotInterpretable, TargetError
+
+if TYPE_CHECKING:
+    from triton.runtime.autotuner import Config
+
+    from safetune.checks.report import OverlapReport
+    from safetune.offline import Task
+
+#: A launch of this size takes seconds in the interpreter.
+MAX_ELEMENTS = 1 << 22
+
+
+@click.command("verify")
+@click.argument("target", nargs=-1, required=True)
+@click.option("--shape", multiple=True, metavar="NAME", help="Only workloads of this name.")
+@click.option("--dtype", multiple=True, metavar="DTYPE", help="Verify with this torch dtype.")
+@click.option(
+    "--max-elements",
+    type=click.IntRange(min=1),
+    default=MAX_ELEMENTS,
+    show_default=True,
+    help="Skip workloads whose tensors have more in all.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def verify_command(
+    target: tuple[str, ...],
+    shape: tuple[str, ...],
+    dtype: tuple[str, ...],
+    max_elements: int,
+    as_json: bool,
+) -> None:
+    """Check that no two programs of TARGET's kernels write one element.
+
+    TARGET is package.module[:kernel] or file.py[:kernel]. Every config runs every workload in
+    Triton's interpreter, on the CPU. Exits with 1 when something is found.
+    """
+    targets.use_interpreter_without_gpu()
+    # What a target prints must not get between the lines of our own output.
+    with contextlib.redirect_stdout(sys.stderr), plain_warnings():
+        verified = list(_verify_all(target, shape, dtype, max_elements))
+    if as_json:
+        click.echo(json.dumps(_data(verified), indent=2))
+    else:
+        _print(verified)
+    sys.exit(1 if any(not row.ok for one in verified for row in one.rows) else 0)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One config of one task: a report, or why there is none."""
+
+    config: str
+    report: OverlapReport | None
+    error: str
+
+    @property
+    def ok(self) -> bool:
+        return self.report is not None and self.report.ok
+
+    @property
+    def verdict(self) -> str:
+        if self.report is None:
+            return "not checked"
+        return "ok" if self.ok else ", ".join(f.kind.value for f in self.report.findings)
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """One kernel at one workload and dtype; without rows where it has too many elements."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    elements: int
+    rows: tuple[_Row, ...]
+
+
+def _verify_all(
+    names: Sequence[str], shapes: Sequence[str], dtypes: Sequence[str], max_elements: int
+) -> Iterator[_Verified]:
+    from rich.console import Console
+
+    from safetune import offline
+
+    console = Console(stderr=True)
+    checked, seen = 0, []
+    for kernel in targets.kernels_of(names):
+        for task in offline.tasks(kernel, "cpu", dtypes, ()):
+            name = task.workload.name
+            seen.append(name)
+            if shapes and name not in shapes:
+                continue
+            elements = _elements(task)
+            rows: tuple[_Row, ...] = ()
+            if elements <= max_elements:
+                with console.status(f"{kernel.name}  {name}  {task.dtype}"):
+                    rows = tuple(_rows(task))
+                checked += 1
+            yield _Verified(kernel.name, name, task.dtype, elements, rows)
+    for shape in shapes:
+        if shape not in seen:
+            known = ", ".join(dict.fromkeys(seen))
+            raise TargetError(f"no workload is named {shape!r}; there are: {known}")
+    if not checked:
+        raise TargetError(
+            f"there is no workload of at most {max_elements} elements: declare one for the "
+            "interpreter (its device is cpu), or raise --max-elements"
+        )
+
+
+def _rows(task: Task) -> Iterator[_Row]:
+    from safetune.checks.overlap import check_overlap, pruned_configs
+    from safetune.config import config_text
+
+    workload = task.workload
+    launch = (task.kernel.outer, workload.grid, *workload.args)
+    configs: Sequence[Config] = pruned_configs(launch[0], workload.args, workload.kwargs)
+    for config in configs:
+        try:
+            report = check_overlap(*launch, config=config, **workload.kwargs)
+        except NotInterpretable as error:
+            yield _Row(config_text(config), None, describe(error))
+        else:
+            yield _Row(config_text(config), report, "")
+
+
+def _elements(task: Task) -> int:
+    from safetune.tuning.jobs import leaves
+
+    values = (task.workload.args, dict(task.workload.kwargs))
+    return sum(leaf.numel() for leaf in leaves(values) if hasattr(leaf, "numel"))
+
+
+def _data(verified: Sequence[_Verified]) -> dict[str, Any]:
+    launches = []
+    for one in verified:
+        facts = {"kernel": one.kernel, "shape": one.shape, "dtype": one.dtype}
+        for row in one.rows:
+            report = None if row.report is None else row.report.data()
+            verdict = {"config": row.config, "verdict": row.verdict, "error": row.error}
+            launches.append({**facts, **verdict, "report": report})
+    skipped = [
+        {"kernel": one.kernel, "shape": one.shape, "dtype": one.dtype, "elements": one.elements}
+        for one in verified
+        if not one.rows
+    ]
+    return {"ok": all(launch["verdict"] == "ok" for launch in launches), "launches": launches} | {
+        "skipped": skipped
+    }
+
+
+def _print(verified: Sequence[_Verified]) -> None:
+    console = stdout_console()
+    for one in verified:
+        title = f"{one.kernel}  {one.shape}  {one.dtype}"
+        if not one.rows:
+            console.print(f"{title}: skipped, as it has {one.elements} elements (--max-elements)")
+            continue
+        table = empty_table(title, "config", "verdict", "grid", "notes")
+        for row in one.rows:
+            notes, grid = "", ""
+            if row.report is not None:
+                notes = "; ".join(row.report.notes)
+                grid = " x ".join(map(str, row.report.grid))
+            style = "green" if row.ok else "red"
+            table.add_row(row.config, row.verdict, grid, notes, style=style)
+        console.print(table)
+        for text, configs in _reasons(one.rows).items():
+            console.print(f"  {configs[0]}" + (f", {len(configs) - 1} more" * (len(configs) > 1)))
+            console.print("\n".join(f"    {line}" for line in text.splitlines()))
+    rows = [row for one in verified for row in one.rows]
+    failed = sum(not row.ok for row in rows)
+    console.print(f"{len(rows)} launches checked, {failed} with findings")
+
+
+def _reasons(rows: Sequence[_Row]) -> dict[str, list[str]]:
+    """What is wrong as text, with the configs of which it is the same."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.ok:
+            text = row.error if row.report is None else "\n".join(map(str, row.report.findings))
+            found.setdefault(text, []).append(row.config)
+    return found

@@ -1,0 +1,111 @@
+"""`SAFETUNE_MODE=record`, and `safetune tune --recorded` in another process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from safetune.store.calls import calls
+from safetune.store.sqlite import Store
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
+
+@pytest.fixture
+def recorded(fresh_process: FreshProcess, targets: Path) -> None:
+    """The calls of `targets/recorded.py`, made by a program that is gone."""
+    done = fresh_process(
+        "import recorded; recorded.call_all()",
+        env={"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"},
+        cwd=targets,
+    )
+    assert done.returncode == 0, done.stderr
+    runs_with = [line for line in done.stderr.splitlines() if "runs with" in line]
+    assert len(runs_with) == 5, done.stderr
+
+
+def test_calls_are_tuned_as_they_were(
+    recorded: None, safetune: Any, targets: Path, cache_dir: Path, monkeypatch: Any
+) -> None:
+    assert safetune.json("list") == [], "nothing was tuned"
+    monkeypatch.chdir(targets)
+
+    first = safetune.json("tune", "--recorded")
+
+    tuned = [(t["kernel"], t["shape"], t["measured"]) for t in first["tunings"]]
+    assert tuned == [
+        ("scale", "n=100, DTYPE=float32, ZERO=True", 2),
+        ("scale", "n=200, DTYPE=float32, ZERO=True", 2),
+        ("gather", "n=100", 2),
+    ]
+    assert [(left["call"], left["reason"]) for left in first["left_out"]] == [
+        (
+            "gather for n=100 (float32/int64)",
+            "the integers in index are not recorded: give the kernel `inputs=`, which makes its "
+            "tensors, or tune it on zeros with --zeros",
+        ),
+        (
+            "inner for n=64 (float32)",
+            "recorded:nested.<locals>.inner is no attribute of its module: name a TARGET that "
+            "has it",
+        ),
+    ]
+    store = Store.open(cache_dir)
+    assert {call.key for call in calls(store)} >= {each.key.digest for each in store.choices()}
+    assert len(store.choices()) == 3, "the choices are for the keys of the recorded calls"
+    marks = {
+        key.kernel_name: {mark for trial in trials for mark in trial.outcome.marks}
+        for name in ("scale", "gather")
+        for key, trials in store.trials_of(name)
+        if trials
+    }
+    store.close()
+    assert marks == {"scale": {"regenerated: x, factors"}, "gather": set()}
+
+    again = safetune.json("tune", "--recorded", "--zeros", "recorded:gather_plain")
+
+    assert [(t["kernel"], t["measured"]) for t in again["tunings"]] == [("gather", 2)]
+    assert again["left_out"][0]["reason"].startswith("recorded:gather has changed since")
+
+    table = safetune("tune", "--recorded")
+    assert table.exit_code == 0
+    assert "3 tunings, 0 configs measured\n" in table.stdout
+    assert "not tuned: inner for n=64 (float32): recorded:nested" in table.stdout
+
+    assert safetune.json("clear", "scale")["cleared"] == 2
+    assert safetune.error("tune", "--recorded", "recorded:scale") == (
+        "Error: no such call is recorded; SAFETUNE_MODE=record records them"
+    )
+
+
+def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: Path) -> None:
+    done = fresh_process(targets / "recorded.py", env={"SAFETUNE_MODE": "record"})
+    assert done.returncode == 0, done.stderr
+
+    without = safetune.json("tune", "--recorded")
+
+    assert without["tunings"] == []
+    assert {left["reason"] for left in without["left_out"]} == {
+        "it is a script's own kernel: name the script as TARGET"
+    }
+    named = safetune.json("tune", "--recorded", f"{targets / 'recorded.py'}:scale")
+    assert [tuning["measured"] for tuning in named["tunings"]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "Missing argument 'TARGET...'."),
+        (("--zeros", "x.py"), "--zeros goes with --recorded."),
+        (("--recorded", "--shape", "s"), "--shape and --dtype choose workloads"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    safetune: Any, words: tuple[str, ...], message: str
+) -> None:
+    result = safetune("tune", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr

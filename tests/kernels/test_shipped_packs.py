@@ -1,0 +1,153 @@
+"""The packs in cache/ are of the kernels as they are now."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from safetune.config import config_digest
+from safetune.miss import declared_by, identity_of
+from safetune.offline import OfflineKernel, find_kernels
+from safetune.store import pack_format
+from safetune.store.packs import read_pack, shipped
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
+pytestmark = pytest.mark.internals
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shipped_kernels() -> dict[str, OfflineKernel]:
+    module = importlib.import_module("safetune.kernels.layer_norm")
+    return {kernel.name: kernel for kernel in find_kernels(vars(module))}
+
+
+def problems(directory: Path) -> list[str]:
+    """What is wrong with the packs in a directory, and what to do about it."""
+    kernels, found = shipped_kernels(), []
+    for path in sorted(directory.glob("*.json")):
+        for entry in read_pack(path):
+            kernel = kernels.get(entry.key.kernel_name)
+            found += [f"{path.name}: {text}" for text in _problems_of(entry, kernel)]
+        if path.read_text() != pack_format.dump(read_pack(path)):
+            found.append(f"{path.name}: not as export writes it")
+        if {pack_format.name_of(entry) for entry in read_pack(path)} != {path.name}:
+            found.append(f"{path.name}: not under the name by which it is found")
+    return sorted(set(found))
+
+
+def _problems_of(entry: Any, kernel: OfflineKernel | None) -> list[str]:
+    if kernel is None:
+        return [f"there is no kernel {entry.key.kernel_name}: delete the file"]
+    if entry.key.kernel_digest != identity_of(kernel.tuner).digest:
+        return [f"{kernel.name} has changed since: delete the file, tune and export it again"]
+    if entry.choice.declared != declared_by(kernel.tuner):
+        return [f"the configs of {kernel.name} have changed since: tune and export it again"]
+    if entry.choice.config_digest not in map(config_digest, kernel.tuner.configs):
+        return [f"{kernel.name} has no such config"]
+    return []
+
+
+def test_every_pack_is_of_a_kernel_as_it_is() -> None:
+    assert problems(ROOT / "cache") == []
+    assert shipped() is not None
+
+
+@pytest.fixture
+def choices_for() -> Any:
+    """A choice for a shipped kernel, as a tuning on a card would leave it."""
+    from safetune import canonical
+    from safetune.config import config_record
+    from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+
+    def make(kernel: OfflineKernel, **changes: Any) -> StoredChoice:
+        identity, config = identity_of(kernel.tuner), kernel.tuner.configs[1]
+        device = {"name": "GPU", "capability": "90", "sm_count": 1, "shared_memory_bytes": 1}
+        toolchain = {"triton": "3.6.0", "backend": "b", "target": "t", "environment": {}}
+        call = {"values": [["COLUMNS", 256]], "dtypes": [], "options": []}
+        facts = {"kernel_digest": identity.digest, "declared": declared_by(kernel.tuner)}
+        facts |= {"config": config_record(config), **changes}
+        key = KeyRecord(
+            "", kernel.name, facts["kernel_digest"], "", "", 0, "", device, toolchain, call
+        )
+        choice = ChoiceRecord(
+            "",
+            1,
+            canonical.digest(facts["config"]),
+            facts["config"],
+            facts["declared"],
+            1.0,
+            6,
+            1.0,
+        )
+        return pack_format.checked(StoredChoice(key, choice))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"kernel_digest": "ab" * 16}, "layer_norm_finalize_kernel has changed since: delete"),
+        ({"declared": "ab" * 16}, "the configs of layer_norm_finalize_kernel have changed since"),
+        ({"config": {"TILE_COLUMNS": 5}}, "layer_norm_finalize_kernel has no such config"),
+    ],
+    ids=["as it is", "another source", "another list", "another config"],
+)
+def test_it_can_fail(choices_for: Any, tmp_path: Path, changes: Any, problem: str | None) -> None:
+    kernel = shipped_kernels()["layer_norm_finalize_kernel"]
+    entry = choices_for(kernel, **changes)
+    (tmp_path / pack_format.name_of(entry)).write_text(pack_format.dump([entry]))
+    found = problems(tmp_path)
+    assert [problem in text for text in found] == [True] if problem else found == []
+
+
+def test_other_ways_to_fail(choices_for: Any, tmp_path: Path) -> None:
+    kernel = shipped_kernels()["layer_norm_finalize_kernel"]
+    text = pack_format.dump([choices_for(kernel)])
+    (tmp_path / "renamed.json").write_text(text.replace("  ", " "))
+    (tmp_path / "gone.json").write_text(text.replace(kernel.name, "gone"))
+    assert [each.partition(": ")[2] for each in problems(tmp_path)] == [
+        "not under the name by which it is found",
+        "there is no kernel gone: delete the file",
+        "not as export writes it",
+        "not under the name by which it is found",
+    ]
+
+
+def test_an_edited_kernel_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The source itself, in a copy of the module."""
+    source = (ROOT / "kernels/layer_norm.py").read_text()
+    edited = source.replace("tl.sum(", "tl.sum( ", 1)
+    for name, text in (("same_kernels", source), ("edited_kernels", edited)):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = []
+    for name in ("same_kernels", "edited_kernels"):
+        found = find_kernels(vars(importlib.import_module(name)))
+        digests.append({kernel.name: identity_of(kernel.tuner).digest for kernel in found})
+    now = {name: identity_of(kernel.tuner).digest for name, kernel in shipped_kernels().items()}
+    assert digests[0] == now
+    assert digests[1] != now
+
+
+def test_compiler_and_interpreter_agree(fresh_process: FreshProcess) -> None:
+    """A pack from a card is checked here without one."""
+    done = fresh_process(
+        "import importlib, json\n"
+        "from safetune.miss import identity_of\n"
+        "from safetune.offline import find_kernels\n"
+        "found = find_kernels(vars(importlib.import_module('safetune.kernels.layer_norm')))\n"
+        "print(json.dumps({k.name: identity_of(k.tuner).digest for k in found}))\n",
+        env={"TRITON_INTERPRET": None},
+    )
+    assert done.returncode == 0, done.stderr
+    here = {name: identity_of(kernel.tuner).digest for name, kernel in shipped_kernels().items()}
+    assert json.loads(done.stdout) == here

@@ -1,0 +1,146 @@
+"""Single flight across nodes: who waits, who takes over, and who does not have to wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.config import config_digest, config_record
+from safetune.errors import Busy
+from safetune.outcome import Mark, Outcome, Verdict
+from safetune.store.guarded import GuardedStore
+from safetune.store.opening import open_shared
+from safetune.store.records import ChoiceRecord
+from safetune.store.shared import NoLease
+from safetune.store.shared_layer import SharedLayer
+from safetune.tuning import cluster
+from safetune.tuning.flight import Patience
+from safetune.tuning.jobs import TuningRequest
+
+from .conftest import choice
+
+OK = Outcome(Verdict.OK)
+NOW = Patience(0.0)
+
+
+@pytest.fixture
+def request_() -> TuningRequest:
+    """What a miss of a kernel with four configs asks for."""
+    spec = spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wanted: TuningRequest = module.request(100)
+    return wanted
+
+
+@pytest.fixture
+def node(database: str, tmp_path: Path) -> Iterator[Callable[[], GuardedStore]]:
+    """A function that makes another node's store."""
+    made: list[GuardedStore] = []
+
+    def new() -> GuardedStore:
+        store = GuardedStore.open(tmp_path / f"node{len(made)}")
+        store.shared = SharedLayer(open_shared(database), store.connection)
+        made.append(store)
+        return store
+
+    yield new
+    for store in made:
+        store.close()
+
+
+def best(request: TuningRequest, number: int) -> ChoiceRecord:
+    config = request.configs[number]
+    return choice(
+        key=request.key.digest,
+        declared=request.declared,
+        config_digest=config_digest(config),
+        config=config_record(config),
+    )
+
+
+Node = Callable[[], GuardedStore]
+
+
+def test_one_node_tunes_and_the_others_take_its_choice(node: Node, request_: TuningRequest) -> None:
+    first, second = node(), node()
+    with cluster.lead(request_, first, NOW) as leading:
+        assert leading.choice is None
+        with pytest.raises(Busy), cluster.lead(request_, second, NOW):
+            pass
+        assert leading.agreed(best(request_, 1), OK) == best(request_, 1)
+        with cluster.lead(request_, second, NOW) as following:
+            assert following.choice == best(request_, 1)
+    assert second.choice(request_.key.digest) == best(request_, 1)
+
+
+def test_who_publishes_second_launches_the_first(node: Node, request_: TuningRequest) -> None:
+    """Such as a node that was taken for dead."""
+    first, second = node(), node()
+    with cluster.lead(request_, first, NOW) as leading:
+        other = cluster.Lead(request_, second.shared)
+        assert other.agreed(best(request_, 2), OK) == best(request_, 2)
+        assert leading.agreed(best(request_, 1), OK) == best(request_, 2)
+
+
+def test_a_node_that_is_interrupted_lets_one_other_take_over(
+    node: Node, request_: TuningRequest
+) -> None:
+    first, second, third = node(), node(), node()
+    with pytest.raises(KeyboardInterrupt), cluster.lead(request_, first, NOW):
+        raise KeyboardInterrupt
+    first.shared.flush()
+    with (
+        cluster.lead(request_, second, NOW),
+        pytest.raises(Busy),
+        cluster.lead(request_, third, NOW),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("how", ["timed beside the program", "failed"])
+def test_what_is_not_shared_is_tuned_by_all_at_once(
+    node: Node, request_: TuningRequest, how: str
+) -> None:
+    """One after the other, 64 nodes would wait for 63 tunings that give them nothing."""
+    first, second, third = node(), node(), node()
+    try:
+        with cluster.lead(request_, first, NOW) as leading:
+            if how == "failed":
+                raise ValueError
+            contended = Outcome(Verdict.OK, marks=(Mark.CONTENDED.value,))
+            assert leading.agreed(best(request_, 1), contended) == best(request_, 1)
+    except ValueError:
+        pass
+    first.shared.flush()
+    with (
+        cluster.lead(request_, second, NOW) as leading,
+        cluster.lead(request_, third, NOW) as following,
+    ):
+        assert isinstance(leading.lease, NoLease)
+        assert isinstance(following.lease, NoLease)
+        assert leading.choice is following.choice is None
+
+
+def test_a_lease_is_renewed_while_its_holder_tunes() -> None:
+    class Counting(NoLease):
+        expires_after_s = 0.03
+
+        def __init__(self) -> None:
+            self.renewed = threading.Semaphore(0)
+
+        def renew(self) -> bool:
+            self.renewed.release()
+            return True
+
+    lease, ended = Counting(), threading.Event()
+    cluster._start_heartbeat(lease, ended)
+    assert all(lease.renewed.acquire(timeout=20) for _ in range(3))
+    ended.set()
