@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 import warnings
 import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -376,6 +378,34 @@ def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     call(kernel)
     assert not goes_by_triton(kernel)
     assert visible == [True, True]
+
+
+def test_the_arguments_of_triton_s_own_launcher(machine: Machine) -> None:
+    """A plan calls what `CudaLauncher.__call__` calls, with the same: where a layout is known."""
+    run = CudaLauncher.__new__(CudaLauncher)
+    calls: list[Any] = []
+    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+    vars(run).update(
+        launch=lambda *arguments: calls.append(arguments),
+        num_ctas=1,
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        gsan_enabled=False,
+        arg_annotations="annotations",
+        kernel_signature=b"signature",
+        **sizes,
+    )
+    kernel = SimpleNamespace(
+        run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(**sizes)
+    )
+    found = plan._launcher(kernel)
+    assert found is not None
+    launch, head, together = found
+    assert launch is run.launch
+    launch(1, 2, 3, 100, *head, *([(5, 6)] if together else (5, 6)))
+    run(1, 2, 3, 100, 7, (4, 1, 0), None, None, None, 5, 6)
+    first, second = calls
+    assert first == second
 
 
 def test_a_kernel_without_parameters_but_its_config_s(
