@@ -394,6 +394,7 @@ def test_the_arguments_of_triton_s_own_launcher(machine: Machine) -> None:
         arg_annotations="annotations",
         kernel_signature=b"signature",
         **sizes,
+        **dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1),
     )
     kernel = SimpleNamespace(
         run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(**sizes)
