@@ -653,6 +653,17 @@ def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
     assert "arguments" not in table("A_GPU", tmp_path)
 
 
+def test_the_norms_figure_is_drawn_from_the_committed_rows() -> None:
+    plot = importlib.import_module("norms_plot")
+    rows = json.loads((BENCHMARKS / "results" / plot.DEVICE / "norms.json").read_text())["rows"]
+    assert f"<dc:description>{plot.digest(rows)}</dc:description>" in plot.FIGURE.read_text()
+    figures = importlib.import_module("norms").figures(rows)
+    for (op, norm), by_system in plot.shares(rows).items():
+        for columns, share in by_system["ours"].items():
+            assert share / 100 == pytest.approx(figures[f"{op}_share_D{columns}_{norm}"])
+    assert {"backward", "forward"} <= {op for op, _ in plot.shares(rows)}
+
+
 def test_readme_shows_the_committed_figures() -> None:
     table = importlib.import_module("readme_table").table()
     assert table in (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")

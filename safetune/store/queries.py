@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safetune.store.rows import CHOICE, KEY, TRIAL, Scalar
+from safetune.store.rows import CHOICE, KEY, TRIAL, Scalar, text
 
 if TYPE_CHECKING:
     import sqlite3
@@ -51,3 +51,9 @@ def fetch(
 ) -> list[Sequence[Any]]:
     """All rows at once: a half-read SELECT would pin an old snapshot and block a COMMIT."""
     return connection.execute(statement, parameters).fetchall()
+
+
+def name_twice(kernel_name: str | None) -> tuple[str | None, str | None]:
+    """Return what fills `WHERE ? IS NULL OR name = ?`."""
+    name = None if kernel_name is None else text(kernel_name)
+    return name, name

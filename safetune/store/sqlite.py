@@ -201,7 +201,7 @@ class Store:
         """
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = fetch(connection, queries.CHOICES, *_name_twice(kernel_name))
+            found = fetch(connection, queries.CHOICES, *queries.name_twice(kernel_name))
         current: dict[str, ChoiceRecord] = {}
         for choice in self._valid(CHOICE, found, rows.choice_record):
             current.setdefault(choice.key, choice)
@@ -211,7 +211,7 @@ class Store:
         """Return each key of a kernel with its trials of all generations; raises `StoreError`."""
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = fetch(connection, queries.TRIALS, *_name_twice(kernel_name))
+            found = fetch(connection, queries.TRIALS, *queries.name_twice(kernel_name))
         trials: dict[str, list[TrialRecord]] = {}
         for trial in self._valid(TRIAL, found, rows.trial_record):
             trials.setdefault(trial.key, []).append(trial)
@@ -240,7 +240,7 @@ class Store:
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels = self._by_digest(connection, KERNEL)
         devices = self._by_digest(connection, DEVICE)
-        found = fetch(connection, queries.KEYS, *_name_twice(kernel_name))
+        found = fetch(connection, queries.KEYS, *queries.name_twice(kernel_name))
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
             for key in self._valid(KEY, found, KEY.unseal)
@@ -296,9 +296,3 @@ def _table(database: Database, table: Table) -> Any:
     if missing:
         raise StoreError(f"table {table.name} has no {', '.join(sorted(missing))}")
     return found
-
-
-def _name_twice(kernel_name: str | None) -> tuple[str | None, str | None]:
-    """What fills `WHERE ? IS NULL OR name = ?`."""
-    name = None if kernel_name is None else rows.text(kernel_name)
-    return name, name
