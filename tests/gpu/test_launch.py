@@ -19,6 +19,12 @@ import safetune
 
 pytestmark = pytest.mark.gpu
 
+
+@pytest.fixture(autouse=True)
+def direct_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETUNE_DIRECT_LAUNCH", "1")
+
+
 N = 4096
 LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "30000"))
 
