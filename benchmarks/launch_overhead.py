@@ -5,6 +5,8 @@ asynchronous launches over its size, the device idle before each batch, and the 
 that the launch queue does not fill. The variants take turns, another one first each round; a figure
 is a ratio of medians.
 
+With `heuristics`, one sets a constant: above triton.jit, below safetune's tuner, and above it.
+
 `run` is the compiled kernel's own launcher, the least a launch from Python can cost;
 `compiled` is `compiled_kernel[grid](...)`. Both skip what tells one specialisation from another.
 """
@@ -12,8 +14,10 @@ is a ratio of medians.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +28,16 @@ import recording
 from recording import Figures, Row
 
 COUNTS = (3, 13, 24)
-VARIANTS = ("jit", "autotune", "safetune", "compiled", "run")
+VARIANTS = (
+    "jit",
+    "autotune",
+    "safetune",
+    "heuristics_jit",
+    "safetune_heuristics",
+    "heuristics_safetune",
+    "compiled",
+    "run",
+)
 STYLES = ("positional", "keyword")
 ELEMENTS = 1024
 BLOCK = 128
@@ -84,11 +97,36 @@ def variants_of(case: Case, style: str) -> dict[str, Launch]:
         "autotune": _launcher(stock(case.kernel), case, style, {}),
         "safetune": _launcher(ours(case.kernel), case, style, {}),
     }
-    if style == "positional" and not recording.interpreted():
-        found.update(_bare(case))
+    if style == "positional":
+        found.update(_with_heuristics(case, configs, fixed))
+        if not recording.interpreted():
+            found.update(_bare(case))
     for launch in found.values():
         launch()  # compiles, and tunes
     return found
+
+
+def _with_heuristics(case: Case, configs: list[Any], fixed: dict[str, Any]) -> dict[str, Launch]:
+    """The same with a constant that a heuristic sets: none, above or below the tuner."""
+    import triton
+
+    from safetune import safetune
+
+    if "HAS_BIAS" not in case.constants:
+        return {}
+    set_by = triton.heuristics({"HAS_BIAS": lambda named: named["bias"] is not None})
+    tune = safetune(configs=configs, key=[name for name in case.key if name != "HAS_BIAS"])
+    constants = {name: case.constants[name] for name in case.constants if name != "HAS_BIAS"}
+    left = dataclasses.replace(case, constants=constants)
+    kernels = {
+        "heuristics_jit": (set_by(case.kernel), fixed),
+        "safetune_heuristics": (tune(set_by(case.kernel)), {}),
+        "heuristics_safetune": (set_by(tune(case.kernel)), {}),
+    }
+    return {
+        name: _launcher(kernel, left, "positional", options)
+        for name, (kernel, options) in kernels.items()
+    }
 
 
 def _launcher(kernel: Any, case: Case, style: str, options: dict[str, Any]) -> Launch:
@@ -230,6 +268,7 @@ def main() -> None:
     """Measure, print and record."""
     options = parse()
     recording.require_device()
+    os.environ["SAFETUNE_DIRECT_LAUNCH"] = "1"
     folder = recording.output_folder(options)
     result = recording.begin("launch_overhead")
     result.rows = measure(options)

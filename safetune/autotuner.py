@@ -7,6 +7,7 @@ threads miss is tuned once.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import threading
 import weakref
@@ -18,15 +19,15 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 from triton.runtime.interpreter import InterpretedFunction
 
-from safetune import call_form, inductor, pruning, scratch
+from safetune import call_form, inductor, launch, pruning
+from safetune.choices import Choices
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import base_function
 from safetune.phantom import KeyReport, classify
-from safetune.rejection import CLEAN_FAILURES, Rejections, is_callers, relaunch
+from safetune.rejection import Rejections
 from safetune.settings import (
     CaptureMissPolicy,
-    Mode,
     PhantomPolicy,
     Settings,
     parse_choice,
@@ -115,12 +116,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         _alive.add(pruning.show_one_config(self))
 
     def _remember_nothing(self) -> None:
-        """Begin with no key known, beside Triton's own `cache` of choices."""
+        """Begin with no key known."""
+        self.cache = Choices(self._forget_launches)
         self._key_locks: dict[Any, threading.RLock] = {}
         self.rejections: dict[Any, Rejections] = {}
         self.postponed: dict[Any, Postponed] = {}
         self.captured: dict[Any, CapturedMiss] = {}
         self.needs_scratch = False  # until a launch says so
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        """Return what launches on this grid: `kernel[grid](...)`."""
+        if type(self).run is not _run:  # a subclass's, or one that watches
+            return super().__getitem__(grid)  # type: ignore[no-any-return]
+        return functools.partial(self._call, grid)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel with the chosen config, tuning first if there is none.
@@ -129,37 +137,33 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             NoWorkingConfig: every config failed.
             InvalidConfig: the call passes what the configs set.
         """
-        form = self._forms.of(args, kwargs)
-        if len(self.configs) == 1:
-            config = self.configs[0]
+        if "grid" not in kwargs or kwargs.get("warmup", True):
+            return launch.by_triton(self, args, kwargs)[0]
+        grid = kwargs.pop("grid")
+        del kwargs["warmup"]
+        return self._call(grid, *args, **kwargs)
+
+    def _call(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # as `plan.kind`, without a call
+            kind = (*map(type, args), *kwargs, *map(type, kwargs.values()))
         else:
-            key = form.key(args, kwargs)
-            config = self.cache.get(key)
-            if config is None:
-                config = self._miss(key, form, args, kwargs)
-        self.best_config = config
-        if config.pre_hook is not None:
-            named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-            config.pre_hook({**named, **config.all_kwargs()})
-        given_args, given_kwargs = args, kwargs
-        if form.pins:
-            args, kwargs = form.pinned(args, kwargs)
-        try:
-            if self.needs_scratch:
-                return scratch.launch(self.fn.run, *args, **kwargs, **self._launch_options(config))
-            return self.fn.run(*args, **kwargs, **self._launch_options(config))
-        except RuntimeError as error:
-            if self.needs_scratch or not scratch.is_missing(error):
-                inductor.refuse_vmap(kernel_name(self.fn), args)
-                raise
-            self.needs_scratch = True
-            return scratch.launch(self.fn.run, *args, **kwargs, **self._launch_options(config))
-        except CLEAN_FAILURES as error:
-            if Settings.current().mode is Mode.OFF or len(self.configs) == 1:
-                raise
-            if is_callers(error, self, given_kwargs):
-                raise
-            return relaunch(self, key, form, config, error, (given_args, given_kwargs))
+            kind = tuple(map(type, args))
+        known = self._plans.get(kind)
+        if known is not None:
+            kernel = known(grid, args, kwargs)
+            if kernel is not None:
+                return kernel
+        return launch.first(self, grid, args, kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Forget every launch when anything is changed that one may depend on."""
+        object.__setattr__(self, name, value)
+        if name != "best_config":
+            self._forget_launches()
+
+    def _forget_launches(self) -> None:
+        # Another dictionary, as a thread may be about to add what it knows from before.
+        self.__dict__["_plans"] = {}
 
     def resolve(
         self, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
@@ -279,9 +283,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self._key_locks.pop(key, None)
         return config
 
-    def _launch_options(self, config: Config) -> dict[str, Any]:
-        options = self._options.get(id(config))
-        return config.all_kwargs() if options is None else options
+
+_run = Autotuner.run
 
 
 def kernel_name(fn: Any) -> str:

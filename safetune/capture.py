@@ -7,7 +7,9 @@ compiled and loaded, as neither is part of the graph.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import sys
 import threading
@@ -83,6 +85,33 @@ _misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
 
 #: The captures whose misses `safetune.graph` sums up, with their names.
 _watched: dict[int, str] = {}
+
+
+_pause_lock = threading.Lock()
+_pauses = 0
+_resume = False
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector from running by itself, in all threads.
+
+    An older CUDA graph that it destroys makes a capture in global mode invalid, and what a miss
+    allocates is enough to set it off.
+    """
+    global _pauses, _resume
+    with _pause_lock:
+        if not _pauses:
+            _resume = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _pause_lock:
+            _pauses -= 1
+            if not _pauses and _resume:
+                gc.enable()
 
 
 def under_way() -> int:

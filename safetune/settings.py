@@ -77,6 +77,13 @@ _SIZE = re.compile(r"([0-9]+)\s*(?:([KMG])(?:iB)?)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+def parse_switch(name: str, value: str) -> bool:
+    """Return whether `value` is 1; raises `InvalidSetting` unless it is 0 or 1."""
+    if value not in ("0", "1"):
+        raise InvalidSetting(f"{name}={value!r} is not known; use one of: 0, 1")
+    return value == "1"
+
+
 def parse_size(name: str, value: str) -> int:
     """Return the bytes that `value` says, e.g. `4096` or `512MiB`; raises `InvalidSetting`."""
     match = _SIZE.fullmatch(value.strip())
@@ -147,6 +154,8 @@ class Settings:
         shared: SAFETUNE_SHARED, the URL of a store that several nodes share; empty for none.
         local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: how many of the processes are on
             this node; all of them where it is not set.
+        direct_launch: SAFETUNE_DIRECT_LAUNCH, read when a kernel is first called in some way: with
+            1 known launches go past Triton's own path.
         wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
             processes' tunings, all its waits together.
     """
@@ -161,6 +170,7 @@ class Settings:
     shared: str = ""
     local_world_size: int = 1
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
+    direct_launch: bool = False
 
     @classmethod
     def current(cls) -> Settings:
@@ -179,6 +189,9 @@ class Settings:
                 CaptureMissPolicy,
                 "SAFETUNE_CAPTURE_MISS",
                 env.get("SAFETUNE_CAPTURE_MISS") or "fallback",
+            ),
+            direct_launch=parse_switch(
+                "SAFETUNE_DIRECT_LAUNCH", env.get("SAFETUNE_DIRECT_LAUNCH") or "0"
             ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
             packs=_directories(env.get("SAFETUNE_PACKS") or ""),

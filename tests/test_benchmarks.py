@@ -389,6 +389,14 @@ def test_the_kernels_have_as_many_arguments_as_they_say() -> None:
         assert set(case.key) <= set(names)
 
 
+def test_heuristics_above_and_below_a_tuner() -> None:
+    module = importlib.import_module("launch_overhead")
+    few, some, _ = module.cases("cpu")
+    names = {name for name in module.VARIANTS if "heuristics" in name}
+    assert set(module.variants_of(some, "positional")) >= names
+    assert not names & set(module.variants_of(few, "positional")), "no constant to set"
+
+
 def test_no_key_of_the_launch_kernels_is_phantom() -> None:
     """Else safetune would look at fewer arguments than triton.autotune does."""
     from safetune import safetune
@@ -643,6 +651,17 @@ def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
     write_figures(folder, "choice_quality", **figures)
     assert "| within 2% of it | 75.0% | 50.0% |" in table("A_GPU", tmp_path)
     assert "arguments" not in table("A_GPU", tmp_path)
+
+
+def test_the_norms_figure_is_drawn_from_the_committed_rows() -> None:
+    plot = importlib.import_module("norms_plot")
+    rows = json.loads((BENCHMARKS / "results" / plot.DEVICE / "norms.json").read_text())["rows"]
+    assert f"<dc:description>{plot.digest(rows)}</dc:description>" in plot.FIGURE.read_text()
+    figures = importlib.import_module("norms").figures(rows)
+    for (op, norm), by_system in plot.shares(rows).items():
+        for columns, share in by_system["ours"].items():
+            assert share / 100 == pytest.approx(figures[f"{op}_share_D{columns}_{norm}"])
+    assert {"backward", "forward"} <= {op for op, _ in plot.shares(rows)}
 
 
 def test_readme_shows_the_committed_figures() -> None:

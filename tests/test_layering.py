@@ -21,7 +21,7 @@ LAYERS: list[list[str]] = [
     ["device", "key"],
     ["store"],
     ["sources", "kernel_source"],
-    ["config"],
+    ["config", "choices"],
     ["reads", "readers", "values", "grids", "phantom", "call_form", "specialisation", "workload"],
     ["tuning", "scratch"],
     [
@@ -29,6 +29,7 @@ LAYERS: list[list[str]] = [
         *("background", "miss", "capture", "agreement"),
         *("arrays", "regions", "inductor", "pruning", "resolved"),
     ],
+    ["plan_source", "plan", "launch"],
     ["autotuner", "decorator"],
     ["safetune"],  # the package's own __init__: the public names
     ["integrations", "checks", "kernels", "offline", "recorded"],

@@ -172,7 +172,8 @@ def graph(
     if not torch.cuda.is_available():
         raise NoDevice("safetune.graph captures work of a GPU, and torch finds none here")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
-    with watch, _same_stream_after(), modules_stay_loaded(), Unmasked(inner):
+    quiet = capture.no_collection()
+    with watch, _same_stream_after(), modules_stay_loaded(), quiet, Unmasked(inner):
         watch.begin()
         yield watch
 

@@ -1,0 +1,204 @@
+"""A launch that is known skips Triton's own path, and does the same."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import tracemalloc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+import safetune
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def direct_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETUNE_DIRECT_LAUNCH", "1")
+
+
+N = 4096
+LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "30000"))
+
+
+class Strided:
+    """A tuner of `strided_kernel`, whose strides are no key, beside Triton's own kernel.
+
+    Attributes:
+        by_triton: how many of the tuner's launches went through Triton's own path.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        configs = [triton.Config({"BLOCK": block}, num_warps=4) for block in (128, 256)]
+        function = kernels.strided_kernel.fn
+        self.reference = JITFunction(function)
+        self.jit = JITFunction(function)
+        self.tuner = safetune.safetune(configs=configs, key=["n"])(self.jit)
+        self.tuner._miss = self._choose  # nothing is to be measured here
+        self.by_triton = 0
+        create_binder = self.jit.device_caches.default_factory
+
+        def counting() -> Any:
+            *rest, binder = create_binder()
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                self.by_triton += 1
+                return binder(*args, **kwargs)
+
+            return *rest, counted
+
+        self.jit.device_caches.default_factory = counting
+
+    def _choose(self, key: Any, *_: Any) -> triton.Config:
+        return self.tuner.adopt(key, self.tuner.configs[len(self.tuner.cache) % 2])
+
+    def __call__(self, x: Any, y: Any, out: Any, n: int, *strides: int, named: bool = False) -> Any:
+        grid = lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),)  # noqa: E731
+        if named:
+            names = dict(zip(("stride_x", "stride_y", "stride_out"), strides, strict=True))
+            return self.tuner[grid](n=n, y=y, x=x, out=out, **names)
+        return self.tuner[grid](x, y, out, n, *strides)
+
+    def by_reference(self, x: Any, y: Any, out: Any, n: int, *strides: int) -> Any:
+        options = self.tuner.best_config.all_kwargs()
+        blocks = (triton.cdiv(n, options["BLOCK"]),)
+        return self.reference[blocks](x, y, out, n, *strides, **options)
+
+
+@pytest.fixture
+def strided(kernels: Any) -> Strided:
+    return Strided(kernels)
+
+
+def memory(dtype: torch.dtype, offset: int, stride: int) -> torch.Tensor:
+    """Random numbers that begin so many elements behind an aligned address."""
+    return torch.randn((N + 8) * stride, device="cuda").to(dtype)[offset:]
+
+
+def test_the_same_binary_as_triton_s(strided: Strided) -> None:
+    """200 launches that differ in dtypes, alignment, strides and the way of calling."""
+    order = random.Random(0)
+    dtypes = (torch.float32, torch.bfloat16)
+    hashes = set()
+    for number in range(200):
+        n = order.choice((N, 1000))
+        strides = [order.choice((1, 2, 16)) for _ in range(3)]
+        tensors = [memory(order.choice(dtypes), order.choice((0, 0, 1)), each) for each in strides]
+        before = tensors[2].clone()
+        known = strided(*tensors, n, *strides, named=order.random() < 0.5)
+        after = tensors[2].clone()
+        tensors[2].copy_(before)
+        expected = strided.by_reference(*tensors, n, *strides)
+        what = f"launch {number}: n={n}, strides {strides}, {[str(t.dtype) for t in tensors]}"
+        assert known.hash == expected.hash, what
+        assert torch.equal(after, tensors[2]), what
+        hashes.add(known.hash)
+    assert len(hashes) > 20
+    assert strided.by_triton < 195, "some were known"
+
+
+def test_triton_is_asked_once(strided: Strided) -> None:
+    tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
+    strided(*tensors, N, 1, 1, 1)
+    asked = strided.by_triton
+    expected = tensors[2].clone()
+    for _ in range(10):
+        strided(*tensors, N, 1, 1, 1)
+        expected += tensors[0]
+        expected += tensors[1]
+    assert strided.by_triton == asked
+    torch.testing.assert_close(tensors[2], expected)
+
+
+def test_memory_of_the_host(strided: Strided) -> None:
+    """Refused as Triton does where the device cannot reach it, and used where it can."""
+    tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
+    for _ in range(2):
+        strided(*tensors, N, 1, 1, 1)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        strided(tensors[0].cpu(), *tensors[1:], N, 1, 1, 1)
+    pinned = tensors[0].cpu().pin_memory()
+    before = tensors[2].clone()
+    for _ in range(2):
+        tensors[2].copy_(before)
+        strided(pinned, *tensors[1:], N, 1, 1, 1)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(tensors[2][:N], (before + tensors[0] + tensors[1])[:N])
+
+
+def test_the_current_stream(strided: Strided) -> None:
+    """Behind a long wait on a side stream, the launch is not done until the wait is."""
+    tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
+    strided(*tensors, N, 1, 1, 1)
+    torch.cuda.synchronize()
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    asked = strided.by_triton
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        strided(*tensors, N, 1, 1, 1)
+        done.record()
+    assert strided.by_triton == asked
+    torch.cuda.default_stream().synchronize()
+    assert not done.query(), "the wait of 0.1 s is over: the launch was not asynchronous"
+    with torch.cuda.stream(side):
+        before = tensors[2].clone()
+    side.synchronize()
+    torch.testing.assert_close(before, tensors[2])
+
+
+def test_launch_hooks_are_told(strided: Strided) -> None:
+    tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
+    strided(*tensors, N, 1, 1, 1)
+    told: list[str] = []
+
+    def note(metadata: Any) -> None:
+        told.append(metadata.get()["name"])
+
+    knobs.runtime.launch_enter_hook.add(note)
+    try:
+        strided(*tensors, N, 1, 1, 1)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(note)
+    strided(*tensors, N, 1, 1, 1)
+    assert told == ["strided_kernel"]
+
+
+def test_no_memory_and_no_tensor_is_kept(strided: Strided) -> None:
+    tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
+    for _ in range(100):
+        strided(*tensors, N, 1, 1, 1)
+    torch.cuda.synchronize()
+    gc.collect()
+    allocated = torch.cuda.memory_allocated()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(LAUNCHES):
+        strided(*tensors, N, 1, 1, 1)
+    torch.cuda.synchronize()
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 20_000, f"{grown} bytes in Python after {LAUNCHES} launches"
+    assert torch.cuda.memory_allocated() == allocated
+    references = [weakref.ref(each) for each in tensors]
+    del tensors
+    assert [each() for each in references] == [None] * 3
+
+
+@pytest.mark.two_gpus
+def test_the_current_device(strided: Strided) -> None:
+    for index in (0, 1, 0, 1):
+        with torch.cuda.device(index):
+            tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
+            expected = tensors[0] + tensors[1] + tensors[2]
+            strided(*tensors, N, 1, 1, 1)
+            torch.testing.assert_close(tensors[2][:N], expected[:N], msg=f"on device {index}")
+    assert strided.by_triton == 2, "once for each device"

@@ -1,0 +1,612 @@
+"""A launch that is known goes straight to the launcher; whatever is in the way, to Triton."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import tracemalloc
+import warnings
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from safetune import capture, plan, plan_source, scratch
+from safetune.call_form import PIN
+from safetune.phantom import PhantomKeyWarning
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Machine, Tuned
+
+pytestmark = pytest.mark.internals
+
+OLD = triton.__version__.startswith("3.6")
+LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "20000"))
+
+
+CONFIGS = [
+    triton.Config({"BLOCK": block}, num_warps=warps) for block in (16, 32) for warps in (1, 2)
+]
+
+
+@pytest.fixture
+def kernel(machine: Machine, tuned: type[Tuned], kernels: Any) -> Tuned:
+    with pytest.warns(PhantomKeyWarning):
+        return tuned(machine.kernel_of(kernels.scale), CONFIGS, key=["n", "T"])
+
+
+def call(kernel: Tuned, n: int = 32, grid: Any = (3,), **changed: Any) -> Any:
+    x = changed.pop("x", X)
+    return kernel.tuner[grid](x, OUT, n, 0.5, changed.pop("T", 7), D=changed.pop("D", 4), **changed)
+
+
+X, OUT = torch.zeros(64), torch.zeros(64)
+
+
+def goes_by_triton(kernel: Tuned, **changed: Any) -> bool:
+    before = kernel.by_triton
+    call(kernel, **changed)
+    return kernel.by_triton > before
+
+
+def test_triton_is_asked_once(kernel: Tuned, machine: Machine) -> None:
+    assert goes_by_triton(kernel)
+    for phantom in (7, 8, 16, 1 << 40):
+        assert not goes_by_triton(kernel, T=phantom), phantom
+    assert len(machine.launches) == 5
+    assert len(set(machine.launches)) == 1
+    assert len(machine.compiled) == 1
+
+
+def test_it_returns_what_triton_returns(kernel: Tuned) -> None:
+    first = call(kernel)
+    assert call(kernel) is first
+    assert first is not None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": 64},
+        {"n": 33},
+        {"n": 1},
+        {"D": 8},
+        {"D": True},
+        {"x": torch.zeros(64, dtype=torch.float16)},
+        {"x": torch.zeros(65)[1:]},
+        {"bias": torch.zeros(64)},
+    ],
+    ids=["n=64", "n=33", "n=1", "D=8", "D=True", "float16", "unaligned", "bias"],
+)
+def test_what_tells_calls_apart(kernel: Tuned, changed: dict[str, Any]) -> None:
+    call(kernel)
+    assert goes_by_triton(kernel, **changed)
+    assert not goes_by_triton(kernel, **changed)
+    assert not goes_by_triton(kernel)
+
+
+def test_each_device_has_its_own(kernel: Tuned, machine: Machine) -> None:
+    call(kernel)
+    machine.device = 1
+    assert goes_by_triton(kernel)
+    assert not goes_by_triton(kernel)
+    machine.device = 0
+    assert not goes_by_triton(kernel)
+    assert [launch[2] for launch in machine.launches] == [100, 101, 101, 100]
+    machine.stream = 200
+    assert not goes_by_triton(kernel)
+    assert machine.launches[-1][2] == 200
+
+
+def test_the_grid_sees_every_argument(kernel: Tuned, machine: Machine) -> None:
+    """The caller's own values, those of dropped names too."""
+    seen: list[dict[str, Any]] = []
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int]:
+        seen.append(dict(meta))
+        return meta["T"], meta["BLOCK"]
+
+    for _ in range(2):
+        call(kernel, grid=grid, T=9)
+    first, second = seen
+    assert list(first) == list(second)
+    assert all(first[name] is second[name] for name in first)
+    assert [launch[1] for launch in machine.launches] == [(9, 16, 1)] * 2
+
+
+@pytest.mark.parametrize("grid", [(2,), [2, 3], (2, 3, 4)], ids=str)
+def test_grids(kernel: Tuned, machine: Machine, grid: Any) -> None:
+    call(kernel, grid=grid)
+    call(kernel, grid=grid)
+    assert [launch[1] for launch in machine.launches] == [(*grid, 1, 1)[:3]] * 2
+
+
+class TestInTheWay:
+    """What makes Triton's own path necessary, and its end."""
+
+    def test_launch_hooks(self, kernel: Tuned) -> None:
+        call(kernel)
+        for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+            told: list[Any] = []
+            chain.add(told.append)
+            try:
+                assert goes_by_triton(kernel)
+            finally:
+                chain.remove(told.append)
+            assert [each.get()["name"] for each in told] == ["kernel"]
+            assert not goes_by_triton(kernel)
+
+    def test_a_hook_instead_of_the_chain(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call(kernel)
+        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        assert goes_by_triton(kernel)
+        assert goes_by_triton(kernel, n=64)
+        assert goes_by_triton(kernel, n=64)
+
+    def test_pre_run_hooks(self, kernel: Tuned) -> None:
+        call(kernel)
+        told: list[Any] = []
+        kernel.jit.add_pre_run_hook(lambda *args, **kwargs: told.append(kwargs["BLOCK"]))
+        call(kernel)
+        assert told == [16]
+        kernel.jit.pre_run_hooks.clear()
+        assert not goes_by_triton(kernel)
+
+    @pytest.mark.parametrize(
+        ("place", "name", "value"),
+        [
+            (knobs.runtime, "debug", True),
+            (knobs.compilation, "instrumentation_mode", "iisan"),
+            (knobs.compilation, "fpsan_homomorphic_casts", True),
+        ],
+        ids=["debug", "instrumentation", "fpsan"],
+    )
+    def test_switches_of_the_compiler(
+        self,
+        kernel: Tuned,
+        machine: Machine,
+        monkeypatch: pytest.MonkeyPatch,
+        place: Any,
+        name: str,
+        value: Any,
+    ) -> None:
+        if not hasattr(place, name):
+            pytest.skip("this Triton has no such switch")
+        call(kernel)
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(place), name, value)
+            assert goes_by_triton(kernel)
+            assert len(machine.compiled) == 2
+        assert not goes_by_triton(kernel)
+        assert machine.launches[-1] == machine.launches[0]
+
+    def test_a_switch_in_the_environment(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if "fpsan_homomorphic_casts" not in vars(type(knobs.compilation)):
+            pytest.skip("this Triton has no such switch")
+        call(kernel)
+        monkeypatch.setenv("TRITON_FPSAN_HOMOMORPHIC_CASTS", "1")
+        assert goes_by_triton(kernel)
+
+    def test_a_global_that_has_changed(
+        self, kernel: Tuned, kernels: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call(kernel)
+        assert [name for name, _ in kernel.jit.used_global_vals] == ["SCALE"]
+        monkeypatch.setitem(vars(kernels), "SCALE", tl.constexpr(3))
+        with pytest.raises(RuntimeError, match="Global variable SCALE has changed"):
+            call(kernel)
+
+    def test_triton_s_run_replaced(self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As tools do that watch every launch."""
+        call(kernel)
+        run, seen = JITFunction.run, []
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs["BLOCK"])
+            return run(self, *args, **kwargs)
+
+        monkeypatch.setattr(JITFunction, "run", watched)
+        call(kernel)
+        assert seen == [16]
+
+    def test_another_back_end(
+        self, kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(machine, "get_current_target", lambda: GPUTarget("hip", "gfx942", 64))
+        kernel.jit.device_caches = {0: kernel.jit.device_caches[0]}  # for a compiler that is here
+        for _ in range(2):
+            call(kernel)
+        assert list(kernel.tuner._plans.values()) == [None]
+
+    def test_another_driver(self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+        for _ in range(2):
+            call(kernel)
+        monkeypatch.setattr(driver, "_active", type(driver._active)())
+        assert goes_by_triton(kernel)
+
+    def test_arguments_that_only_triton_takes(self, kernel: Tuned) -> None:
+        class Pointer:
+            dtype = torch.float32
+
+            def data_ptr(self) -> int:
+                return 64
+
+        for _ in range(2):
+            assert goes_by_triton(kernel, x=Pointer())
+
+    def test_memory_that_no_device_is_known_to_reach(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(plan_source, "ON_DEVICE", "is_cuda")
+        for _ in range(2):
+            assert goes_by_triton(kernel)
+
+    def test_any_number_of_arguments(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        jit = machine.kernel_of(kernels.several)
+        if OLD:
+            pytest.skip("this Triton has no such kernels")
+        kernel = tuned(jit, [triton.Config({}, num_warps=1), triton.Config({})], key=[])
+        for _ in range(2):
+            kernel.tuner[(1,)](OUT, X)
+        assert machine.launches[0] == machine.launches[1]
+        assert kernel.by_triton == 2
+
+    def test_options_in_the_call(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        with pytest.warns(PhantomKeyWarning):
+            kernel = tuned(
+                machine.kernel_of(kernels.scale), [triton.Config({"BLOCK": 16})], key=["T"]
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                assert goes_by_triton(kernel, maxnreg=64)
+
+    def test_a_config_s_hook(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        told: list[int] = []
+        configs = [
+            triton.Config({"BLOCK": 16}, pre_hook=lambda named: told.append(named["n"])),
+            triton.Config({"BLOCK": 32}),
+        ]
+        kernel = tuned(machine.kernel_of(kernels.scale), configs, key=["n"])
+        for _ in range(3):
+            call(kernel)
+        assert told == [32] * 3
+
+    def test_warm_up_launches_nothing(self, kernel: Tuned, machine: Machine) -> None:
+        call(kernel)
+        kernel.tuner.run(X, OUT, 32, 0.5, 7, D=4, grid=(1,), warmup=True)
+        assert len(machine.launches) == 1
+
+
+class TestChanges:
+    """Of what a launch depends on, on the tuner."""
+
+    def test_another_choice(self, kernel: Tuned, machine: Machine) -> None:
+        call(kernel)
+        (key,) = kernel.tuner.cache
+        kernel.tuner.adopt(key, CONFIGS[3])
+        call(kernel)
+        call(kernel)
+        assert kernel.tuner.best_config is CONFIGS[3]
+        first, second, third = machine.launches
+        assert first != second == third
+
+    @pytest.mark.parametrize("how", ["clear", "assign", "pop", "del", "update"])
+    def test_the_choices_are_taken_away(self, kernel: Tuned, how: str) -> None:
+        call(kernel)
+        tuner = kernel.tuner
+        (key,) = tuner.cache
+        if how == "clear":
+            tuner.cache.clear()
+        elif how == "assign":
+            tuner.cache = {}
+        elif how == "pop":
+            tuner.cache.pop(key)
+        elif how == "del":
+            del tuner.cache[key]
+        else:
+            tuner.cache.update({key: CONFIGS[1]})
+        call(kernel)
+        assert tuner.best_config is CONFIGS[1], "the next one of the turn"
+
+    def test_one_config_replaced(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        kernel = tuned(machine.kernel_of(kernels.scale), CONFIGS[:1], key=["n"])
+        call(kernel)
+        kernel.tuner.configs[0] = CONFIGS[1]
+        call(kernel)
+        assert kernel.tuner.best_config is CONFIGS[1]
+        kernel.tuner.configs = CONFIGS[2:3]
+        call(kernel)
+        assert kernel.tuner.best_config is CONFIGS[2]
+
+    def test_best_config_is_the_last_launch_s(self, kernel: Tuned) -> None:
+        for n in (32, 64, 32, 64):
+            call(kernel, n=n)
+            assert kernel.tuner.best_config is CONFIGS[n == 64]
+
+    def test_a_fallback_under_capture_is_not_remembered(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        running = [7]
+        choose = kernel.tuner._miss
+        kernel.tuner._miss = lambda *call: CONFIGS[3] if running[0] else choose(*call)
+        monkeypatch.setattr(capture, "under_way", lambda: running[0])
+        collecting = []
+        kernel.jit.add_pre_run_hook(lambda *_, **__: collecting.append(gc.isenabled()))
+        call(kernel)
+        assert collecting == [False], "a graph that is collected would end the capture"
+        assert gc.isenabled()
+        kernel.jit.pre_run_hooks.clear()
+        call(kernel)
+        assert kernel.tuner.best_config is CONFIGS[3]
+        running[0] = 0
+        call(kernel)
+        assert kernel.tuner.best_config is CONFIGS[0]
+
+
+def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that asks for some gets an allocator for each launch, and no other kernel does."""
+    from triton.runtime import _allocation
+
+    visible: list[bool] = []
+
+    def launcher(*_: Any) -> None:
+        visible.append(_allocation._allocator.get() is scratch.allocate)
+
+    compiled = call(kernel)
+    compiled.metadata.global_scratch_size = 128
+    compiled._run = launcher
+    kernel.tuner.cache[next(iter(kernel.tuner.cache))] = CONFIGS[1]
+    kernel.tuner.cache[next(iter(kernel.tuner.cache))] = CONFIGS[0]
+    kernel.tuner.needs_scratch = True
+    call(kernel)
+    assert not goes_by_triton(kernel)
+    assert visible == [True, True]
+
+
+def test_the_arguments_of_triton_s_own_launcher(machine: Machine) -> None:
+    """A plan calls what `CudaLauncher.__call__` calls, with the same: where a layout is known."""
+    run = CudaLauncher.__new__(CudaLauncher)
+    calls: list[Any] = []
+    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+    vars(run).update(
+        launch=lambda *arguments: calls.append(arguments),
+        num_ctas=1,
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        gsan_enabled=False,
+        arg_annotations="annotations",
+        kernel_signature=b"signature",
+        **sizes,
+        **dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1),
+    )
+    kernel = SimpleNamespace(
+        run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(**sizes)
+    )
+    found = plan._launcher(kernel)
+    assert found is not None
+    launch, head, together = found
+    assert launch is run.launch
+    launch(1, 2, 3, 100, *head, *([(5, 6)] if together else (5, 6)))
+    run(1, 2, 3, 100, 7, (4, 1, 0), None, None, None, 5, 6)
+    first, second = calls
+    assert first == second
+
+
+def test_a_kernel_without_parameters_but_its_config_s(
+    machine: Machine, tuned: type[Tuned], kernels: Any
+) -> None:
+    kernel = tuned(machine.kernel_of(kernels.nothing), CONFIGS, key=[])
+    for _ in range(2):
+        kernel.tuner[(1,)]()
+    assert kernel.by_triton == 1
+    assert len(machine.launches) == 2
+
+
+def test_heuristics_above(machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+    kernel = tuned(machine.kernel_of(kernels.scale), CONFIGS, key=["n"])
+    above = triton.heuristics({"D": lambda named: 4 if named["n"] % 2 == 0 else 5})(kernel.tuner)
+    for n in (32, 33, 32, 33):
+        above[(1,)](X, OUT, n, 0.5, 7)
+    assert kernel.by_triton == 2
+    assert machine.launches[:2] == machine.launches[2:]
+
+
+class TestHeuristicsBelow:
+    """They see what the config sets, and what they say decides the binary."""
+
+    def tuned(self, machine: Machine, tuned: type[Tuned], kernels: Any, values: Any) -> Tuned:
+        jit = machine.kernel_of(kernels.scale)
+        with pytest.warns(PhantomKeyWarning):
+            kernel = tuned(jit, CONFIGS, key=["n", "T"])
+        kernel.tuner.fn = triton.heuristics(values)(jit)
+        return kernel
+
+    @staticmethod
+    def launch(kernel: Tuned, n: int = 32, eps: Any = 0.5, grid: Any = (1,)) -> bool:
+        before = kernel.by_triton
+        kernel.tuner[grid](X, OUT, n, eps, 7)
+        return kernel.by_triton > before
+
+    def test_known(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        seen: list[dict[str, Any]] = []
+
+        def even(named: dict[str, Any]) -> int:
+            seen.append(named)
+            return named["BLOCK"] * named["num_warps"] + named["n"]
+
+        kernel = self.tuned(machine, tuned, kernels, {"D": even})
+        assert self.launch(kernel)
+        by_triton = seen[0]
+        assert by_triton["T"] == PIN != 7
+        seen.clear()
+        assert not self.launch(kernel)
+        (known,) = seen
+        assert known.keys() == by_triton.keys()
+        assert all(known[name] is by_triton[name] for name in known)
+        assert self.launch(kernel, n=48)
+        assert not self.launch(kernel, n=48)
+        first, second, third, fourth = machine.launches
+        assert first == second != third == fourth
+        assert [launch[8] for launch in (first, third)] == [16 + 32, 16 * 2 + 48]
+
+    def test_what_they_say_changes(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        """For arguments that are otherwise the same, as one that looks at a tensor's shape."""
+        said = [3]
+        kernel = self.tuned(machine, tuned, kernels, {"D": lambda named: said[0]})
+        for value in (3, 3.0, 4, True, 1):
+            said[0] = value
+            assert self.launch(kernel), value
+            assert not self.launch(kernel), value
+            assert type(machine.launches[-1][8]) is type(value)
+        said[0] = 3
+        assert not self.launch(kernel)
+        assert machine.launches[-1] == machine.launches[0]
+
+    def test_one_after_the_other(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        values = {"D": lambda named: named["n"] // 8, "bias": lambda named: named["D"] + 1}
+        kernel = self.tuned(machine, tuned, kernels, values)
+        assert self.launch(kernel)
+        assert not self.launch(kernel)
+        assert [launch[8:] for launch in machine.launches] == [(4, 16, 5)] * 2
+
+    def test_one_that_the_call_gives_too(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        """The heuristic has the last word, in Triton."""
+        kernel = self.tuned(machine, tuned, kernels, {"D": lambda named: 9})
+        for _ in range(2):
+            assert goes_by_triton(kernel)
+        assert [launch[8] for launch in machine.launches] == [9, 9]
+
+    def test_options_and_the_grid(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        """One may set what is no argument; the grid sees what they say."""
+        configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
+        jit = machine.kernel_of(kernels.scale)
+        kernel = tuned(jit, configs, key=["n"])
+        options = {"D": lambda named: 5, "maxnreg": lambda named: 64 if named["n"] > 32 else 32}
+        kernel.tuner.fn = triton.heuristics(options)(jit)
+        for n in (32, 64, 32, 64):
+            self.launch(kernel, n=n, grid=lambda meta: (meta["D"],))
+        first, second, third, fourth = machine.launches
+        assert first == third
+        assert second == fourth
+        assert "'maxnreg': '32'" in first[0]
+        assert "'maxnreg': '64'" in second[0]
+        assert first[1] == (5, 1, 1)
+        assert kernel.by_triton == 2
+
+    def test_a_tensor_is_not_kept(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+        made: list[Any] = []
+
+        def bias(named: dict[str, Any]) -> torch.Tensor:
+            tensor = torch.zeros(64)
+            made.append(weakref.ref(tensor))
+            return tensor
+
+        jit = machine.kernel_of(kernels.scale)
+        kernel = tuned(jit, CONFIGS, key=["n"])
+        kernel.tuner.fn = triton.heuristics({"D": lambda named: 1, "bias": bias})(jit)
+        machine.launches = _Nowhere()
+        for _ in range(3):
+            assert self.launch(kernel)
+        assert [reference() for reference in made] == [None] * len(made)
+
+
+def test_no_tensor_is_kept(kernel: Tuned) -> None:
+    for _ in range(2):
+        x = torch.zeros(64)
+        reference = weakref.ref(x)
+        call(kernel, x=x, bias=x)
+        del x
+        assert reference() is None
+
+
+def test_memory_does_not_grow(kernel: Tuned, machine: Machine) -> None:
+    machine.launches = _Nowhere()
+    for _ in range(100):
+        call(kernel)
+    tracemalloc.start()
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(LAUNCHES):
+        call(kernel)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 10_000, f"{grown} bytes after {LAUNCHES} launches"
+
+
+def test_what_is_remembered_has_a_limit(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MOST_LAUNCHES", 8)
+    for number in range(30):
+        assert goes_by_triton(kernel, D=number)
+        assert not goes_by_triton(kernel, D=number)
+    (launch,) = kernel.tuner._plans.values()
+    assert len(launch.plan._known) <= 8
+
+
+class _Nowhere(list[Any]):
+    def append(self, _: Any) -> None:
+        pass
+
+
+def test_threads_launch_their_own(kernel: Tuned, machine: Machine) -> None:
+    """Each its own argument, while another thread changes the choice."""
+    (over, failed) = threading.Event(), []
+    sizes = (16, 32, 33, 1)
+
+    def work(n: int) -> None:
+        try:
+            x = torch.zeros(64)
+            for _ in range(300):
+                call(kernel, n=n, x=x, grid=(n,))
+        except BaseException as error:
+            failed.append(error)
+
+    def change() -> None:
+        while not over.is_set():
+            for key, config in list(kernel.tuner.cache.items()):
+                kernel.tuner.adopt(key, CONFIGS[config is CONFIGS[0]])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in sizes]
+    changer = threading.Thread(target=change)
+    for thread in (*threads, changer):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    changer.join()
+    assert failed == []
+    assert len(machine.launches) == 300 * len(sizes)
+    by_binary: dict[str, set[bool]] = {}
+    for launch in machine.launches:
+        n = launch[1][0]
+        assert launch[5] == n
+        by_binary.setdefault(launch[0], set()).add(n % 16 == 0)
+    assert all(len(kinds) == 1 for kinds in by_binary.values()), "a binary for multiples of 16"
+    call(kernel)
+    assert kernel.tuner.best_config is kernel.tuner.cache[kernel_key(kernel)]
+
+
+def kernel_key(kernel: Tuned) -> Any:
+    args, kwargs = (X, OUT, 32, 0.5, 7), {"D": 4}
+    return kernel.tuner._forms.of(args, kwargs).key(args, kwargs)
