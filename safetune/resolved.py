@@ -17,6 +17,7 @@ from triton.runtime.jit import MockTensor
 
 from safetune import announce, arrays, frozen, miss, record
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
+from safetune.inline import why_not_isolated
 from safetune.kernel_source import base_function
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import Lookup, open_lookup
@@ -206,7 +207,7 @@ def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lo
         abstract.tuner, _each(place, args), {**_each(place, kwargs), **grid}, index
     )
     request = concrete.request()
-    if reason := miss.why_not_isolated(concrete.call):
+    if reason := why_not_isolated(concrete.call):
         raise MissingChoice(
             f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
         )
