@@ -179,5 +179,5 @@ def test_nothing_runs_with_the_rows(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path))
     with pytest.warns(UserWarning, match="triggers or views"):
         opened = lookup.open_lookup(Settings.current())
-    assert opened.find("key", "declared") is None
+    assert opened.store.choice("key", "declared") is None
     lookup._lookups.clear()

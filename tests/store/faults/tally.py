@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetune.device import Device, Toolchain
+from safetune.key import KernelIdentity, TuningKey
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store import lookup, recovery
@@ -91,6 +93,14 @@ def key(number: int = 0) -> KeyRecord:
     return KeyRecord(f"key-{number}", "add", "kernel", "", "", 1, "device", {}, {}, {})
 
 
+def call(number: int = 0) -> TuningKey:
+    """What a launch looks for; its digest is the name that the rows have here."""
+    kernel, device = KernelIdentity("add", "kernel"), Device("H100", "90", 132, 232448)
+    wanted = TuningKey(kernel, (), (), (), device, Toolchain("3.9.0", "ptxas", "cuda:90:32"))
+    vars(wanted)["digest"] = f"key-{number}"
+    return wanted
+
+
 def filled(directory: Path, count: int = 40) -> Path:
     """A closed database with so many choices, and its path."""
     store = Store.open(directory)
@@ -142,11 +152,11 @@ def run(directory: Path, numbers: Iterable[int]) -> Run:
         warnings.simplefilter("always")
         lookup._lookups.clear()
         opened = lookup.open_lookup(settings(directory))
-        found = {n: opened.find(f"key-{n}", DECLARED) for n in numbers}
+        found = {n: opened.find(call(n), DECLARED) for n in numbers}
         opened.store.put_key(key(999))
         opened.store.put_trial(trial(999))
         stored = opened.store.put_choice(choice(999))
-        goes_on = stored == choice(999) == opened.find("key-999", DECLARED)
+        goes_on = stored == choice(999) == opened.find(call(999), DECLARED)
         goes_on = goes_on and [t.config_digest for t in opened.store.trials("key-999")] == ["c999"]
         in_memory = opened.store.path is None
         opened.store.close()
