@@ -46,7 +46,7 @@ GPU_SHAPES = (
     (4096, 1, 32768),
     (32768, 16, 128),
 )
-INTERPRETER_SHAPES = ((16, 1, 64), (33, 1, 50), (5, 3, 20))
+INTERPRETER_SHAPES = ((33, 1, 50), (5, 3, 20))
 
 
 @dataclass(frozen=True)

@@ -373,8 +373,9 @@ def configs_times_keys() -> dict[str, int]:
                 key = tuple(str(arguments[each]) for each in kernel.keys)
                 dtypes = tuple(str(getattr(value, "dtype", "")) for value in arguments.values())
                 left = kernel.configs
-                if kernel.early_config_prune is not None:
-                    left = kernel.early_config_prune(left, arguments, **workload.kwargs)
+                early, _ = kernel.pruning
+                if early is not None:
+                    left = early(left, arguments, **workload.kwargs)
                 configs_of_key[key, dtypes] = len(left)
         counts[kernel.base_fn.__name__] = sum(configs_of_key.values())
     return counts
