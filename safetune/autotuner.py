@@ -126,7 +126,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what launches on this grid: `kernel[grid](...)`."""
-        if type(self).run is not _run:  # a subclass's, or one that watches
+        if (
+            "run" in self.__dict__ or type(self).run is not _run
+        ):  # a subclass's, or one that watches
             return super().__getitem__(grid)  # type: ignore[no-any-return]
         return functools.partial(self._call, grid)
 

@@ -129,7 +129,7 @@ class Backward:
 
 @kinds
 @pytest.mark.parametrize(
-    ("tokens", "groups", "sm_count"), [(1, 1, 4), (129, 1, 2), (67, 1, 16), (13, 3, 3), (2, 5, 1)]
+    ("tokens", "groups", "sm_count"), [(1, 1, 4), (33, 1, 2), (21, 1, 16), (7, 3, 3), (2, 5, 1)]
 )
 @pytest.mark.parametrize("config", BACKWARD_CONFIGS, ids=config_text)
 def test_backward(
