@@ -11,7 +11,7 @@ OLDEST_TRITON ?= triton==3.6.0
 
 # Two test processes, one file to each at a time: no two tests share a store, a compile cache or a
 # child process. Not `auto`: every test process imports torch, and a machine may have 128 cores.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 DEMO ?= $(VENV)/bin/python docs/examples/demo.py
 

@@ -116,7 +116,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         _alive.add(pruning.show_one_config(self))
 
     def _remember_nothing(self) -> None:
-        """Begin with no key known."""
         self.cache = Choices(self._forget_launches)
         self._key_locks: dict[Any, threading.RLock] = {}
         self.rejections: dict[Any, Rejections] = {}

@@ -241,6 +241,7 @@ class TestUnloading:
         """What Triton unloads of a compiled kernel that is, as far as it knows, on a device."""
         kernel = CompiledKernel.__new__(CompiledKernel)
         kernel.module, kernel._module_pid = handle, os.getpid()
+        kernel.function, kernel.name, kernel.metadata_group, kernel.hash = None, "copy", {}, "0"
         return kernel
 
     def test_a_kernel_collected_under_capture_stays(self, utils: Any) -> None:
