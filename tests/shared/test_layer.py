@@ -23,6 +23,15 @@ from safetune.store.shared_layer import SharedLayer
 
 from .conftest import LIST, ROOT, SPACE, Children, Proxy, choice, key, stored, tuned
 
+
+def wait_until_on(layer: SharedLayer, within_s: float = 30.0) -> None:
+    """Look again and again: the layer's thread tells nobody that it is free."""
+    deadline = time.monotonic() + within_s
+    while not layer.is_on:
+        assert time.monotonic() < deadline, "the layer stays off"
+        time.sleep(0.01)
+
+
 #: What a loaded machine may add to any wait.
 SLACK_S = 1.5
 
@@ -144,8 +153,7 @@ class TestBroken:
         assert not layer.is_on, "its thread is still there, and a second one would be lost, too"
         descriptor = os.open(path, os.O_WRONLY)  # the mount comes back
         os.close(descriptor)
-        while not layer.is_on:
-            time.sleep(0.01)
+        wait_until_on(layer)
 
     def test_slow(self, local: GuardedStore, clock: Clock, tmp_path: Path) -> None:
         """Each answer comes in time, and all of them together would not."""
@@ -200,8 +208,7 @@ def test_a_store_that_comes_back_is_used_again(
     clock.leapt_s += RETRY_S / 2
     assert not layer.is_on
     clock.leapt_s += RETRY_S
-    while not layer.is_on:  # the thread is back once the old connection is
-        time.sleep(0.01)
+    wait_until_on(layer)  # the thread is back once the old connection is
     assert layer.publish(SPACE, stored(7)) == stored(7)
     layer.flush()
     assert open_shared(database).get(SPACE, key(7).digest, LIST) == stored(7)
