@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from safetune.outcome import Mark
 from safetune.store import rows
 from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, CorruptRowError, Table
+from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
 from safetune.store.shared_record import Name, name_of, namespace
+from safetune.store.table import CorruptRowError, Scalar, Table
 
 if TYPE_CHECKING:
     import sqlite3
@@ -115,8 +116,6 @@ def _sound(table: Table, found: Iterable[Sequence[Any]]) -> Iterator[dict[str, A
             yield table.unseal(row)
 
 
-def _insert(
-    sqlite: sqlite3.Connection, insert: str, table: Table, row: dict[str, rows.Scalar]
-) -> None:
+def _insert(sqlite: sqlite3.Connection, insert: str, table: Table, row: dict[str, Scalar]) -> None:
     columns, values = ", ".join(row), ", ".join("?" * len(row))
     sqlite.execute(f"{insert} INTO {table.name} ({columns}) VALUES ({values})", tuple(row.values()))

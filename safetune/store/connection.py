@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from safetune.errors import LeaseLost, StoreError
 from safetune.store import migrations, place, recovery
 from safetune.store.recovery import Damaged
-from safetune.store.rows import RecordError
+from safetune.store.table import RecordError
 
 if TYPE_CHECKING:
     from sqlite_utils import Database

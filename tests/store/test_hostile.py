@@ -22,7 +22,8 @@ from safetune.outcome import Verdict
 from safetune.settings import Settings
 from safetune.store import lookup, rows
 from safetune.store.records import ChoiceRecord
-from safetune.store.rows import CHOICE, KEY, TRIAL, Table
+from safetune.store.rows import CHOICE, KEY, TRIAL
+from safetune.store.table import Table
 
 BLOCKS = (16, 32, 64)
 
