@@ -131,7 +131,7 @@ def directory(part: str, options: argparse.Namespace) -> Iterator[Row]:
 def _fill(directory: Path, space: str) -> None:
     """Write the files that publishing would have written, without waiting for the disk."""
     from safetune.store import shared_record
-    from safetune.store.directory import file_name
+    from safetune.store.record_files import file_name
 
     for record in map(_stored, range(RECORDS)):
         bucket = directory / "1" / space / record.choice.key[:2]

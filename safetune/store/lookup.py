@@ -82,15 +82,13 @@ class Lookup:
     def _in_store(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
         """The local store, brought up to date with the shared one, at most once a minute."""
         if self.store.shared is not None:
-            from safetune.store.shared_record import space_of
-
-            self.store.shared.refresh(space_of(key))
+            self.store.shared.refresh(_space_of(key))
         return self.store.choice(key.digest, declared)
 
     def _in_shared(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        """What came from the shared store, and the local one could not keep."""
+        """What the local store could not keep of the shared one, or does not have of it yet."""
         shared = self.store.shared
-        return None if shared is None else shared.choice(key.digest, declared)
+        return None if shared is None else shared.choice(_space_of(key), key.digest, declared)
 
 
 def open_lookup(settings: Settings) -> Lookup:
@@ -135,6 +133,12 @@ def open_lookup(settings: Settings) -> Lookup:
             stacklevel=2,
         )
     return lookup
+
+
+def _space_of(key: TuningKey) -> str:
+    from safetune.store.shared_record import space_of
+
+    return space_of(key)
 
 
 def _backend(url: str) -> SharedStore | None:

@@ -17,6 +17,7 @@ from safetune.store import node
 from safetune.store.budget import BUDGET_S, RETRY_S
 from safetune.store.guarded import GuardedStore
 from safetune.store.lookup import Lookup
+from safetune.store.node import Turn
 from safetune.store.opening import open_shared
 from safetune.store.shared import NoLease, SharedStore
 from safetune.store.shared_layer import SharedLayer
@@ -310,22 +311,22 @@ class TestOncePerNode:
         database = tmp_path / "safetune.db"
         database.write_text("old")
         since = time.time() - 60
-        with node.turn(database, "x", since, 1.0) as mine:
-            assert mine
-        with node.turn(database, "x", since, 1.0) as mine:
-            assert not mine
+        with node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.MINE
+        with node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.DONE
         (tmp_path / "new").write_text("new")
         (tmp_path / "new").rename(database)
-        with node.turn(database, "x", since, 1.0) as mine:
-            assert mine
+        with node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.MINE
 
     def test_who_failed_has_not_asked(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("")
         with pytest.raises(OSError), node.turn(database, "x", 0.0, 1.0):
             raise OSError
-        with node.turn(database, "x", 0.0, 1.0) as mine:
-            assert mine
+        with node.turn(database, "x", 0.0, 1.0) as turn:
+            assert turn is Turn.MINE
 
     def test_a_clock_that_was_set_back(self, tmp_path: Path) -> None:
         """A mark from the future says nothing."""
@@ -335,8 +336,8 @@ class TestOncePerNode:
             pass
         (lock,) = tmp_path.glob("*.lock")
         os.utime(lock, (time.time() + 1e6, time.time() + 1e6))
-        with node.turn(database, "x", 0.0, 1.0) as mine:
-            assert mine
+        with node.turn(database, "x", 0.0, 1.0) as turn:
+            assert turn is Turn.MINE
 
     def test_one_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
@@ -345,7 +346,7 @@ class TestOncePerNode:
             node.turn(database, "x", 0.0, 1.0) as first,
             node.turn(database, "x", 0.0, 0.05) as second,
         ):
-            assert (first, second) == (True, False)
+            assert (first, second) == (Turn.MINE, Turn.BUSY)
 
 
 def test_what_waits_at_the_end_of_a_process_is_published(
