@@ -186,7 +186,8 @@ def trigger(place: Path, times: int) -> Tally:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT * FROM n"
     tally = _left_alone(place / "trigger", times, made, "triggers or views")
     other = _left_alone(place / "view", times, f"CREATE VIEW v AS {endless}", "triggers or views")
-    return Tally(tally.tried + other.tried, tally.lost + other.lost, tally.wrong + other.wrong)
+    tally.add(other)
+    return tally
 
 
 def _left_alone(place: Path, times: int, statement: str, reason: str) -> Tally:
