@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 #: The tables with a row for each of many things of one key.
 _OF_KEY = ("trial", "choice", "call")
 
+_VERDICTS = "SELECT verdict FROM trial"
 _DEVICES = "SELECT device.record FROM key JOIN device ON device.digest = key.device"
 
 
@@ -94,7 +95,7 @@ def stats(store: Store) -> dict[str, Any]:
     """Return what is in a store, in numbers, as plain JSON data; raises `StoreError`."""
     with store.connection.reading() as database:
         keys = list(_keys(database))
-        trials = dict(database.execute("SELECT verdict, count(*) FROM trial GROUP BY verdict"))
+        trials = Counter(str(verdict) for (verdict,) in database.execute(_VERDICTS))
         devices = Counter(_field(record, "name") for (record,) in database.execute(_DEVICES))
         owners = [owner for (owner,) in database.execute("SELECT owner FROM lease")]
         choices, calls = (
@@ -112,7 +113,7 @@ def stats(store: Store) -> dict[str, Any]:
         "choices": choices,
         "trials": sum(trials.values()),
         "recorded": calls,
-        "verdicts": {str(name): count for name, count in sorted(trials.items())},
+        "verdicts": dict(sorted(trials.items())),
         "devices": dict(sorted(devices.items())),
         "tritons": dict(sorted(Counter(key.triton for key in keys).items())),
         "oldest": min(dates, default=None),

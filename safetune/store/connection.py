@@ -192,6 +192,7 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     looked = False
     for last in (False, False, False, True):
         if place.is_read_only(path):
+            place.check(path)
             return _prepared(recovery.open_read_only(path), migrations.check_current), None
         place.make(path)
         found = place.identity(path)
