@@ -228,6 +228,32 @@ def test_a_store_that_may_only_be_read(
     assert layer.is_on
 
 
+def test_a_server_whose_disk_is_full(
+    database: str, layer_of: MakeLayer, local: GuardedStore
+) -> None:
+    """It still answers: its choices are used, and one warning says that nothing is written."""
+    import psycopg
+
+    open_shared(database).publish(SPACE, [stored(5)])
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
+            "'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$"
+        )
+        for table in ("choice", "lease"):
+            connection.execute(
+                f"CREATE TRIGGER refused BEFORE INSERT ON safetune.{table} "
+                "EXECUTE FUNCTION refuse()"
+            )
+    layer = layer_of(database)
+    seconds, (told,) = everything(layer)
+    assert seconds < BUDGET_S + SLACK_S
+    assert "No space left on device" in told
+    assert "not shared for now" in told
+    assert local.choice(key(5).digest) == choice(5)
+    assert layer.is_on
+
+
 class TestExchange:
     def test_what_others_chose_is_taken_over(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore

@@ -41,6 +41,8 @@ _EFFECTS = {
     "newfstatat": (_BROKEN,),
     "fcntl": (_BROKEN,),
     "mmap": (_BROKEN,),
+    "access": (_BROKEN,),
+    "close": (_BROKEN,),
 }
 
 #: A run in a process of its own: argv is the directory; prints what it was told is stored.
@@ -143,12 +145,26 @@ def _write_until_killed(directory: Path, send: int, first: int) -> None:
     100_000,
 )
 def failing_call(place: Path, times: int) -> Tally:
+    return _failing(place, times, filled(place / "original").parent)
+
+
+@fault(
+    "failing-first-call",
+    "the same at the n-th call of a process that makes the store",
+    "a store, or a warning and memory",
+    8,
+    100_000,
+)
+def failing_first_call(place: Path, times: int) -> Tally:
+    (place / "original").mkdir(mode=0o700, parents=True)
+    return _failing(place, times, place / "original")
+
+
+def _failing(place: Path, times: int, original: Path) -> Tally:
     """At most so many, spread over all; each in a directory of its own, a process per core."""
     if shutil.which("strace") is None:
         raise NotHere("strace is not installed")
     tally = Tally()
-    original = place / "original"
-    filled(original)
     traced = _write(
         shutil.copytree(original, place / "0"),
         *("strace", "-f", "-o", str(place / "log"), *_on(place / "0")),
@@ -157,6 +173,7 @@ def failing_call(place: Path, times: int) -> Tally:
         raise NotHere(f"strace does not work: {traced.stderr.strip()[-200:]}")
     text = (place / "log").read_text()
     counts = Counter(re.findall(r"^\d+ +(\w+)\(", text, re.MULTILINE))
+    tally.expect(set(counts) <= set(_EFFECTS), f"nothing fails in {set(counts) - set(_EFFECTS)}")
     plan = [
         (call, effect, number)
         for call, effects in _EFFECTS.items()
@@ -175,6 +192,7 @@ def _injected(case: tuple[Path, Path, str, str, int]) -> Tally:
     """Have one system call of a writer fail."""
     original, directory, call, effect, number = case
     tally = Tally()
+    before = 40 if (original / DATABASE_NAME).exists() else 0
     shutil.copytree(original, directory)
     inject = f"inject={call}:{effect}:when={number}"
     done = _write(
@@ -183,9 +201,11 @@ def _injected(case: tuple[Path, Path, str, str, int]) -> Tally:
     )  # fmt: skip
     if effect == _KILL:
         tally.tried += 1
-        tally.lose(40 - len(run(directory, range(40)).found), inject)
+        after = run(directory, range(before))
+        tally.lose(before - len(after.found), inject)
+        tally.expect(after.goes_on and not after.warnings, f"{inject}: {after.warnings}")
     else:
-        _check(tally, inject, directory, done, 40)
+        _check(tally, inject, directory, done, before)
     shutil.rmtree(directory)
     return tally
 
