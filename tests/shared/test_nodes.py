@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from safetune.store.budget import BUDGET_S
+
 from .conftest import Children, Proxy
 
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
@@ -23,6 +25,9 @@ FULL = os.environ.get("SAFETUNE_TEST_FULL") == "1"  # before conftest.py takes i
 NODES = 4
 PROCESSES = 8 if FULL else 2
 KEYS = 50 if FULL else 4
+
+#: What a process waits for the shared store: two seconds, or more where 32 share a few cores.
+PATIENCE_S = 20.0 if FULL else BUDGET_S
 
 
 class Cluster:
@@ -34,7 +39,13 @@ class Cluster:
         script = Path(__file__).with_name("nodes.py")
         # What a node waits for another must not end this test's patience.
         self.process: subprocess.Popen[str] = children.start(
-            script, directory, PROCESSES, *urls, SAFETUNE_WAIT="600", OMP_NUM_THREADS="1"
+            script,
+            directory,
+            PROCESSES,
+            PATIENCE_S,
+            *urls,
+            SAFETUNE_WAIT="600",
+            OMP_NUM_THREADS="1",
         )
 
     def send(self, numbers: list[int]) -> None:
