@@ -37,6 +37,7 @@ class Cluster:
         self._children = children
         self._directory = directory
         script = Path(__file__).with_name("nodes.py")
+        self.seconds: list[float] = []
         # What a node waits for another must not end this test's patience.
         self.process: subprocess.Popen[str] = children.start(
             script,
@@ -59,6 +60,7 @@ class Cluster:
         assert line, self.process.communicate()[1]
         answers: list[dict[str, Any]] = json.loads(line)
         assert len(answers) == NODES * PROCESSES
+        self.seconds.append(max(each["seconds"] for each in answers))
         return answers
 
     def launch(self, numbers: list[int]) -> list[dict[str, Any]]:
@@ -79,6 +81,11 @@ class Cluster:
             assert most in (None, 4), "a config of a key was measured twice"
             connection.close()
         return found
+
+    def figures(self) -> str:
+        """How long each round took the slowest process, and how often the keys were tuned."""
+        tuned = sum(self.tunings().values())
+        return f"{tuned} tunings, slowest {[round(each, 1) for each in self.seconds]} s"
 
 
 def chosen(answers: list[dict[str, Any]], number: int, nodes: set[int]) -> set[int]:
@@ -134,3 +141,4 @@ def test_a_cluster_tunes_each_key_once_and_outlives_its_server(
             assert len(chosen(answers, number, {node})) == 1
     assert max(len(each["said"]) for each in answers) <= 1
     children.end(cluster.process)
+    print(f"{len(answers)} processes on {KEYS} keys three times, {cluster.figures()}")
