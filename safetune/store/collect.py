@@ -79,7 +79,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
     before = _size(connection)
     with connection.transaction() as database:
         gone = [key.digest for key in _doomed(_idle(database), rule, before)]
-        counts = [_count(database, table, gone) for table in _OF_KEY]
+        trials, choices, calls = (_count(database, table, gone) for table in _OF_KEY)
         if not dry_run:
             _delete(database, gone)
     files = _moved_before(connection.path, rule.before)
@@ -88,7 +88,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
             recovery.remove(path)
         if gone:
             _shrink(connection)
-    return Swept(len(gone), *counts, len(files), before, _size(connection))
+    return Swept(len(gone), trials, choices, calls, len(files), before, _size(connection))
 
 
 def stats(store: Store) -> dict[str, Any]:
