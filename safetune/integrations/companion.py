@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 #: Where a tuner of Triton's keeps its companion.
 _PLACE = "_safetune_companion"
 
-#: A companion is made anew when any of these is another object than it was.
-_settings = operator.attrgetter(
-    *("fn", "configs", "keys", "early_config_prune", "perf_model", "pre_hook", "post_hook")
+_functions = operator.attrgetter(
+    *("fn", "early_config_prune", "perf_model", "pre_hook", "post_hook")
 )
 
 #: What a companion would know nothing of, if a library has written its own.
@@ -47,7 +46,7 @@ class Companion:
 
     def is_of(self, kernel: Any) -> bool:
         """Whether the kernel's settings are still those that this was made from."""
-        return all(map(operator.is_, self._made_from, _settings(kernel)))
+        return self._made_from == _settings(kernel)
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch, tuning first if need be, and leave on `kernel` what Triton's `run` leaves."""
@@ -73,6 +72,10 @@ class Companion:
         for name in ("configs_timings", "bench_time"):
             if hasattr(tuner, name):
                 setattr(kernel, name, getattr(tuner, name))
+
+
+def _settings(kernel: Any) -> tuple[Any, ...]:
+    return (*_functions(kernel), *kernel.keys, *kernel.configs)
 
 
 def _none() -> None:

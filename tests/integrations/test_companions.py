@@ -153,9 +153,12 @@ class TestReached:
             "kernel.configs = CONFIGS[1:]\n"
             "add(kernel)\n"
             "print(kernel.best_config.kwargs, len(kernel.cache))\n"
+            "kernel.configs[:] = [triton.Config({'BLOCK': 64})]\n"
+            "add(kernel)\n"
+            "print(kernel.best_config.kwargs, len(kernel.cache))\n"
         )
-        assert printed == ["{'BLOCK': 32} 0"]
-        assert report[0] == "1 kernels, 3 launches: 0 tunings, 0 keys looked up, 3 hits"
+        assert printed == ["{'BLOCK': 32} 0", "{'BLOCK': 64} 0"]
+        assert report[0] == "1 kernels, 4 launches: 0 tunings, 0 keys looked up, 4 hits"
 
     def test_a_copy_a_pickle_and_an_emptied_cache(self, run: Run) -> None:
         printed, report = run(
