@@ -296,14 +296,14 @@ def bench(
         args: tuple[Any, ...],
         blocks: tuple[int, ...],
         shared: int,
-        hooks: Hooks = Hooks(),
+        hooks: Hooks | None = None,
     ) -> Any:
         call = replace(
             call_of(CASES["positional"]),
             kernel=kernel,
             arg_names=tuple(kernel.arg_names),
             args=args,
-            hooks=hooks,
+            hooks=hooks or Hooks(),
         )
         device = Device("a card", "90", 132, shared)
         toolchain = Toolchain(triton.__version__, "backend", "cuda-90-32")

@@ -25,10 +25,10 @@ def add_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def tuned(folder: str, x: torch.Tensor, y: torch.Tensor) -> tuple[Any, dict[str, Any]]:
     """An addition with its stored choice, and what Inductor does with that from here on."""
     sys.path.insert(0, folder)
-    import kernels
     import triton
     from torch._inductor.runtime import triton_heuristics
 
+    import kernels
     import safetune
 
     configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in (256, 512, 1024)]
