@@ -20,8 +20,12 @@ from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.jit import JITFunction
 
-from safetune import InvalidSetting, MissingChoice, TracingError, announce, safetune
+from safetune import InvalidSetting, MissingChoice, TracingError, announce, miss, safetune
+from safetune.recorded import sort_out
 from safetune.resolved import resolve
+from safetune.settings import Settings
+from safetune.store.calls import calls
+from safetune.store.lookup import open_lookup
 
 _spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
 assert _spec is not None
@@ -145,6 +149,24 @@ class TestResolve:
         command = "safetune tune scale_resolved --kernel scale_kernel"
         with pytest.raises(MissingChoice, match=f"n=100.*float32.*H100.*{command}"):
             tuner.resolve(abstract(100), abstract(100), 100, grid=grid)
+
+    def test_a_miss_without_data_is_recorded(self, module: Any) -> None:
+        """As a call whose tensors are new memory: what `safetune tune --recorded` needs of it."""
+        tuner = module.tuner = traced.kernel(module)
+        for given in ({}, {"grid": grid}):
+            with pytest.raises(MissingChoice, match="safetune tune --recorded"):
+                tuner.resolve(abstract(100, "float16"), abstract(100, "float16"), 100, **given)
+            (call,) = calls(open_lookup(Settings.current()).store)
+            found, left_out = sort_out([call], None, zeros=False)
+            said = [each.reason for each in left_out]
+            assert said == ([] if given else ["it was resolved without a grid"])
+        task = found[0].task("cpu")
+        dst, src, n = task.workload.args
+        assert (dst.dtype, dst.shape, src.shape, n) == (torch.float16, (100,), (100,), 100)
+        assert dst.data_ptr() != src.data_ptr()
+        assert task.workload.grid(tuner.configs[0].all_kwargs()) == (2,)
+        again = miss.Miss(tuner, task.workload.args, {"grid": task.workload.grid}).key()
+        assert again.digest == call.key
 
     def test_dropped_names_have_one_value(self, module: Any) -> None:
         text = traced.SOURCE.replace("n, BLOCK", "n, NB: tl.constexpr, BLOCK")
