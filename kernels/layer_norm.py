@@ -26,7 +26,7 @@ from safetune.kernels.configs import (
     tile_rows,
 )
 from safetune.kernels.finalize import layer_norm_finalize_kernel as layer_norm_finalize_kernel
-from safetune.kernels.tiles import load_as, load_once, owned_rows, sum_columns
+from safetune.kernels.tiles import load_as, load_once, owned_tiles, sum_columns, tile_start
 
 
 @safetune(
@@ -178,6 +178,8 @@ def layer_norm_backward_kernel(
     TILE_ELEMENTS: tl.constexpr,
     PIPELINE_STAGES: tl.constexpr,
     LOAD_AGAIN: tl.constexpr,
+    IN_TURNS: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Walk the rows that the grid plan gives this program; `rows` counts those of one group.
 
@@ -197,7 +199,7 @@ def layer_norm_backward_kernel(
     TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(SLICE)
     # Of the same policy, the compiler would make the two loads of a slice one.
     FIRST: tl.constexpr = "evict_last" if LOAD_AGAIN else ""
-    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN else ""
+    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN or STREAM else ""
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
     own_slice = tl.program_id(0) % SLICES
@@ -205,7 +207,7 @@ def layer_norm_backward_kernel(
     group = program // programs_per_group
     # 64 bits from here on: the last tile may end past 2^31 rows, and offsets get there far earlier.
     index = (program % programs_per_group).to(tl.int64)
-    first_row, end_row = owned_rows(index, rows, programs_per_group)
+    turns, first_row, end_row = owned_tiles(index, rows, programs_per_group, TILE_ROWS, IN_TURNS)
     row = tl.arange(0, TILE_ROWS)
     local = tl.arange(0, TILE_COLUMNS)[None, :]
     column = own_slice * SLICE + local
@@ -222,7 +224,8 @@ def layer_norm_backward_kernel(
         bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
 
-    for tile in tl.range(first_row, end_row, TILE_ROWS, num_stages=PIPELINE_STAGES):
+    for turn in tl.range(0, turns, num_stages=PIPELINE_STAGES):
+        tile = tile_start(turn, index, programs_per_group, first_row, TILE_ROWS, IN_TURNS)
         row_mask = tile + row < end_row
         statistic = tile * GROUPS + group + row * GROUPS
         base = (tile * GROUPS + group) * COLUMNS

@@ -157,7 +157,15 @@ def test_backward(
 
 
 SLICED = [
-    triton.Config({"TILE_ELEMENTS": 128, "PIPELINE_STAGES": stages, "LOAD_AGAIN": again})
+    triton.Config(
+        {
+            "TILE_ELEMENTS": 128,
+            "PIPELINE_STAGES": stages,
+            "LOAD_AGAIN": again,
+            "IN_TURNS": stages == 2,
+            "STREAM": False,
+        }
+    )
     for stages, again in ((1, False), (1, True), (2, True))
 ]
 
