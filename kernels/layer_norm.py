@@ -223,6 +223,8 @@ def layer_norm_backward_kernel(
     if HAS_BIAS:
         bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
+        if RECOMPUTE_OUTPUT and not LOAD_AGAIN:
+            bias = load_once(bias_pointer, row, column, column_mask, compute_type)
 
     for turn in tl.range(0, turns, num_stages=PIPELINE_STAGES):
         tile = tile_start(turn, index, programs_per_group, first_row, TILE_ROWS, IN_TURNS)
@@ -263,7 +265,9 @@ def layer_norm_backward_kernel(
             if HAS_WEIGHT:
                 y *= weight
             if HAS_BIAS:
-                y += load_as(bias_pointer + column, column_mask, compute_type)
+                if LOAD_AGAIN:
+                    bias = load_as(bias_pointer + column, column_mask, compute_type, LAST)
+                y += bias
             tl.store(output_pointer + base + offset, y, mask=mask)
         if HAS_WEIGHT:
             weight_sums += dy * x
