@@ -8,6 +8,11 @@ the variance is that of the centred row, and each result is cast once, when stor
 A tile is as many whole rows as TILE_ELEMENTS hold, or else a slice of one row. What of a row is not
 in the tile is read twice: for its share in the row's sums, which come first, and for the results.
 
+Where the backward pass cuts a row in slices, each has a program of its own: the grid is that many
+times as large, a row's slices side by side. Each adds up its whole rows, of which the other slices
+are in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy: no
+row is cut then, and a program has read all of a row before it stores any of it.
+
 No constexpr depends on the number of rows, so neither does what is compiled or tuned.
 """
 
@@ -181,16 +186,11 @@ def layer_norm_backward_kernel(
     IN_TURNS: tl.constexpr,
     STREAM: tl.constexpr,
 ):
-    """Walk the rows that the grid plan gives this program; `rows` counts those of one group.
+    """Walk the tiles that the grid plan gives this program; `rows` counts those of one group.
 
     Reads and writes [rows * GROUPS, COLUMNS] matrices of any float dtype; the input is what was
     normalized, residual included. Writes this program's row of each [programs, COLUMNS] partial
     sum, in the dtype of the statistics.
-
-    Where a row is cut in slices, each has a program of its own: the grid is that many times as
-    large, a row's slices side by side. Each adds up its whole rows, of which the other slices are
-    in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy:
-    no row is cut then, and a program has read all of a row before it stores any of it.
     """
     TILE_ROWS: tl.constexpr = tile_rows(TILE_ELEMENTS, COLUMNS)
     SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
@@ -213,7 +213,6 @@ def layer_norm_backward_kernel(
     column = own_slice * SLICE + local
     column_mask = (local < SLICE) & (column < COLUMNS)
     row_offset = row[:, None] * (GROUPS * COLUMNS)
-
     # The sums keep one row per tile row: no exchange between threads until the loop is over.
     if HAS_WEIGHT:
         weight_pointer += group * COLUMNS
@@ -225,7 +224,6 @@ def layer_norm_backward_kernel(
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
         if RECOMPUTE_OUTPUT and not LOAD_AGAIN:
             bias = load_once(bias_pointer, row, column, column_mask, compute_type)
-
     for turn in tl.range(0, turns, num_stages=PIPELINE_STAGES):
         tile = tile_start(turn, index, programs_per_group, first_row, TILE_ROWS, IN_TURNS)
         row_mask = tile + row < end_row
