@@ -10,8 +10,8 @@ in the tile is read twice: for its share in the row's sums, which come first, an
 
 Where the backward pass cuts a row in slices, each has a program of its own: the grid is that many
 times as large, a row's slices side by side. Each adds up its whole rows, of which the other slices
-are in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy: no
-row is cut then, and a program has read all of a row before it stores any of it.
+are in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy:
+no row is cut then, and a program has read all of a row before it stores any of it.
 
 No constexpr depends on the number of rows, so neither does what is compiled or tuned.
 """
@@ -140,6 +140,18 @@ def add_row_sums(projection, total, x, dy, IS_RMS_NORM: tl.constexpr):
     return projection, total
 
 
+@triton.jit
+def input_gradient(
+    dy, x, projection, total, rstd, COLUMNS: tl.constexpr, IS_RMS_NORM: tl.constexpr
+):
+    """Return dx: of dy, what the normalized x cannot follow is removed, by the rows' sums."""
+    scale = rstd / COLUMNS
+    removed = x * (projection * scale)
+    if not IS_RMS_NORM:
+        removed += total * scale
+    return dy * rstd - removed
+
+
 @safetune(
     configs=BACKWARD_CONFIGS,
     key=[
@@ -202,8 +214,7 @@ def layer_norm_backward_kernel(
     LAST: tl.constexpr = "evict_first" if LOAD_AGAIN or STREAM else ""
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
-    own_slice = tl.program_id(0) % SLICES
-    program = tl.program_id(0) // SLICES
+    program, own_slice = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
     group = program // programs_per_group
     # 64 bits from here on: the last tile may end past 2^31 rows, and offsets get there far earlier.
     index = (program % programs_per_group).to(tl.int64)
@@ -271,11 +282,7 @@ def layer_norm_backward_kernel(
             weight_sums += dy * x
         if HAS_BIAS:
             bias_sums += dy
-        scale = rstd / COLUMNS
-        removed = x * (projection * scale)
-        if not IS_RMS_NORM:
-            removed += total * scale
-        dx = weighted * rstd - removed
+        dx = input_gradient(weighted, x, projection, total, rstd, COLUMNS, IS_RMS_NORM)
         if HAS_RESIDUAL_GRADIENT:
             dx += load_as(residual_output_gradient_pointer + base + offset, mask, compute_type)
         if STORE_RESIDUAL_GRADIENT:
