@@ -225,6 +225,49 @@ def test_the_kernels_that_choices_are_judged_on_are_right(device: str) -> None:
         assert work.error() < module.ERROR_LIMIT, problem.name
 
 
+#: In the place of compute-sanitizer: runs the program, and says of it what a tool would.
+TOOL = """#!/bin/sh
+shift 4
+"$@" || exit 1
+case $* in
+*--launch-fault) [ "$BLIND" ] || { echo "========= ERROR SUMMARY: 1 error"; exit 9; } ;;
+esac
+echo "========= ERROR SUMMARY: 0 errors"
+"""
+
+
+@pytest.mark.parametrize(
+    ("blind", "tools"), [(False, ["racecheck"]), (True, [])], ids=["finds it", "blind"]
+)
+def test_the_sanitizer_must_find_what_is_planted(
+    tmp_path: Path, blind: bool, tools: list[str]
+) -> None:
+    """All kernels are launched under it; one that finds nothing at all proves nothing."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TRITON_INTERPRET": "1",
+    }
+    environment |= {"BLIND": "1"} if blind else {}
+    command = [sys.executable, str(BENCHMARKS / "sanitize.py"), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--tools", *tools],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == int(blind), done.stdout + done.stderr
+    written = (tmp_path / "interpreter" / "sanitizer.md").read_text()
+    assert "compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks" in written
+    assert ("launches of 6 of 6 problems" in written) == bool(tools)
+    assert ("ERROR SUMMARY: 1 error" in written) != blind
+
+
 def startup(part: int, state: str, tuner: str, seconds: float) -> dict[str, Any]:
     row = {"part": part, "state": state, "tuner": tuner, "seconds": seconds}
     return {**row, "tunings": 60, "process_s": seconds + 5}
@@ -471,6 +514,18 @@ def test_figures_of_the_norms() -> None:
     assert found["host_us_forward_ours_ln"] == 9.0
     assert "forward_share_D256_ln" in found
     assert "forward_share_450x256_ln" not in found
+
+
+def test_what_one_command_left_out_another_measures() -> None:
+    """By operation and system, so that all are in one file in the end."""
+    norms = importlib.import_module("norms")
+    part = "ln-32768x1024"
+    rows = [{"part": part, "op": "forward", "system": "ours"}, {"part": "copy"}]
+    options = norms.parse(["--ops", "forward", "backward", "--systems", "ours", "torch"])
+    left = [("forward", "torch"), ("backward", "ours"), ("backward", "torch")]
+    assert norms.unmeasured(part, options, rows) == left
+    assert norms.unmeasured("copy", options, rows) == []
+    assert norms.unmeasured("host-ln", options, rows) == [("", "")]
 
 
 SAMPLE_ROWS = {
