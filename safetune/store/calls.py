@@ -6,20 +6,18 @@ it is used.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-from safetune.store.rows import CorruptRowError, Table
+from safetune.store.rows import CALL
 from safetune.store.sqlite import Store
+from safetune.store.table import CorruptRowError
+
+logger = logging.getLogger("safetune")
 
 #: More keys than any program has; it bounds the file of one that makes up keys without end.
 MOST = 10_000
-
-CALL = Table(
-    "call",
-    ("key",),
-    (("key", str), ("name", str), ("place", str), ("arguments", dict), ("created", float)),
-)
 
 _PUT = (
     f"INSERT OR IGNORE INTO call ({', '.join(name for name, _ in CALL.columns)}, checksum) "
@@ -64,13 +62,16 @@ def put_call(store: Store, call: RecordedCall) -> bool:
 
 
 def calls(store: Store) -> list[RecordedCall]:
-    """Return the recorded calls in their order, corrupt rows left out; raises `StoreError`."""
+    """Return the recorded calls in their order; raises `StoreError`.
+
+    Corrupt rows are left out, with a line in the log.
+    """
     with store.connection.reading() as connection:
         found = connection.execute(f"{CALL.select} ORDER BY rowid").fetchall()
     sound = []
     for row in found:
         try:
             sound.append(RecordedCall(**CALL.unseal(row)))
-        except CorruptRowError:
-            continue
+        except CorruptRowError as error:
+            logger.warning("ignoring a corrupt row of %s: call %s: %s", store.path, row[0], error)
     return sound
