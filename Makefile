@@ -50,6 +50,10 @@ store-faults: env  ## Make every fault of the store as often as its row says, an
 ownership: env  ## Check who writes each element of the norms for every size, group and SM count of C6
 	OWNERSHIP=all TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/checks/test_shipped_kernels.py
 
+.PHONY: sanitize
+sanitize: env  ## Run the norm kernels under compute-sanitizer: out of bounds, races
+	$(VENV)/bin/python benchmarks/sanitize.py $(SANITIZE_ARGS)
+
 .PHONY: soak
 soak: env  ## Tune 300 times in one process, a third of the configs faulty, and look for leaks
 	$(VENV)/bin/python benchmarks/soak.py $(SOAK_ARGS)

@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -268,7 +267,6 @@ def main() -> None:
     """Measure, print and record."""
     options = parse()
     recording.require_device()
-    os.environ["SAFETUNE_DIRECT_LAUNCH"] = "1"
     folder = recording.output_folder(options)
     result = recording.begin("launch_overhead")
     result.rows = measure(options)

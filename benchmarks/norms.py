@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import os
 import statistics
 import sys
@@ -31,6 +32,9 @@ from recording import Figures, Row
 LARGE = norms_sweep.SHAPES
 SMALL = ((450, 256), (4096, 4096))
 NORMS = ("ln", "rms")
+
+#: An operation and a system.
+Case = tuple[str, str]
 
 #: How many matrices each operation must read or write.
 MATRICES = {"forward": 2, "backward": 3, "prenorm": 4, "dresidual": 4}
@@ -165,7 +169,19 @@ def _host_us(call: Callable[[], object], batches: int = 30, size: int = 100) -> 
     return statistics.median(times)
 
 
-def run_part(part: str, options: argparse.Namespace) -> Iterator[list[Row]]:
+def unmeasured(part: str, options: argparse.Namespace, rows: Sequence[Row]) -> list[Case]:
+    """Return which operations, of which systems, a part has no rows of yet.
+
+    Rows of another command count, so what takes long can be measured by several.
+    """
+    done = {(row.get("op"), row.get("system")) for row in rows if row["part"] == part}
+    if "x" not in part:
+        return [] if done else [("", "")]
+    every = itertools.product(options.ops, options.systems)
+    return [case for case in every if case not in done]
+
+
+def run_part(part: str, cases: Sequence[Case], options: argparse.Namespace) -> Iterator[list[Row]]:
     """Yield the rows of one part, as they come."""
     if part == "copy":
         yield copy_rows()
@@ -173,7 +189,10 @@ def run_part(part: str, options: argparse.Namespace) -> Iterator[list[Row]]:
         yield host_rows(part, options.systems)
     else:
         for ops in norm_calls.op_pairs(options.ops):
-            yield measure(part, ops, options.systems, options.replays)
+            systems = [s for s in options.systems if any((op, s) in cases for op in ops)]
+            if not systems:
+                continue
+            yield measure(part, ops, systems, options.replays)
             gc.collect()
             if not recording.interpreted():
                 import torch
@@ -222,17 +241,17 @@ def main() -> None:
         recording.resume(result, [folder, recording.RESULTS])
     path = result.save(folder, figures)
     wanted = wanted_parts(options)
+    cases = {part: unmeasured(part, options, result.rows) for part in wanted}
+    left = [part for part in wanted if cases[part]]
     if options.warm:
-        done = {row["part"] for row in result.rows}
-        shapes = [part for part in wanted if "x" in part and part not in done]
         # The longest to compile first.
-        norm_calls.warm_all(sorted(shapes, key=lambda part: -int(part.rpartition("x")[2])), options)
+        shapes = sorted((p for p in left if "x" in p), key=lambda p: -int(p.rpartition("x")[2]))
+        norm_calls.warm_all(shapes, options)
     expected_s = WARM_PART_S if options.warm else PART_S
-    left = len(set(wanted) - {row["part"] for row in result.rows})
-    print(f"{left} parts left, of about {expected_s:.0f} s each at most", flush=True)
-    for part in recording.parts_to_run(wanted, result.rows, options, expected_s):
+    print(f"{len(left)} parts left, of about {expected_s:.0f} s each at most", flush=True)
+    for part in recording.parts_to_run(left, [], options, expected_s):
         began = time.monotonic()
-        for rows in run_part(part, options):
+        for rows in run_part(part, cases[part], options):
             columns = ["part", "op", "system", "microseconds", "least", "most", "error"]
             print(recording.table(rows, columns) if part != "copy" else rows, flush=True)
             result.rows += rows

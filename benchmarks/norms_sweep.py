@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
+import itertools
 import json
 import multiprocessing
 import time
@@ -48,66 +49,73 @@ class Candidate:
         return " ".join(f"{name}={value}" for name, value in self.options)
 
 
-#: columns -> (programs per multiprocessor, [(warps, elements per thread, stages, load again, most
-#: registers)]): what the lists have, and what lies around it. None of one size is best for all.
-BACKWARD: dict[int, tuple[tuple[float, ...], list[tuple[int, ...]]]] = {
-    256: (
-        (4, 6, 8),
-        [
-            *((4, 8, stages, 0, 0) for stages in (1, 2, 3)),
-            *((4, 16, stages, 0, 128) for stages in (1, 2, 3)),
-            *((2, elements, 2, 0, 0) for elements in (8, 16)),
-            (2, 16, 3, 0, 0),
-            (8, 8, 2, 0, 0),
-            (8, 16, 2, 0, 128),
-        ],
-    ),
-    512: (
-        (4, 8),
-        [
-            *((4, 8, stages, 0, 0) for stages in (1, 2, 3)),
-            *((4, 16, stages, 0, 128) for stages in (1, 2, 3)),
-            *((2, 16, stages, 0, 0) for stages in (2, 3)),
-            (8, 16, 2, 0, 128),
-        ],
-    ),
-    1024: (
-        (2, 4),
-        [
-            *((4, 8, stages, 0, 0) for stages in (2, 3, 4)),
-            *((4, 16, stages, 0, 128) for stages in (1, 2, 3, 4)),
-            *((8, 16, stages, 0, 128) for stages in (2, 3)),
-            (8, 8, 3, 0, 0),
-        ],
-    ),
-    2048: (
-        (2, 4),
-        [
-            *((4, 16, stages, 0, 128) for stages in (2, 3, 4)),
-            *((8, 8, stages, 0, 64) for stages in (3, 4)),
-            (8, 16, 2, 0, 128),
-        ],
-    ),
-    4096: (
-        (1, 2),
-        [
-            *((8, 16, stages, 0, 128) for stages in (2, 3, 4, 5)),
-            *((16, 8, stages, 0, 64) for stages in (3, 4)),
-        ],
-    ),
-    8192: (
-        (1, 2),
-        [
-            *((16, 16, stages, 0, 0) for stages in (3, 4)),
-            *((32, 8, stages, 0, 0) for stages in (3, 4)),
-            (8, 32, 1, 1, 128),
-        ],
-    ),
-    16384: (
-        (0.5, 1),
-        [(16, 16, 3, 0, 0), (16, 32, 2, 1, 0), (8, 32, 1, 1, 128), (32, 8, 3, 0, 0)],
-    ),
-    32768: ((0.5,), [(16, 32, 1, 1, 0), (32, 16, 1, 1, 0), (16, 16, 3, 0, 0), (8, 32, 1, 1, 128)]),
+@dataclass(frozen=True)
+class Backward:
+    """Options of the backward kernel; each number of stages and order of rows is a config."""
+
+    warps: int
+    elements: int
+    stages: tuple[int, ...]
+    programs_per_sm: tuple[float, ...]
+    registers: int = 0
+    load_again: bool = False
+    orders: str = "runs turns"
+
+    def configs(self) -> Iterator[tuple[tuple[str, int], ...]]:
+        """Yield the options of each as a launch takes them."""
+        for order, stages in itertools.product(self.orders.split(), self.stages):
+            yield _config(
+                self.warps,
+                self.elements,
+                PIPELINE_STAGES=stages,
+                LOAD_AGAIN=self.load_again,
+                IN_TURNS=order != "runs",
+                STREAM=order == "stream",
+                maxnreg=self.registers,
+            )
+
+
+#: What the lists have, for the number of columns, and what lies around it. None is best for all.
+BACKWARD: dict[int, list[Backward]] = {
+    256: [
+        Backward(4, 16, (1, 2, 3), (4, 6)),
+        Backward(4, 16, (4,), (4,), orders="turns"),
+        Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
+        Backward(4, 8, (2, 3), (8,), 64),
+        Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
+        Backward(4, 16, (1, 3), (4,), orders="stream"),
+        Backward(8, 8, (3,), (4,), 64, orders="stream"),
+    ],
+    512: [
+        Backward(4, 16, (1, 2, 3), (4, 5)),
+        Backward(4, 16, (4,), (4,), orders="turns"),
+        Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
+        Backward(4, 8, (2, 3), (8,), 64),
+        Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
+        Backward(4, 16, (1, 3), (4,), orders="stream"),
+        Backward(8, 8, (3,), (4,), 64, orders="stream"),
+    ],
+    1024: [
+        Backward(4, 16, (1, 2, 3, 4), (2, 4)),
+        Backward(8, 16, (3, 4), (1, 2), 128),
+        Backward(8, 8, (3, 4), (2, 4), 64, orders="turns"),
+    ],
+    2048: [
+        Backward(4, 16, (2, 3, 4), (2,)),
+        Backward(8, 8, (3, 4), (2,), 64),
+        Backward(8, 16, (3, 4), (1, 2), 128),
+    ],
+    4096: [Backward(8, 16, (3, 4), (1, 2), 128), Backward(16, 8, (3,), (1, 2), 64)],
+    8192: [Backward(16, 16, (3, 4), (1,)), Backward(8, 32, (1,), (1, 2), 128, True)],
+    16384: [
+        Backward(16, 16, (3,), (0.5,)),
+        Backward(16, 32, (1, 2), (0.5, 1), 0, True),
+        Backward(8, 32, (1,), (0.5, 1), 128, True),
+    ],
+    32768: [
+        Backward(16, 32, (1,), (0.5,), 0, True),
+        Backward(8, 32, (1,), (0.5,), 128, True),
+    ],
 }
 
 #: (warps, elements per thread)
@@ -148,16 +156,10 @@ def candidates(shapes: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
 
     for shape in shapes:
         for is_rms_norm in (False, True):
-            programs, backward = BACKWARD.get(shape[1], ((1, 2), [(4, 8, 2, 0, 0)]))
-            for warps, elements, stages, again, registers in backward:
-                config = _config(
-                    warps,
-                    elements,
-                    PIPELINE_STAGES=stages,
-                    LOAD_AGAIN=again,
-                    maxnreg=registers,
-                )
-                yield Candidate("backward", shape, is_rms_norm, config, programs)
+            for options in BACKWARD.get(shape[1], [Backward(4, 8, (2,), (1, 2))]):
+                for config in options.configs():
+                    programs = options.programs_per_sm
+                    yield Candidate("backward", shape, is_rms_norm, config, programs)
             for warps, elements in FORWARD:
                 tile = 32 * warps * elements
                 if min(shape[1], 16384) <= tile <= 32 * shape[1]:
@@ -169,7 +171,7 @@ def candidates(shapes: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
                     ("num_warps", warps),
                 )
                 usual = programs_per_sm(shape[1])
-                yield Candidate("finalize", shape, is_rms_norm, config, (usual,))
+                yield Candidate("finalize", shape, is_rms_norm, config, (usual, 2 * usual))
 
 
 def _operands(candidate: Candidate, device: str) -> dict[str, Any]:
@@ -295,8 +297,20 @@ def measure(
     }
 
 
+def print_fastest(lines: Sequence[dict[str, Any]], count: int = 6) -> None:
+    """Print the fastest configs of each kernel, shape and norm."""
+    by_case: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        by_case.setdefault((line["kind"], line["shape"], line["norm"]), []).append(line)
+    columns = ["us", "tb_per_s", "config", "programs_per_sm", "regs", "spills", "shared"]
+    for case, found in by_case.items():
+        fastest = sorted(found, key=lambda line: line["us"])[:count]
+        print("\n" + " ".join(case), recording.table(fastest, columns), sep="\n", flush=True)
+
+
 def sweep(parsed: argparse.Namespace) -> None:
     """Measure everything, print each line, and append it to the file."""
+    began = time.monotonic()
     shapes = TINY_SHAPES if recording.interpreted() else SHAPES
     wanted = [shape for shape in shapes if not parsed.columns or shape[1] in parsed.columns]
     kinds = parsed.kinds or ["backward", "finalize"]
@@ -319,7 +333,7 @@ def sweep(parsed: argparse.Namespace) -> None:
         for size in (1, 2, 4):
             tell({"kind": "copy", "gib": size, "tb_per_s": norm_timing.copy_bandwidth(size)})
         operands_of: tuple[Any, list[dict[str, Any]]] = (None, [])
-        began = time.monotonic()
+        told: list[dict[str, Any]] = []
         for candidate in every:
             if time.monotonic() - began > parsed.budget:
                 tell({"kind": "stopped", "why": "no budget left"})
@@ -332,7 +346,9 @@ def sweep(parsed: argparse.Namespace) -> None:
                 operands_of = (group, [_operands(candidate, device) for _ in range(count)])
             for programs in candidate.programs_per_sm or (0,):
                 try:
-                    tell(measure(candidate, operands_of[1], programs))
+                    told.append(measure(candidate, operands_of[1], programs))
+                    tell(told[-1])
                 except Exception as error:
                     text = f"{type(error).__name__}: {str(error)[:200]}"
                     tell({"kind": "error", "of": repr(candidate), "error": text})
+    print_fastest(told)

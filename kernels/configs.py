@@ -35,12 +35,15 @@ def _backward_config(
     elements_per_thread: int = 16,
     load_again: bool = False,
     most_registers: int | None = None,
+    in_turns: bool = False,
 ) -> Config:
     return Config(
         {
             "TILE_ELEMENTS": 32 * num_warps * elements_per_thread,
             "PIPELINE_STAGES": stages,
             "LOAD_AGAIN": load_again,
+            "IN_TURNS": in_turns,
+            "STREAM": False,
         },
         num_warps=num_warps,
         maxnreg=most_registers,
@@ -80,6 +83,11 @@ BACKWARD_CONFIGS = [
     _backward_config(num_warps=4, stages=3),
     _backward_config(num_warps=8, stages=4),
     _backward_config(num_warps=16, stages=3),
+    _backward_config(4, 1, in_turns=True),
+    _backward_config(4, 3, in_turns=True),
+    _backward_config(8, 3, elements_per_thread=8, most_registers=64, in_turns=True),
+    _backward_config(8, 4, most_registers=128, in_turns=True),
+    _backward_config(16, 3, in_turns=True),
     _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
     _backward_config(16, 1, elements_per_thread=32, load_again=True),
 ]

@@ -139,4 +139,4 @@ def _finalize(
 
 
 def _contiguous(*operands: Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if operand is None else operand.contiguous() for operand in operands)
+    return tuple([operand if operand is None else operand.contiguous() for operand in operands])

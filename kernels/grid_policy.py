@@ -15,10 +15,18 @@ of j ends, that of j + 1 begins; the first begins at row 0, and the last ends at
 has a row. Groups have no row in common. And `programs * groups` is at most
 `max(sm_count * programs_per_sm, groups)`.
 
-A program walks its rows in tiles of any height and masks what it loads and stores by the rows it
-owns: ownership does not depend on the height that the tuner picks, so no height is a parameter
-here. Only the last tile of a run is cut short. That costs idle lanes and not a byte of traffic; to
-align runs with tiles would cost balance, up to a whole tile of the tallest config on each program.
+A program walks its run in tiles of any height and masks what it loads and stores by the end of its
+run: no height is a parameter of the plan. Only the last tile of a run is cut short. That costs idle
+lanes and not a byte of traffic; to align runs with tiles would cost balance, up to a whole tile of
+the tallest config on each program.
+
+In turns. Runs make each program read far from all others. The other order has all programs side by
+side: of the first `rounds = rows // (programs * height)` times that many tiles, tile t is that of
+program `t % programs`, and the rows that are left over, fewer than a tile for each program, are
+shared out in runs as above. Whole tiles at multiples of the height do not overlap, and end at
+`rounds * programs * height`, where the runs begin that partition the rest. Where there is a round,
+each program has a tile of it, and where there is none, all rows are shared out in runs. So for any
+height each row has one owner, and none is idle. Programs differ by one row at the most.
 
 What this replaces: fla-org/flash-linear-attention#796 and #1249, where a program's rows were
 `cdiv(rows, programs)`, unrelated to the tile height, and tiles ran into the next program's rows.
@@ -26,6 +34,7 @@ What this replaces: fla-org/flash-linear-attention#796 and #1249, where a progra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 #: Partial sums may move this much of what the rows themselves move, where there is a choice.
@@ -54,10 +63,28 @@ class GridPlan:
         return self.groups * self.programs_per_group
 
     def owned_rows(self, program: int) -> range:
-        """Return the rows, counted within its group, that one program owns."""
+        """Return the run of rows, counted within its group, that one program owns."""
+        return self._run(program, 0)
+
+    def owned_tiles(self, program: int, height: int, in_turns: bool = False) -> Iterator[range]:
+        """Yield the rows of each tile that one program walks, in order: all that it owns.
+
+        Those of `owned_rows`, or, with `in_turns`, tiles side by side with the other programs'.
+        """
+        programs = self.programs_per_group
+        rounds = self.rows // (programs * height) if in_turns else 0
+        for turn in range(rounds):
+            first = (turn * programs + program % programs) * height
+            yield range(first, first + height)
+        run = self._run(program, rounds * programs * height)
+        for first in range(run.start, run.stop, height):
+            yield range(first, min(first + height, run.stop))
+
+    def _run(self, program: int, taken: int) -> range:
+        """Return one program's share of the rows from `taken` on."""
         index = program % self.programs_per_group
-        share, longer = divmod(self.rows, self.programs_per_group)
-        first = index * share + min(index, longer)
+        share, longer = divmod(self.rows - taken, self.programs_per_group)
+        first = taken + index * share + min(index, longer)
         return range(first, first + share + (index < longer))
 
 

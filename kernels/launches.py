@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
@@ -63,17 +62,20 @@ def check_operands(
             f"x has shape {tuple(x.shape)}; it must be [tokens * num_groups, columns] "
             f"with num_groups={num_groups}"
         )
-    if not 1 <= x.shape[1] <= MAX_COLUMNS:
-        raise ValueError(f"x has rows of {x.shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
-    parameters = (num_groups * x.shape[1],)
-    for operands, shape in ((matrices, tuple(x.shape)), (vectors, parameters)):
+    shape = x.shape
+    if not 1 <= shape[1] <= MAX_COLUMNS:
+        raise ValueError(f"x has rows of {shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
+    for operands, wanted in ((matrices, shape), (vectors, (num_groups * shape[1],))):
         for name, operand in operands.items():
-            if operand is not None and tuple(operand.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(operand.shape)}, not {shape}")
+            if operand is not None and operand.shape != wanted:
+                raise ValueError(f"{name} has shape {tuple(operand.shape)}, not {tuple(wanted)}")
 
 
-#: Functions that kernels call as well take 5 to 12 us from Python, `triton.cdiv` among them.
+#: Functions that kernels call as well take 5 to 12 us from Python, `triton.cdiv` among them: every
+#: launch computes a grid.
 _tile_rows = functools.cache(tile_rows)
+_slice_count = functools.cache(slice_count)
+_programs_per_sm = functools.cache(programs_per_sm)
 
 
 def forward_launch(
@@ -133,7 +135,7 @@ def _plan(
         rows,
         groups,
         multiprocessors,
-        programs_per_sm(columns),
+        _programs_per_sm(columns),
         row_bytes=3 * columns * dtype.itemsize,
         partial_bytes=4 * columns * _statistics_dtype(dtype).itemsize,
     )
@@ -180,8 +182,10 @@ def backward_launch(
         "IN_PLACE": False,
     }
 
+    programs = plan.programs
+
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
-        return (plan.programs * slice_count(meta["TILE_ELEMENTS"], columns),)
+        return (programs * _slice_count(meta["TILE_ELEMENTS"], columns),)
 
     return outputs, Launch(grid, (*args, plan.rows, plan.programs_per_group), kwargs)
 
@@ -204,9 +208,10 @@ def finalize_launch(
         "HAS_BIAS": bias is not None,
     }
 
+    groups, parameters = plan.groups, (weight is not None) + (bias is not None)
+
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
-        parameters = kwargs["HAS_WEIGHT"] + kwargs["HAS_BIAS"]
-        return (triton.cdiv(columns, meta["TILE_COLUMNS"]), plan.groups, parameters)
+        return (-(-columns // meta["TILE_COLUMNS"]), groups, parameters)
 
     return (dw, db), Launch(grid, args, kwargs)
 

@@ -8,6 +8,11 @@ the variance is that of the centred row, and each result is cast once, when stor
 A tile is as many whole rows as TILE_ELEMENTS hold, or else a slice of one row. What of a row is not
 in the tile is read twice: for its share in the row's sums, which come first, and for the results.
 
+Where the backward pass cuts a row in slices, each has a program of its own: the grid is that many
+times as large, a row's slices side by side. Each adds up its whole rows, of which the other slices
+are in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy:
+no row is cut then, and a program has read all of a row before it stores any of it.
+
 No constexpr depends on the number of rows, so neither does what is compiled or tuned.
 """
 
@@ -26,7 +31,7 @@ from safetune.kernels.configs import (
     tile_rows,
 )
 from safetune.kernels.finalize import layer_norm_finalize_kernel as layer_norm_finalize_kernel
-from safetune.kernels.tiles import load_as, load_once, owned_rows, sum_columns
+from safetune.kernels.tiles import load_as, load_once, owned_tiles, sum_columns, tile_start
 
 
 @safetune(
@@ -135,6 +140,18 @@ def add_row_sums(projection, total, x, dy, IS_RMS_NORM: tl.constexpr):
     return projection, total
 
 
+@triton.jit
+def input_gradient(
+    dy, x, projection, total, rstd, COLUMNS: tl.constexpr, IS_RMS_NORM: tl.constexpr
+):
+    """Return dx: of dy, what the normalized x cannot follow is removed, by the rows' sums."""
+    scale = rstd / COLUMNS
+    removed = x * (projection * scale)
+    if not IS_RMS_NORM:
+        removed += total * scale
+    return dy * rstd - removed
+
+
 @safetune(
     configs=BACKWARD_CONFIGS,
     key=[
@@ -178,17 +195,14 @@ def layer_norm_backward_kernel(
     TILE_ELEMENTS: tl.constexpr,
     PIPELINE_STAGES: tl.constexpr,
     LOAD_AGAIN: tl.constexpr,
+    IN_TURNS: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
-    """Walk the rows that the grid plan gives this program; `rows` counts those of one group.
+    """Walk the tiles that the grid plan gives this program; `rows` counts those of one group.
 
     Reads and writes [rows * GROUPS, COLUMNS] matrices of any float dtype; the input is what was
     normalized, residual included. Writes this program's row of each [programs, COLUMNS] partial
     sum, in the dtype of the statistics.
-
-    Where a row is cut in slices, each has a program of its own: the grid is that many times as
-    large, a row's slices side by side. Each adds up its whole rows, of which the other slices are
-    in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy:
-    no row is cut then, and a program has read all of a row before it stores any of it.
     """
     TILE_ROWS: tl.constexpr = tile_rows(TILE_ELEMENTS, COLUMNS)
     SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
@@ -197,21 +211,19 @@ def layer_norm_backward_kernel(
     TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(SLICE)
     # Of the same policy, the compiler would make the two loads of a slice one.
     FIRST: tl.constexpr = "evict_last" if LOAD_AGAIN else ""
-    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN else ""
+    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN or STREAM else ""
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
-    own_slice = tl.program_id(0) % SLICES
-    program = tl.program_id(0) // SLICES
+    program, own_slice = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
     group = program // programs_per_group
     # 64 bits from here on: the last tile may end past 2^31 rows, and offsets get there far earlier.
     index = (program % programs_per_group).to(tl.int64)
-    first_row, end_row = owned_rows(index, rows, programs_per_group)
+    turns, first_row, end_row = owned_tiles(index, rows, programs_per_group, TILE_ROWS, IN_TURNS)
     row = tl.arange(0, TILE_ROWS)
     local = tl.arange(0, TILE_COLUMNS)[None, :]
     column = own_slice * SLICE + local
     column_mask = (local < SLICE) & (column < COLUMNS)
     row_offset = row[:, None] * (GROUPS * COLUMNS)
-
     # The sums keep one row per tile row: no exchange between threads until the loop is over.
     if HAS_WEIGHT:
         weight_pointer += group * COLUMNS
@@ -221,8 +233,10 @@ def layer_norm_backward_kernel(
     if HAS_BIAS:
         bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
-
-    for tile in tl.range(first_row, end_row, TILE_ROWS, num_stages=PIPELINE_STAGES):
+        if RECOMPUTE_OUTPUT and not LOAD_AGAIN:
+            bias = load_once(bias_pointer, row, column, column_mask, compute_type)
+    for turn in tl.range(0, turns, num_stages=PIPELINE_STAGES):
+        tile = tile_start(turn, index, programs_per_group, first_row, TILE_ROWS, IN_TURNS)
         row_mask = tile + row < end_row
         statistic = tile * GROUPS + group + row * GROUPS
         base = (tile * GROUPS + group) * COLUMNS
@@ -260,17 +274,15 @@ def layer_norm_backward_kernel(
             if HAS_WEIGHT:
                 y *= weight
             if HAS_BIAS:
-                y += load_as(bias_pointer + column, column_mask, compute_type)
+                if LOAD_AGAIN:
+                    bias = load_as(bias_pointer + column, column_mask, compute_type, LAST)
+                y += bias
             tl.store(output_pointer + base + offset, y, mask=mask)
         if HAS_WEIGHT:
             weight_sums += dy * x
         if HAS_BIAS:
             bias_sums += dy
-        scale = rstd / COLUMNS
-        removed = x * (projection * scale)
-        if not IS_RMS_NORM:
-            removed += total * scale
-        dx = weighted * rstd - removed
+        dx = input_gradient(weighted, x, projection, total, rstd, COLUMNS, IS_RMS_NORM)
         if HAS_RESIDUAL_GRADIENT:
             dx += load_as(residual_output_gradient_pointer + base + offset, mask, compute_type)
         if STORE_RESIDUAL_GRADIENT:

@@ -14,6 +14,7 @@ from torch import Tensor
 from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
 from safetune.kernels.operands import (
     as_rows,
+    in_shape,
     launches_directly,
     residual_rows,
     stores_residual,
@@ -57,35 +58,43 @@ class LayerNormFunction(torch.autograd.Function):
         ctx.deterministic = deterministic
         # An output that nothing reads has no gradient, rather than one full of zeros.
         ctx.set_materialize_grads(False)
-        return (y.view(x.shape), normalized.view(x.shape)) if prenorm else y.view(x.shape)
+        y = in_shape(y, x.shape)
+        return (y, normalized.view(x.shape)) if prenorm else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, dy: Tensor | None, dres: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight, bias and residual."""
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        not_tensors = (None,) * 6
-        if dy is None:
-            dx = None if dres is None else dres.to(ctx.x_dtype)
-            return dx, None, None, dres if ctx.has_residual else None, *not_tensors
-        dx, dw, db, dres_in = layer_norm_bwd(
-            dy.reshape(x.shape),
-            x,
-            weight,
-            bias,
-            mean,
-            rstd,
-            None if dres is None else dres.reshape(x.shape),
-            ctx.has_residual,
-            ctx.is_rms_norm,
-            x_dtype=ctx.x_dtype,
-            num_groups=ctx.num_groups,
-            deterministic=ctx.deterministic,
-        )
-        dres_in = None if dres_in is None else dres_in.view(ctx.shape)
-        return dx.view(ctx.shape), dw, db, dres_in, *not_tensors
+        # Only where a gradient of these may be asked for: to refuse that takes the host 4 us.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dy, dres)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, mean, rstd = ctx.saved_tensors
+    not_tensors = (None,) * 6
+    if dy is None:
+        dx = None if dres is None else dres.to(ctx.x_dtype)
+        return dx, None, None, dres if ctx.has_residual else None, *not_tensors
+    dx, dw, db, dres_in = layer_norm_bwd(
+        in_shape(dy, x.shape),
+        x,
+        weight,
+        bias,
+        mean,
+        rstd,
+        None if dres is None else in_shape(dres, x.shape),
+        ctx.has_residual,
+        ctx.is_rms_norm,
+        x_dtype=ctx.x_dtype,
+        num_groups=ctx.num_groups,
+        deterministic=ctx.deterministic,
+    )
+    dres_in = None if dres_in is None else in_shape(dres_in, ctx.shape)
+    return in_shape(dx, ctx.shape), dw, db, dres_in, *not_tensors
+
+
+_gradients_once = torch.autograd.function.once_differentiable(_gradients)
 
 
 def group_norm(

@@ -34,8 +34,30 @@ def sum_columns(a, b):
 
 @triton.jit
 def owned_rows(index, rows, programs):
-    """Return the first and the end of a program's rows: `GridPlan.owned_rows` on the device."""
+    """Return the first and the end of a program's run: `GridPlan.owned_rows` on the device."""
     share = rows // programs
     longer = rows % programs
     first = index * share + tl.minimum(index, longer)
     return first, first + share + (index < longer).to(tl.int32)
+
+
+@triton.jit
+def owned_tiles(index, rows, programs, TILE_ROWS: tl.constexpr, IN_TURNS: tl.constexpr):
+    """Return how many tiles a program has, the first row of its last rows, and their end.
+
+    IN_TURNS: as long as there is a whole tile for each program they take one each, side by side,
+    and then the rest is shared out in runs, of a tile at most. Otherwise everything is.
+    """
+    rounds = rows // (programs * TILE_ROWS) * IN_TURNS
+    taken = rounds * programs * TILE_ROWS
+    first, end = owned_rows(index, rows - taken, programs)
+    return rounds + tl.cdiv(end - first, TILE_ROWS), taken + first, taken + end
+
+
+@triton.jit
+def tile_start(turn, index, programs, first, TILE_ROWS: tl.constexpr, IN_TURNS: tl.constexpr):
+    """Return the first row of a program's tile: its place in a round, or in the last rows."""
+    if IN_TURNS:
+        # In the last turn, the rest begins no later than a whole tile of this program would.
+        return tl.minimum((turn * programs + index) * TILE_ROWS, first)
+    return first + turn * TILE_ROWS

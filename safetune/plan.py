@@ -23,7 +23,6 @@ from triton.runtime.jit import JITFunction
 
 from safetune import plan_source, scratch
 from safetune.call_form import PIN, CallForm
-from safetune.settings import Settings
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
@@ -104,8 +103,6 @@ class Plan:
 
 def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
     """Return a plan for calls like this one; None where Triton's own path has to be taken."""
-    if not Settings.current().direct_launch:
-        return None
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None

@@ -191,7 +191,9 @@ def launch(grid, a, k):
         if self._tensors:
             off = " and ".join(f"v{i}.{ON_DEVICE}" for i in self._tensors)
             lines += [f"if not ({off}):", "    return None"]
-            lines += [f"p{i} = v{i}.data_ptr()" for i in self._tensors]
+            lines.append("try:")
+            lines += [f"    p{i} = v{i}.data_ptr()" for i in self._tensors]
+            lines += ["except RuntimeError:  # one of torch.vmap's", "    return None"]
         lines += _DEVICE
         return "\n".join(f"    {line}" for line in lines)
 

@@ -154,8 +154,6 @@ class Settings:
         shared: SAFETUNE_SHARED, the URL of a store that several nodes share; empty for none.
         local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: how many of the processes are on
             this node; all of them where it is not set.
-        direct_launch: SAFETUNE_DIRECT_LAUNCH, read when a kernel is first called in some way: with
-            1 known launches go past Triton's own path.
         wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
             processes' tunings, all its waits together.
     """
@@ -170,7 +168,6 @@ class Settings:
     shared: str = ""
     local_world_size: int = 1
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
-    direct_launch: bool = False
 
     @classmethod
     def current(cls) -> Settings:
@@ -190,9 +187,6 @@ class Settings:
                 "SAFETUNE_CAPTURE_MISS",
                 env.get("SAFETUNE_CAPTURE_MISS") or "fallback",
             ),
-            direct_launch=parse_switch(
-                "SAFETUNE_DIRECT_LAUNCH", env.get("SAFETUNE_DIRECT_LAUNCH") or "0"
-            ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
             packs=_directories(env.get("SAFETUNE_PACKS") or ""),
             shared=check_url(env.get("SAFETUNE_SHARED") or ""),
@@ -207,10 +201,7 @@ def installs() -> bool:
     Raises:
         InvalidSetting: it is neither `1` nor `0`.
     """
-    value = os.environ.get("SAFETUNE_INSTALL") or "0"
-    if value not in ("0", "1"):
-        raise InvalidSetting(f"SAFETUNE_INSTALL={value!r} is not known; use one of: 0, 1")
-    return value == "1"
+    return parse_switch("SAFETUNE_INSTALL", os.environ.get("SAFETUNE_INSTALL") or "0")
 
 
 def _number(text: str | None) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store"]
+SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store", "unmodified"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 
@@ -225,6 +225,49 @@ def test_the_kernels_that_choices_are_judged_on_are_right(device: str) -> None:
         assert work.error() < module.ERROR_LIMIT, problem.name
 
 
+#: In the place of compute-sanitizer: runs the program, and says of it what a tool would.
+TOOL = """#!/bin/sh
+shift 4
+"$@" || exit 1
+case $* in
+*--launch-fault) [ "$BLIND" ] || { echo "========= ERROR SUMMARY: 1 error"; exit 9; } ;;
+esac
+echo "========= ERROR SUMMARY: 0 errors"
+"""
+
+
+@pytest.mark.parametrize(
+    ("blind", "tools"), [(False, ["racecheck"]), (True, [])], ids=["finds it", "blind"]
+)
+def test_the_sanitizer_must_find_what_is_planted(
+    tmp_path: Path, blind: bool, tools: list[str]
+) -> None:
+    """All kernels are launched under it; one that finds nothing at all proves nothing."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TRITON_INTERPRET": "1",
+    }
+    environment |= {"BLIND": "1"} if blind else {}
+    command = [sys.executable, str(BENCHMARKS / "sanitize.py"), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--tools", *tools],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == int(blind), done.stdout + done.stderr
+    written = (tmp_path / "interpreter" / "sanitizer.md").read_text()
+    assert "compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks" in written
+    assert ("launches of 6 of 6 problems" in written) == bool(tools)
+    assert ("ERROR SUMMARY: 1 error" in written) != blind
+
+
 def startup(part: int, state: str, tuner: str, seconds: float) -> dict[str, Any]:
     row = {"part": part, "state": state, "tuner": tuner, "seconds": seconds}
     return {**row, "tunings": 60, "process_s": seconds + 5}
@@ -257,6 +300,30 @@ def test_startup_figures() -> None:
     few = [{**row, "tunings": 12} for row in STARTUP_ROWS]
     assert "startup_60_ratio" not in figures(few)
     assert figures([]) == {"alternations": 0.0}
+
+
+UNMODIFIED_ROWS = [
+    {"part": tuner, "tuner": tuner, "state": state, "first_s": seconds, "both_s": seconds + 0.1}
+    for tuner, state, seconds in (
+        ("triton", "cold", 200.0),
+        ("triton", "warm", 4.0),
+        ("safetune", "cold", 50.0),
+        ("safetune", "warm", 2.0),
+    )
+]
+
+
+def test_unmodified_figures() -> None:
+    figures = importlib.import_module("unmodified").figures
+    assert figures(UNMODIFIED_ROWS) == {
+        "unmodified_first_step_s_triton_cold": 200.0,
+        "unmodified_first_step_s_triton_warm": 4.0,
+        "unmodified_first_step_s_safetune_cold": 50.0,
+        "unmodified_first_step_s_safetune_warm": 2.0,
+        "unmodified_first_step_ratio_cold": 0.25,
+        "unmodified_first_step_ratio_warm": 0.5,
+    }
+    assert not any("ratio" in name for name in figures(UNMODIFIED_ROWS[2:]))
 
 
 def test_a_model_starts_with_60_tunings_of_at_most_eight_configs() -> None:
@@ -447,6 +514,18 @@ def test_figures_of_the_norms() -> None:
     assert found["host_us_forward_ours_ln"] == 9.0
     assert "forward_share_D256_ln" in found
     assert "forward_share_450x256_ln" not in found
+
+
+def test_what_one_command_left_out_another_measures() -> None:
+    """By operation and system, so that all are in one file in the end."""
+    norms = importlib.import_module("norms")
+    part = "ln-32768x1024"
+    rows = [{"part": part, "op": "forward", "system": "ours"}, {"part": "copy"}]
+    options = norms.parse(["--ops", "forward", "backward", "--systems", "ours", "torch"])
+    left = [("forward", "torch"), ("backward", "ours"), ("backward", "torch")]
+    assert norms.unmeasured(part, options, rows) == left
+    assert norms.unmeasured("copy", options, rows) == []
+    assert norms.unmeasured("host-ln", options, rows) == [("", "")]
 
 
 SAMPLE_ROWS = {
@@ -651,6 +730,11 @@ def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
         table("A_GPU", tmp_path)
     )
     assert "matmul" not in table("A_GPU", tmp_path)
+    assert "FLA" not in table("A_GPU", tmp_path)
+    figures = importlib.import_module("unmodified").figures(UNMODIFIED_ROWS)
+    write_figures(folder, "unmodified", **figures)
+    line = "FLA's layer norm, GLA and delta rule, first forward and backward, empty caches"
+    assert f"| {line} | 200.0 s | 50.0 s | 0.25 |" in table("A_GPU", tmp_path)
     figures = importlib.import_module("choice_quality").figures(CHOICE_ROWS)
     write_figures(folder, "choice_quality", **figures)
     assert "| within 2% of it | 75.0% | 50.0% |" in table("A_GPU", tmp_path)

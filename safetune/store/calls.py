@@ -1,6 +1,7 @@
 """Recorded calls: launches without a choice, as they were, to be tuned offline.
 
-One row for each key, the first one wins. What is in it is checked where it is used.
+One row for each key: the first that can be rebuilt, else the first. What is in it is checked where
+it is used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _PUT = (
     f"SELECT {', '.join('?' * (len(CALL.columns) + 1))} "
     f"WHERE (SELECT count(*) FROM call) < {MOST}"
 )
+
+#: Canonical JSON has no space there.
+_FORGET_PROBLEM = """DELETE FROM call WHERE key = ? AND arguments LIKE '%"problem":%'"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def put_call(store: Store, call: RecordedCall) -> bool:
     """
     row = CALL.seal(vars(call))
     with store.connection.writing() as database:
+        if "problem" not in call.arguments:
+            database.conn.execute(_FORGET_PROBLEM, (call.key,))
         return bool(database.conn.execute(_PUT, list(row.values())).rowcount > 0)
 
 

@@ -20,11 +20,6 @@ import safetune
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def direct_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETUNE_DIRECT_LAUNCH", "1")
-
-
 N = 4096
 LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "30000"))
 
@@ -88,10 +83,17 @@ def test_the_same_binary_as_triton_s(strided: Strided) -> None:
     order = random.Random(0)
     dtypes = (torch.float32, torch.bfloat16)
     hashes = set()
+    calls = [
+        (
+            order.choice((N, 1000)),
+            [order.choice((1, 2, 16)) for _ in range(3)],
+            [(order.choice(dtypes), order.choice((0, 0, 1))) for _ in range(3)],
+        )
+        for _ in range(50)
+    ]
     for number in range(200):
-        n = order.choice((N, 1000))
-        strides = [order.choice((1, 2, 16)) for _ in range(3)]
-        tensors = [memory(order.choice(dtypes), order.choice((0, 0, 1)), each) for each in strides]
+        n, strides, kinds = order.choice(calls)
+        tensors = [memory(*how, each) for how, each in zip(kinds, strides, strict=True)]
         before = tensors[2].clone()
         known = strided(*tensors, n, *strides, named=order.random() < 0.5)
         after = tensors[2].clone()
@@ -102,7 +104,7 @@ def test_the_same_binary_as_triton_s(strided: Strided) -> None:
         assert torch.equal(after, tensors[2]), what
         hashes.add(known.hash)
     assert len(hashes) > 20
-    assert strided.by_triton < 195, "some were known"
+    assert strided.by_triton < 150, "some were known"
 
 
 def test_triton_is_asked_once(strided: Strided) -> None:
@@ -112,8 +114,8 @@ def test_triton_is_asked_once(strided: Strided) -> None:
     expected = tensors[2].clone()
     for _ in range(10):
         strided(*tensors, N, 1, 1, 1)
-        expected += tensors[0]
-        expected += tensors[1]
+        expected[:N] += tensors[0][:N]
+        expected[:N] += tensors[1][:N]
     assert strided.by_triton == asked
     torch.testing.assert_close(tensors[2], expected)
 

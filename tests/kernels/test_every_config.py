@@ -37,7 +37,7 @@ from safetune.kernels.layer_norm import (
     layer_norm_finalize_kernel,
     layer_norm_forward_kernel,
 )
-from safetune.kernels.tiles import owned_rows
+from safetune.kernels.tiles import owned_tiles, tile_start
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -157,7 +157,15 @@ def test_backward(
 
 
 SLICED = [
-    triton.Config({"TILE_ELEMENTS": 128, "PIPELINE_STAGES": stages, "LOAD_AGAIN": again})
+    triton.Config(
+        {
+            "TILE_ELEMENTS": 128,
+            "PIPELINE_STAGES": stages,
+            "LOAD_AGAIN": again,
+            "IN_TURNS": stages == 2,
+            "STREAM": False,
+        }
+    )
     for stages, again in ((1, False), (1, True), (2, True))
 ]
 
@@ -219,21 +227,39 @@ def test_finalize(close: Any, random: Any, config: Any, groups: int, columns: in
 
 
 @triton.jit
-def _store_owned_rows(output_pointer, rows, programs):
+def _store_owned_tiles(
+    output_pointer, rows, programs, most, TILE_ROWS: tl.constexpr, IN_TURNS: tl.constexpr
+):
     index = tl.program_id(0).to(tl.int64)
-    first, end = owned_rows(index, rows, programs)
-    tl.store(output_pointer + 2 * index, first)
-    tl.store(output_pointer + 2 * index + 1, end)
+    turns, first, end = owned_tiles(index, rows, programs, TILE_ROWS, IN_TURNS)
+    output_pointer += index * most * 2
+    for turn in range(turns):
+        tile = tile_start(turn, index, programs, first, TILE_ROWS, IN_TURNS)
+        tl.store(output_pointer + 2 * turn, tile)
+        tl.store(output_pointer + 2 * turn + 1, tl.minimum(tile + TILE_ROWS, end))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 129, 450, 24100, 2**31 - 1, 2**31])
-def test_device_and_host_agree_on_the_rows(device: str, rows: int) -> None:
-    """`owned_rows` on the device is `GridPlan.owned_rows`, up to the ends of 32 bits."""
-    plan = plan_grid(rows, 1, 13)
-    found = torch.empty(plan.programs, 2, dtype=torch.int64, device=device)
-    _store_owned_rows[(plan.programs,)](found, rows, plan.programs_per_group)
-    owned = [plan.owned_rows(program) for program in range(plan.programs)]
-    assert found.tolist() == [[rows.start, rows.stop] for rows in owned]
+@pytest.mark.parametrize("in_turns", [False, True], ids=["runs", "turns"])
+@pytest.mark.parametrize(
+    ("rows", "height"),
+    [(1, 4), (7, 1), (12, 1), (129, 8), (450, 4), (24100, 128), (2**31 - 1, 2**24), (2**31, 2**25)],
+)
+def test_device_and_host_agree_on_the_rows(
+    device: str, rows: int, height: int, in_turns: bool
+) -> None:
+    """`owned_tiles` on the device is `GridPlan.owned_tiles`, up to the ends of 32 bits."""
+    plan = plan_grid(rows, 1, 6)
+    owned = [
+        [(tile.start, tile.stop) for tile in plan.owned_tiles(program, height, in_turns)]
+        for program in range(plan.programs)
+    ]
+    most = max(map(len, owned)) + 1
+    found = torch.full((plan.programs, most, 2), -1, dtype=torch.int64, device=device)
+    _store_owned_tiles[(plan.programs,)](
+        found, rows, plan.programs_per_group, most, height, in_turns
+    )
+    stored = [[tuple(tile) for tile in tiles if tile[1] >= 0] for tiles in found.tolist()]
+    assert stored == owned
 
 
 COLUMNS = [1, 50, 256, 512, 1024, 2048, 4096, 8192, 16384, 20000, 32768, 65536, 2**18]

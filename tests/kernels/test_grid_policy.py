@@ -74,23 +74,31 @@ def test_any_plan_keeps_the_contract(
 
 
 @given(
-    rows=st.integers(0, 4096),
+    rows=st.one_of(st.integers(0, 512), st.integers(0, 2**15)),
     groups=st.integers(1, 64),
     sm_count=st.integers(1, 256),
     programs_per_sm=st.sampled_from([0.5, 1, 4]),
     height=st.integers(1, 128),
+    in_turns=st.booleans(),
 )
 def test_tiles_of_any_height_store_the_same_rows(
-    rows: int, groups: int, sm_count: int, programs_per_sm: float, height: int
+    rows: int, groups: int, sm_count: int, programs_per_sm: float, height: int, in_turns: bool
 ) -> None:
-    """As the kernel walks: tiles from a program's first row on, masked by the end of its rows."""
+    """In both orders: each row once, by programs of which none is idle or has two rows more."""
     plan = plan_grid(rows, groups, sm_count, programs_per_sm)
     tiles = [
-        (group, range(tile, min(tile + height, owned.stop)))
-        for group, owned in planned_stores(plan)
-        for tile in range(owned.start, owned.stop, height)
+        (program, tile)
+        for program in range(plan.programs)
+        for tile in plan.owned_tiles(program, height, in_turns)
     ]
-    assert violations(rows, groups, tiles) == []
+    stores = ((program // plan.programs_per_group, tile) for program, tile in tiles)
+    assert violations(rows, groups, stores) == []
+    assert all(len(tile) <= height for _, tile in tiles)
+    owned = Counter[int]()
+    for program, tile in tiles:
+        owned[program] += len(tile)
+    assert len(owned) == plan.programs
+    assert not owned or max(owned.values()) - min(owned.values()) <= 1
 
 
 NAMED = [

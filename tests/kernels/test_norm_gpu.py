@@ -14,6 +14,7 @@ from safetune.kernels import (
     LayerNormLinear,
     RMSNorm,
     group_norm,
+    group_norm_linear,
     layer_norm,
     rms_norm,
 )
@@ -84,17 +85,44 @@ class TestTableOfFla:
         compare(lambda *leaves: rms_norm(*leaves, eps=0), leaves, eps=0.0, is_rms_norm=True)
 
     @kinds
-    @pytest.mark.parametrize("columns", [128, 256, 512])
+    @pytest.mark.parametrize(
+        ("columns", "groups"), [(128, 1), (256, 1), (512, 1), (128, 4), (256, 4)]
+    )
     @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32])
     def test_few_tokens(
-        self, compare: Any, random: Any, tokens: int, columns: int, is_rms_norm: bool
+        self, compare: Any, random: Any, tokens: int, columns: int, groups: int, is_rms_norm: bool
     ) -> None:
+        options = {"num_groups": groups, "is_rms_norm": is_rms_norm}
         leaves = [random(1, tokens, columns), random(columns), random(columns)]
-        compare(
-            lambda *leaves: layer_norm(*leaves, is_rms_norm=is_rms_norm),
-            leaves,
-            is_rms_norm=is_rms_norm,
-        )
+        compare(lambda *leaves: group_norm(*leaves, **options), leaves, **options)
+
+    @kinds
+    @pytest.mark.parametrize(("columns", "groups"), [(50, 1), (64, 4), (128, 1), (512, 4)])
+    @pytest.mark.parametrize("tokens", [1, 16, 128])
+    def test_linear(
+        self,
+        random: Any,
+        exact_leaves: Any,
+        reference: Any,
+        gradients: Any,
+        close: Any,
+        tokens: int,
+        columns: int,
+        groups: int,
+        is_rms_norm: bool,
+    ) -> None:
+        """Sums of up to 512 products on the way there, and of them again on the way back."""
+        options = {"num_groups": groups, "is_rms_norm": is_rms_norm}
+        leaves = [random(tokens, columns), random(columns), random(columns)]
+        leaves += [random(24, columns), random(24)]
+        exact = exact_leaves(*leaves)
+        ours = group_norm_linear(*leaves, **options)
+        right = torch.nn.functional.linear(reference(*exact[:3], **options), *exact[3:])
+        close(ours, right, slack=2.0)
+        dy = torch.ones((), device="cuda").expand_as(ours)
+        mine, theirs = gradients(ours, dy, *leaves), gradients(right, dy.double(), *exact)
+        for gradient, exact_gradient in zip(mine, theirs, strict=True):
+            close(gradient, exact_gradient, slack=4.0)
 
 
 @kinds

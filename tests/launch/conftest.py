@@ -27,11 +27,6 @@ from safetune import plan_source, safetune
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-@pytest.fixture(autouse=True)
-def direct_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETUNE_DIRECT_LAUNCH", "1")
-
-
 @dataclass
 class Machine:
     """What has been launched and compiled on it.

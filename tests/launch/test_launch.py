@@ -21,7 +21,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import capture, plan, plan_source, scratch
+from safetune import TracingError, capture, plan, plan_source, scratch
 from safetune.call_form import PIN
 from safetune.phantom import PhantomKeyWarning
 
@@ -247,6 +247,14 @@ class TestInTheWay:
 
         for _ in range(2):
             assert goes_by_triton(kernel, x=Pointer())
+
+    def test_a_tensor_of_vmap_s(self, kernel: Tuned) -> None:
+        """It says that it is a tensor, and has no address: Triton's path refuses it by name."""
+        x = torch.zeros(4, 64)
+        for _ in range(2):
+            call(kernel, x=x[0])
+        with pytest.raises(TracingError, match=r"torch\.vmap"):
+            torch.vmap(lambda each: call(kernel, x=each))(x)
 
     def test_memory_that_no_device_is_known_to_reach(
         self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
