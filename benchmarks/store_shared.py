@@ -119,9 +119,10 @@ def directory(part: str, options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="store-") as name:
         url = f"file://{name}/shared"
         shared, space = open_shared(url), _space()
-        row = {"part": part, "what": "directory", "records": RECORDS}
-        _fill(Path(name) / "shared", space)
-        for number in range(RECORDS, RECORDS + 100):
+        records = min(RECORDS, getattr(options, "most", RECORDS))
+        row = {"part": part, "what": "directory", "records": records}
+        _fill(Path(name) / "shared", space, records)
+        for number in range(records, records + 100):
             record = _stored(number)
             ms = _ms(lambda record=record: shared.publish(space, [record]))  # type: ignore[misc]
             yield {**row, "case": "publish", "ms": ms}
@@ -157,12 +158,12 @@ def _first_miss(url: str, folder: Path) -> tuple[float, float]:
     return waited * 1e3, complete * 1e3
 
 
-def _fill(directory: Path, space: str) -> None:
+def _fill(directory: Path, space: str, records: int) -> None:
     """Write the files that publishing would have written, without waiting for the disk."""
     from safetune.store import shared_record
     from safetune.store.record_files import file_name
 
-    for record in map(_stored, range(RECORDS)):
+    for record in map(_stored, range(records)):
         bucket = directory / "1" / space / record.choice.key[:2]
         bucket.mkdir(parents=True, exist_ok=True)
         (bucket / file_name(record)).write_text(shared_record.encode(record))
