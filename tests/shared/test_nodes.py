@@ -139,7 +139,6 @@ def test_a_cluster_tunes_each_key_once_and_outlives_its_server(
     for number in range(300, 300 + KEYS):
         for node in everywhere:
             assert len(chosen(answers, number, {node})) == 1
-    said = [each["said"] for each in answers]
-    assert max(map(len, said)) <= 1, said
+    assert [each["said"] for each in answers if len(each["said"]) > 1] == []
     children.end(cluster.process)
     print(f"{len(answers)} processes on {KEYS} keys three times, {cluster.figures()}")
