@@ -69,8 +69,7 @@ class Backward:
                 self.elements,
                 PIPELINE_STAGES=stages,
                 LOAD_AGAIN=self.load_again,
-                IN_TURNS=order != "runs",
-                STREAM=order == "stream",
+                IN_TURNS=order == "turns",
                 maxnreg=self.registers,
             )
 
@@ -83,8 +82,6 @@ BACKWARD: dict[int, list[Backward]] = {
         Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
         Backward(4, 8, (2, 3), (8,), 64),
         Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
-        Backward(4, 16, (1, 3), (4,), orders="stream"),
-        Backward(8, 8, (3,), (4,), 64, orders="stream"),
     ],
     512: [
         Backward(4, 16, (1, 2, 3), (4, 5)),
@@ -92,8 +89,6 @@ BACKWARD: dict[int, list[Backward]] = {
         Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
         Backward(4, 8, (2, 3), (8,), 64),
         Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
-        Backward(4, 16, (1, 3), (4,), orders="stream"),
-        Backward(8, 8, (3,), (4,), 64, orders="stream"),
     ],
     1024: [
         Backward(4, 16, (1, 2, 3, 4), (2, 4)),

@@ -43,7 +43,6 @@ def _backward_config(
             "PIPELINE_STAGES": stages,
             "LOAD_AGAIN": load_again,
             "IN_TURNS": in_turns,
-            "STREAM": False,
         },
         num_warps=num_warps,
         maxnreg=most_registers,
@@ -84,8 +83,9 @@ BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=4),
     _backward_config(num_warps=16, stages=3),
     _backward_config(4, 1, in_turns=True),
-    _backward_config(4, 3, in_turns=True),
+    _backward_config(4, 4, in_turns=True),
     _backward_config(8, 3, elements_per_thread=8, most_registers=64, in_turns=True),
+    _backward_config(8, 1, most_registers=128, in_turns=True),
     _backward_config(8, 4, most_registers=128, in_turns=True),
     _backward_config(16, 3, in_turns=True),
     _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
@@ -124,10 +124,13 @@ def programs_per_sm(columns: int) -> float:
     """Return how many programs of the backward kernel go on one multiprocessor, slices as one.
 
     As many as keep enough loads under way; each has partial sums of its own, so long rows get few.
+    Up to 1024 columns the numbers are those that were fastest on an H100 (benchmarks/norms.py
+    --sweep): rows of 512 columns are slower with two, shorter ones with four.
     """
     if columns > LONG_SLICE:
         return 1 / max(2, triton.cdiv(columns, WIDEST_TILE))
-    return max(1, min(4, 4096 // triton.next_power_of_2(columns)))
+    padded = triton.next_power_of_2(columns)
+    return 4 if padded == 512 else max(1, min(2, 4096 // padded))
 
 
 def prune_configs(

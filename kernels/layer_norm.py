@@ -196,7 +196,6 @@ def layer_norm_backward_kernel(
     PIPELINE_STAGES: tl.constexpr,
     LOAD_AGAIN: tl.constexpr,
     IN_TURNS: tl.constexpr,
-    STREAM: tl.constexpr,
 ):
     """Walk the tiles that the grid plan gives this program; `rows` counts those of one group.
 
@@ -211,7 +210,7 @@ def layer_norm_backward_kernel(
     TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(SLICE)
     # Of the same policy, the compiler would make the two loads of a slice one.
     FIRST: tl.constexpr = "evict_last" if LOAD_AGAIN else ""
-    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN or STREAM else ""
+    LAST: tl.constexpr = "evict_first" if LOAD_AGAIN else ""
     compute_type: tl.constexpr = rstd_pointer.dtype.element_ty
 
     program, own_slice = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES

@@ -163,7 +163,6 @@ SLICED = [
             "PIPELINE_STAGES": stages,
             "LOAD_AGAIN": again,
             "IN_TURNS": stages == 2,
-            "STREAM": False,
         }
     )
     for stages, again in ((1, False), (1, True), (2, True))
