@@ -289,6 +289,7 @@ class TestExchange:
         store = GuardedStore.open(tmp_path / "node")
         with store.connection.writing() as writing:
             writing.conn.execute("DROP TABLE choice")
+            writing.conn.execute("CREATE VIEW choice AS SELECT 1")
         store.shared = SharedLayer(open_shared(database), store.connection)
         found = Lookup(store).find(key(), LIST)
         assert found == choice(0, 128, 2)
