@@ -69,7 +69,7 @@ def process(node: int, home: Path, url: str, commands: Any, answers: Any) -> Non
             {
                 "node": node,
                 "found": found,
-                "said": [str(each.message) for each in said],
+                "said": [str(e.message) for e in said if e.category is not ResourceWarning],
                 "seconds": seconds,
             }
         )
