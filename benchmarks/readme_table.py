@@ -21,6 +21,7 @@ def table(device: str = DEVICE, results: Path = recording.RESULTS) -> str:
     times = [
         *_tuning(recording.stored_figures(folder, "tuning_time")),
         *_startup(recording.stored_figures(folder, "startup")),
+        *_unmodified(recording.stored_figures(folder, "unmodified")),
     ]
     tables = (
         _table(["what", "triton.autotune", "safetune", "ratio"], times),
@@ -61,6 +62,20 @@ def _startup(found: Figures) -> list[list[str]]:
         )
         for cache in words
         if f"startup_60_ratio{cache}" in found
+    ]
+
+
+def _unmodified(found: Figures) -> list[list[str]]:
+    words = {"cold": "empty caches", "warm": "caches of an earlier process"}
+    return [
+        _compared(
+            f"FLA's layer norm, GLA and delta rule, first forward and backward, {words[state]}",
+            found[f"unmodified_first_step_s_triton_{state}"],
+            found[f"unmodified_first_step_s_safetune_{state}"],
+            found[f"unmodified_first_step_ratio_{state}"],
+        )
+        for state in words
+        if f"unmodified_first_step_ratio_{state}" in found
     ]
 
 

@@ -4,8 +4,11 @@
 #   OUT=results benchmarks/run_on_gpu.sh               tests, demo, launch overhead
 #   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up, store
 #   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
+#   OUT=results benchmarks/run_on_gpu.sh unmodified    FLA's layers; needs fla-core
 #
-# The last two begin nothing that would end more than BUDGET seconds (default: 540) after the start,
+# tests/gpu/test_unmodified.py, which takes minutes, is in none of these: `make test-gpu` has it.
+#
+# Benchmarks begin nothing that would end more than BUDGET seconds (default: 540) after the start,
 # the most important first; run them again, with the same OUT, until nothing is left: two or three
 # times for all of `bench`, about 16 minutes.
 #
@@ -19,9 +22,10 @@ cd "$(dirname "$0")/.."
 root=$PWD
 mode=${1:-checks}
 case $mode in
-    checks | bench | tuning_time | choice_quality | startup | store) ;;
+    checks | bench | tuning_time | choice_quality | startup | store | unmodified) ;;
     *)
-        echo "usage: $0 [checks | bench | (tuning_time | choice_quality | startup | store) [OPTION...]]" >&2
+        echo "usage: $0 [checks | bench |" \
+            "(tuning_time | choice_quality | startup | store | unmodified) [OPTION...]]" >&2
         exit 2
         ;;
 esac
@@ -76,7 +80,7 @@ parallel=()
 has xdist && parallel=(-n 6 --dist loadfile)
 
 checks() {
-    step gpu_tests 200 "${pytest[@]}" tests/gpu
+    step gpu_tests 200 "${pytest[@]}" tests/gpu --ignore=tests/gpu/test_unmodified.py
     step kernel_tests 110 "${pytest[@]}" "${parallel[@]:0:2}" -m gpu --ignore=tests/gpu
     step launch_overhead 60 "$python" benchmarks/launch_overhead.py --out "$OUT"
     if [ -f docs/examples/demo.py ]; then

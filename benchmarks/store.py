@@ -9,7 +9,8 @@ who goes first; the figure is the difference of the medians.
 one when it is open, finding one in memory, and writing one. `writers`: 64 processes at once that
 write 20 rows each.
 
-The shared stores' parts are those of benchmarks/store_shared.py, where that file is.
+The shared stores' parts are those of benchmarks/store_shared.py, where that file is. Only `first
+launch` needs a GPU: with TRITON_INTERPRET=1 the others' results are those of the machine alone.
 """
 
 from __future__ import annotations
@@ -260,12 +261,14 @@ def main() -> None:
         options.report.write_text(json.dumps(first_launch(options.task, options.block)))
         return
     recording.require_device()
-    folder = recording.output_folder(options)
+    shared = _shared()
+    every = {**PARTS, **(shared.PARTS if shared is not None else {})}
+    if recording.interpreted() and options.out == recording.RESULTS:
+        del every["first launch"]  # the others launch nothing, and need no GPU
+    folder = options.out
     result = recording.begin("store")
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
-    shared = _shared()
-    every = {**PARTS, **(shared.PARTS if shared is not None else {})}
     for part in recording.parts_to_run(every, result.rows, options, PART_S):
         print(part, flush=True)
         result.rows += every[part](part, options)

@@ -5,7 +5,8 @@ with 100 connections: as 300 nodes with a store each, and as one node. How many 
 when they went on, how long that took them, and how often they connected.
 
 `directory`: publishing a record, listing the names, bringing an empty store and one that lacks
-nothing up to date, and looking for one record.
+nothing up to date, looking for one record, and how long the first miss of an empty store's process
+waits, and how long it takes until all is pulled behind it.
 
 benchmarks/store.py runs these parts with its own; this file runs them alone.
 """
@@ -47,11 +48,18 @@ def herd(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Fork a herd on a server of its own, twice."""
     from safetune.store.opening import open_shared
 
+    module = _server_module()
     with tempfile.TemporaryDirectory(prefix="store-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # a server that root starts runs as nobody
-        server = _server_module().Server(folder / "server")
-        server.start()
+        try:
+            import psycopg  # noqa: F401
+
+            server = module.Server(folder / "server")
+            server.start()
+        except (ImportError, module.NoServer) as error:
+            print(f"no herd: {error}", flush=True)
+            return
         try:
             shared = open_shared(server.url())
             shared.publish(_space(), [_stored(number) for number in range(CHOICES)])
@@ -126,12 +134,33 @@ def directory(part: str, options: argparse.Namespace) -> Iterator[Row]:
             get = _ms(lambda: shared.get(space, wanted.key, wanted.declared))  # noqa: B023
             yield {**row, "case": "get", "ms": get}
             local.close()
+        for number in range(3):
+            waited, complete = _first_miss(url, Path(name) / f"miss{number}")
+            yield {**row, "case": "first_miss", "ms": waited}
+            yield {**row, "case": "pulled_behind", "ms": complete}
+
+
+def _first_miss(url: str, folder: Path) -> tuple[float, float]:
+    """Return how long a process that has nothing yet waits, and when it has all, both in ms."""
+    from safetune.store.opening import open_shared
+    from safetune.store.shared_layer import SharedLayer
+
+    local = _local(folder)
+    layer = SharedLayer(open_shared(url), local.connection)
+    begin = time.perf_counter()
+    layer.refresh(_space())
+    waited = time.perf_counter() - begin
+    while layer._partial:
+        time.sleep(0.01)
+    complete = time.perf_counter() - begin
+    local.close()
+    return waited * 1e3, complete * 1e3
 
 
 def _fill(directory: Path, space: str) -> None:
     """Write the files that publishing would have written, without waiting for the disk."""
     from safetune.store import shared_record
-    from safetune.store.directory import file_name
+    from safetune.store.record_files import file_name
 
     for record in map(_stored, range(RECORDS)):
         bucket = directory / "1" / space / record.choice.key[:2]

@@ -1,34 +1,33 @@
 """Time to the first training step of a library as it is: FLA under triton.autotune and safetune.
 
 `tests/gpu/scripts/fla_layers.py` (layer norm, GLA, delta rule, forward and backward) in a fresh
-process, plain and with `SAFETUNE_INSTALL=1`: `cold` with empty caches, `warm` with what the cold
-process left: Triton's compile cache and safetune's store. One alternation; about 90 s on an H100.
+process: `cold` with empty caches of its own, `warm` with what the cold one left there: Triton's
+compile cache, the timings that FLA has Triton keep beside it, safetune's store. One run of each,
+not several in turn: a cold one of triton.autotune takes over three minutes on an H100.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import runpy
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fresh_process
 import recording
 from recording import Figures, Row
 
 STEP = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "scripts" / "fla_layers.py"
-PROCESS_TIMEOUT_S = 240.0
+TUNERS = ("triton", "safetune")
+STATES = ("cold", "warm")
+PROCESS_TIMEOUT_S = 400.0
 
-#: How the step is started by each tuner: an import of safetune is all that differs.
-START = (
-    "import sys, runpy; {extra}"
-    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-)
+#: What both processes of triton.autotune may take; those of safetune take less.
+PART_S = 290.0
 
 
 def figures(rows: Sequence[Row]) -> Figures:
@@ -42,36 +41,63 @@ def figures(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def run(tuner: str, state: str, folder: Path) -> dict[str, Any]:
-    """Run the step in a fresh process, with the tuner's own caches."""
-    extra = "import safetune; " if tuner == "safetune" else ""
-    env = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
-    env["TRITON_CACHE_DIR"] = str(folder / f"triton-{tuner}")
+def first_step(tuner: str) -> dict[str, Any]:
+    """In a fresh process: run the layers; say how long the first and both steps took."""
+    installation = None
     if tuner == "safetune":
-        env.update(SAFETUNE_INSTALL="1", SAFETUNE_CACHE_DIR=str(folder / "store"))
-    command = [sys.executable, "-c", START.format(extra=extra), str(STEP)]
-    begin = time.monotonic()
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, text=True, timeout=PROCESS_TIMEOUT_S, check=True
-    )
-    report = json.loads(done.stdout.splitlines()[-1])
-    return {"tuner": tuner, "state": state, "process_s": time.monotonic() - begin, **report}
+        import safetune
+
+        installation = safetune.install()
+    sys.argv = [str(STEP)]
+    found = runpy.run_path(str(STEP), run_name="__main__")
+    report = {name: found[name] for name in ("first_s", "both_s")}
+    if installation is None:
+        return report
+    if installation.refused or installation.given:
+        raise SystemExit(f"not all that was launched was tuned by safetune:\n{installation}")
+    return {**report, "tunings": installation.tunings(), "launches": installation.launches}
+
+
+def run_part(tuner: str) -> list[Row]:
+    """Run one tuner's two processes, one after the other, with caches of its own."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
+        folder = Path(name)
+        caches = {"TRITON_CACHE_DIR": folder / "triton", "SAFETUNE_CACHE_DIR": folder / "store"}
+        for state in STATES:
+            task = ["--task", tuner]
+            report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
+            row = {"part": tuner, "state": state, "tuner": tuner, **report}
+            print(f"{tuner} {state}: {row['first_s']:.2f} s", flush=True)
+            rows.append(row)
+    return rows
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
 
 
 def main() -> None:
-    """Run the four processes and record them."""
-    parser: argparse.ArgumentParser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
-    options = parser.parse_args()
+    """Run the task of a measuring process, or the parts that are still missing."""
+    options = parse()
+    if options.task:
+        options.report.write_text(json.dumps(first_step(options.task)))
+        return
     recording.require_device()
+    folder = recording.output_folder(options)
     result = recording.begin("unmodified")
-    with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
-        for state in ("cold", "warm"):
-            for tuner in ("triton", "safetune"):
-                row = run(tuner, state, Path(name))
-                print(f"{tuner} {state}: {row['first_s']:.2f} s", flush=True)
-                result.rows.append(row)
-    path = result.save(recording.output_folder(options), figures)
-    print(recording.table(result.rows, ["tuner", "state", "first_s", "both_s", "process_s"]))
+    if not options.fresh:
+        recording.resume(result, [folder, recording.RESULTS])
+    for tuner in recording.parts_to_run(TUNERS, result.rows, options, PART_S):
+        result.rows += run_part(tuner)
+        result.save(folder, figures)
+    path = result.save(folder, figures)
+    columns = ["tuner", "state", "first_s", "both_s", "process_s", "tunings", "launches"]
+    print(recording.table(result.rows, columns))
     print()
     print(recording.figures_table(result, path))
 

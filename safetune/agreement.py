@@ -154,7 +154,11 @@ def _launched(tuner: Autotuner, key: Any) -> Config | None:
         return tuner.postponed[key].config
     rejections = tuner.rejections.get(key)
     config: Config | None = tuner.cache.get(key)
-    return rejections.choice if config is None and rejections is not None else config
+    if config is None and rejections is not None:
+        config = rejections.choice
+    if config is None and key in tuner.captured:
+        config = tuner.captured[key].config
+    return config
 
 
 def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
-from safetune import fallback, miss
+from safetune import agreement, fallback, miss
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
 from safetune.inline import why_not_isolated
@@ -162,6 +162,7 @@ def _find(
     request = missed.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
+    agreement.remember(tuner, key, request)
     if tuner.isolation == "inline" or why_not_isolated(missed.call):
         config = request.configs[0]
     else:

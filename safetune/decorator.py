@@ -69,30 +69,30 @@ def safetune(
     settings = {n: v for n, v in locals().items() if n not in ("configs", "key")}
 
     def decorate(fn: Any) -> Any:
-        if hasattr(fn, "fn") and isinstance(_innermost_tuner(fn), triton_autotuner.Autotuner):
-            raise InvalidSetting(
-                f"{kernel_name(fn)} has a tuner already: use @safetune without arguments above "
-                "@triton.autotune(...), or replace that decorator"
-            )
         _check_kernel(fn)
         return Autotuner(fn, fn.arg_names, configs, key, **settings)
 
     if hasattr(configs, "fn"):
-        return _take_over(configs)
+        return take_over(configs)
     return decorate
 
 
 autotune = safetune
 
 
-def _take_over(kernel: Any) -> Any:
-    """Bare `@safetune`: above `@triton.autotune`, above heuristics over that, or above jit."""
+def take_over(kernel: Any) -> Any:
+    """Bare `@safetune`: above `@triton.autotune`, above heuristics over that, or above jit.
+
+    Raises:
+        InvalidConfig, InvalidSetting: as `safetune` does of the tuner's settings.
+    """
     if isinstance(kernel, Heuristics) and _innermost_tuner(kernel) is not None:
-        return Heuristics(_take_over(kernel.fn), kernel.arg_names, kernel.values)
+        return Heuristics(take_over(kernel.fn), kernel.arg_names, kernel.values)
     if not isinstance(kernel, triton_autotuner.Autotuner):
         return Autotuner(kernel, kernel.arg_names, None, ())
     if isinstance(kernel, Autotuner):
         return kernel
+    _check_kernel(kernel.fn)
     deprecated = kernel.use_cuda_graph or kernel.num_warmups or kernel.num_reps
     tuner = Autotuner(
         kernel.fn,
@@ -126,4 +126,9 @@ def _check_kernel(fn: Any) -> None:
     if not hasattr(fn, "arg_names"):
         raise InvalidSetting(
             f"@safetune(...) is above {fn!r}, which is no Triton kernel: put @triton.jit below it"
+        )
+    if _innermost_tuner(fn) is not None:
+        raise InvalidSetting(
+            f"{kernel_name(fn)} has a tuner already: use @safetune without arguments above "
+            "@triton.autotune(...), or replace that decorator"
         )

@@ -193,16 +193,17 @@ class Traced:
 
 
 def missed(traced: Traced, config: Config, store: Store) -> None:
-    """Keep a key that was compiled without a choice, for offline tuning.
-
-    A store of calls to tune offline belongs here; the tensors are known by their dtypes alone.
-    """
+    """Keep a key that was compiled without a choice, and say so."""
     tuner, request = traced.tuner, traced.request
     name = request.key.kernel.name
+    if Settings.current().mode is not Mode.FROZEN:
+        from safetune import record  # imports torch
+
+        record.remember(traced, request, store, record.TRACED)  # type: ignore[arg-type]
     logger.info(
         "%s is to be tuned offline for %s: torch.compile found no choice", name, request.key
     )
-    if traced.tuner.__dict__.setdefault("_told_of_compile", False):
+    if tuner.__dict__.get("_told_of_compile"):
         return
     tuner.__dict__["_told_of_compile"] = True
     warnings.warn(

@@ -167,12 +167,12 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     if postponed is not None and not postponed.due(settings):
         return postponed.config
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
-    if tunes and tuner.isolation == "inline":
-        return tuner.adopt(key, tune_inline(tuner, args, kwargs))
     miss = Miss(tuner, args, kwargs)
+    if tunes and tuner.isolation == "inline":
+        return _inline(miss, key, args, kwargs)
     if tunes and (reason := why_not_isolated(miss.call)):
         _warn_once(reason)
-        return tuner.adopt(key, tune_inline(tuner, args, kwargs))
+        return _inline(miss, key, args, kwargs)
     request = miss.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
@@ -192,6 +192,12 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
 
         return tune_meanwhile(miss, key, request, lookup.store, settings)
     return _tune(miss, key, request, lookup.store, settings)
+
+
+def _inline(miss: Miss, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+    with contextlib.suppress(Exception):  # tuning raises it, or needs nothing of it
+        remember(miss.tuner, key, miss.request())
+    return miss.tuner.adopt(key, tune_inline(miss.tuner, args, kwargs))
 
 
 @contextlib.contextmanager

@@ -26,19 +26,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
+#: Why nothing can be rebuilt of a call that torch.compile has traced.
+TRACED = (
+    "torch.compile shows neither its grid nor its tensors' shapes: call safetune.prepare with what "
+    "is compiled, or tune a workload of the kernel"
+)
+
 #: A call has some hundred bytes per argument and per config.
 _MOST_BYTES = 1 << 20
 
 
-def remember(miss: Miss, request: TuningRequest, store: Store) -> None:
-    """Write a call down, if its key is new to the store. Never raises."""
+def remember(miss: Miss, request: TuningRequest, store: Store, problem: str = "") -> None:
+    """Write a call down, if its key is new to the store. Never raises.
+
+    Args:
+        problem: why nothing can be rebuilt from what is known of it; the key is kept with that.
+    """
     try:
         _, function = base_function(miss.tuner.fn)
         call = RecordedCall(
             key=request.key.digest,
             name=request.key.kernel.name,
             place=f"{function.__module__}:{function.__qualname__}",
-            arguments=_arguments(request),
+            arguments=_arguments(request, problem),
             created=time.time(),
         )
         if len(canonical.dumps(call.arguments)) > _MOST_BYTES:
@@ -50,9 +60,11 @@ def remember(miss: Miss, request: TuningRequest, store: Store) -> None:
         _complain(request.key.kernel.name, f"{type(error).__name__}: {error}")
 
 
-def _arguments(request: TuningRequest) -> dict[str, Any]:
+def _arguments(request: TuningRequest, problem: str) -> dict[str, Any]:
     """The call as plain JSON data, or why it cannot be rebuilt from that."""
     facts = {"kernel": request.key.kernel.digest, "call": request.key.record()}
+    if problem:
+        return {**facts, "problem": problem}
     try:
         return {**facts, **described.describe(request.call), "grids": _grids(request)}
     except KernelNotTransferable as error:

@@ -185,13 +185,14 @@ def _chosen(
     given = [value for value in values if arrays.is_array(value)]
     factory = abstract.tuner.hooks.inputs is not None
     if not (factory or any(map(arrays.has_data, given))) or any(map(arrays.is_traced, given)):
-        record.remember(abstract, request, lookup.store)
+        without_grid = "" if abstract.call.grid is not None else "it was resolved without a grid"
+        record.remember(abstract, request, lookup.store, without_grid)
         raise MissingChoice(
             f"{request.key.kernel.name} has no choice for {request.key} on "
             f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
             "call it once with real arrays, or resolve it with them; or run offline "
             f"`safetune tune {base_function(abstract.tuner.fn)[1].__module__} "
-            f"--kernel {request.key.kernel.name}`"
+            f"--kernel {request.key.kernel.name}`, or `safetune tune --recorded` for this very call"
         )
     return _tuned(abstract, args, kwargs, lookup), "tuned"
 

@@ -75,6 +75,9 @@ if NO_GPU_REASON:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["PYTEST_LEAK_TAG"] = LEAK_TAG
 
+# Inductor's pool of compile workers lives as long as its process: it would be one of those left.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 # A shell has its background jobs ignore SIGINT, and so would do all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

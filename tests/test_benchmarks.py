@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store"]
+SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store", "unmodified"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 
@@ -300,6 +300,30 @@ def test_startup_figures() -> None:
     few = [{**row, "tunings": 12} for row in STARTUP_ROWS]
     assert "startup_60_ratio" not in figures(few)
     assert figures([]) == {"alternations": 0.0}
+
+
+UNMODIFIED_ROWS = [
+    {"part": tuner, "tuner": tuner, "state": state, "first_s": seconds, "both_s": seconds + 0.1}
+    for tuner, state, seconds in (
+        ("triton", "cold", 200.0),
+        ("triton", "warm", 4.0),
+        ("safetune", "cold", 50.0),
+        ("safetune", "warm", 2.0),
+    )
+]
+
+
+def test_unmodified_figures() -> None:
+    figures = importlib.import_module("unmodified").figures
+    assert figures(UNMODIFIED_ROWS) == {
+        "unmodified_first_step_s_triton_cold": 200.0,
+        "unmodified_first_step_s_triton_warm": 4.0,
+        "unmodified_first_step_s_safetune_cold": 50.0,
+        "unmodified_first_step_s_safetune_warm": 2.0,
+        "unmodified_first_step_ratio_cold": 0.25,
+        "unmodified_first_step_ratio_warm": 0.5,
+    }
+    assert not any("ratio" in name for name in figures(UNMODIFIED_ROWS[2:]))
 
 
 def test_a_model_starts_with_60_tunings_of_at_most_eight_configs() -> None:
@@ -706,6 +730,11 @@ def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
         table("A_GPU", tmp_path)
     )
     assert "matmul" not in table("A_GPU", tmp_path)
+    assert "FLA" not in table("A_GPU", tmp_path)
+    figures = importlib.import_module("unmodified").figures(UNMODIFIED_ROWS)
+    write_figures(folder, "unmodified", **figures)
+    line = "FLA's layer norm, GLA and delta rule, first forward and backward, empty caches"
+    assert f"| {line} | 200.0 s | 50.0 s | 0.25 |" in table("A_GPU", tmp_path)
     figures = importlib.import_module("choice_quality").figures(CHOICE_ROWS)
     write_figures(folder, "choice_quality", **figures)
     assert "| within 2% of it | 75.0% | 50.0% |" in table("A_GPU", tmp_path)

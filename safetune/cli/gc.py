@@ -65,9 +65,10 @@ def gc(
 
 def _sentence(swept: dict[str, Any], dry_run: bool) -> str:
     would = "would forget" if dry_run else "forgot"
+    calls = f" and {swept['calls']} recorded calls" if swept["calls"] else ""
     files = f", and {swept['files']} databases kept aside" if swept["files"] else ""
     size = "" if dry_run else f"; {swept['bytes_before']} bytes before, {swept['bytes_after']} now"
     return (
         f"{would} {swept['keys']} keys with {swept['trials']} trials and {swept['choices']} "
-        f"choices{files}{size}"
+        f"choices{calls}{files}{size}"
     )

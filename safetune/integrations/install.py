@@ -1,5 +1,7 @@
 """Libraries as they are: every `triton.autotune` that is applied from here on is safetune's.
 
+Tuners that are made by other means are reached where they launch (see `companion`).
+
 Three ways: `safetune.install()`; `SAFETUNE_INSTALL=1`, which acts when safetune is imported; and
 `safetune run script.py`, which has every Python that the program starts import it. At exit a report
 says on stderr what came of it.
@@ -25,17 +27,24 @@ class Installation:
     """What has gone through the replaced `triton.autotune` in this process.
 
     Attributes:
-        tuners: every tuner made, ours.
+        tuners: every tuner made, ours; those of kernels that Triton's class or a library's own
+            holds come with their first launch.
         refused: kernels left to Triton, with the reason.
+        given: how often a kernel was launched with a config that was in its tuner's own cache.
         launches, misses: of all tuners.
     """
 
     def __init__(self) -> None:
         self.tuners: list[Any] = []
         self.refused: dict[str, str] = {}
+        self.given: dict[str, int] = {}
         self.launches = 0
         self.misses = 0
         self._tunings_before = 0
+
+    def count_given(self, kernel: str) -> None:
+        """Count a launch with a config that is not of safetune's choice."""
+        self.given[kernel] = self.given.get(kernel, 0) + 1
 
     def dropped(self) -> dict[str, tuple[str, ...]]:
         """Return the key names that were dropped, by kernel."""
@@ -54,13 +63,16 @@ class Installation:
 
     def __str__(self) -> str:
         stored = max(0, self.misses - self.tunings())
+        kernels = {tuner.base_fn for tuner in self.tuners}
         lines = [
-            f"safetune: {len(self.tuners)} kernels, {self.launches} launches: {self.tunings()} "
+            f"safetune: {len(kernels)} kernels, {self.launches} launches: {self.tunings()} "
             f"tunings, {stored} keys looked up, {self.launches - self.misses} hits"
         ]
         dropped = self.dropped()
         if dropped:
             lines.append(f"safetune: key names dropped, as nothing reads them: {_listed(dropped)}")
+        if self.given:
+            lines.append(f"safetune: launched with configs of its own cache: {_listed(self.given)}")
         if self.refused:
             lines.append(f"safetune: left to triton.autotune: {_listed(self.refused)}")
         return "\n".join(lines)
@@ -69,8 +81,7 @@ class Installation:
 def install() -> Installation:
     """Have `triton.autotune` be safetune's from now on; a second call changes nothing.
 
-    A name that a module has already taken (`from triton import autotune`, run before) stays
-    Triton's, and so does a class of a library's own on top of Triton's `Autotuner`.
+    A tuner of Triton's own class, or of a library's on top of it, is reached where it launches.
     """
     global _installation
     if _installation is not None:
@@ -80,6 +91,7 @@ def install() -> Installation:
 
     from safetune import announce
     from safetune.autotuner import Autotuner
+    from safetune.integrations import companion
 
     installation = _installation = Installation()
     installation._tunings_before = announce.tunings_begun()
@@ -87,27 +99,29 @@ def install() -> Installation:
     for module in (triton_autotuner, triton.runtime, triton):
         module.autotune = ours  # type: ignore[attr-defined]
     _count(installation, Autotuner)
-    _note_others(installation, triton_autotuner.Autotuner, Autotuner)
+    companion.reach(installation, triton_autotuner.Autotuner, Autotuner)
     atexit.register(_report, installation)
     return installation
 
 
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
+    from safetune.autotuner import kernel_name
     from safetune.decorator import safetune
     from safetune.errors import SafetuneError
+    from safetune.integrations import companion
 
     @functools.wraps(stock)
     def autotune(*args: Any, **kwargs: Any) -> Any:
         if str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch."):
-            return stock(*args, **kwargs)  # Dynamo rebuilds tuners that it has pruned
+            make = stock(*args, **kwargs)  # Dynamo rebuilds tuners that it has pruned
+            return lambda fn: companion.leave(make(fn))
 
         def decorate(fn: Any) -> Any:
             try:
                 tuner = safetune(*args, **kwargs)(fn)
             except (SafetuneError, TypeError) as error:
-                name = str(getattr(fn, "__name__", fn))
-                installation.refused[name] = str(error).partition("\n")[0]
-                return stock(*args, **kwargs)(fn)
+                installation.refused[kernel_name(fn)] = str(error).partition("\n")[0]
+                return companion.leave(stock(*args, **kwargs)(fn))
             installation.tuners.append(tuner)
             return tuner
 
@@ -133,20 +147,6 @@ def _count(installation: Installation, ours: type[Any]) -> None:
     ours.run, ours._miss = counted_run, counted_miss  # type: ignore[attr-defined]
 
 
-def _note_others(installation: Installation, stock: type[Any], ours: type[Any]) -> None:
-    """Have the report name the tuners that a class of a library's own makes."""
-    construct = stock.__init__
-
-    @functools.wraps(construct)
-    def noting(self: Any, fn: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, fn, *args, **kwargs)
-        if not isinstance(self, ours) and type(self) is not stock:
-            kernel = getattr(self.base_fn, "__name__", str(fn))
-            installation.refused[kernel] = f"made by {type(self).__name__}"
-
-    stock.__init__ = noting  # type: ignore[misc]
-
-
 def _listed(items: dict[str, Any]) -> str:
     return "; ".join(
         f"{name} ({', '.join(what) if isinstance(what, tuple) else what})"
@@ -155,7 +155,7 @@ def _listed(items: dict[str, Any]) -> str:
 
 
 def _report(installation: Installation) -> None:
-    if installation.tuners or installation.refused:
+    if installation.tuners or installation.given or installation.refused:
         sys.stderr.write(f"{installation}\n")
 
 

@@ -8,21 +8,26 @@ its program's own work nor on inputs that were drawn at random.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from safetune.errors import StoreError
 from safetune.outcome import Mark
 from safetune.store import rows
 from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, CorruptRowError, Table
-from safetune.store.shared_record import Name, name_of, namespace
+from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
+from safetune.store.shared_record import Name, encode, name_of, namespace
+from safetune.store.table import CorruptRowError, Scalar, Table
 
 if TYPE_CHECKING:
     import sqlite3
 
     from safetune.outcome import Outcome
     from safetune.store.connection import Connection
+
+logger = logging.getLogger("safetune")
 
 #: Of all choices in the database, those for which it has a trial, too: the newest of each list.
 _OWN = (
@@ -42,16 +47,28 @@ def shareable(outcome: Outcome) -> bool:
     return not (outcome.marked(Mark.CONTENDED) or outcome.marked(Mark.REGENERATED))
 
 
+def is_sound(stored: StoredChoice) -> bool:
+    """Whether a choice can be written down for others; what cannot is logged."""
+    try:
+        encode(stored)
+    except StoreError as error:
+        logger.info("%s", error)
+        return False
+    return True
+
+
 def adopted(connection: Connection) -> set[Name]:
     """Return what was taken over from elsewhere, and need not be read again.
 
-    A record never changes; but what was also tuned here may have been chosen otherwise.
-
-    Raises:
-        StoreError: the database cannot be read.
+    A record never changes; but what was also tuned here may have been chosen otherwise. Nothing
+    where the database cannot be read.
     """
-    with connection.reading() as sqlite:
-        return {Name(*row) for row in sqlite.execute(_ADOPTED).fetchall()}
+    try:
+        with connection.reading() as sqlite:
+            return {Name(*row) for row in sqlite.execute(_ADOPTED).fetchall()}
+    except StoreError as error:
+        logger.info("%s; all that is shared is read", error)
+        return set()
 
 
 def adopt(connection: Connection, stored: Iterable[StoredChoice]) -> None:
@@ -67,9 +84,16 @@ def adopt(connection: Connection, stored: Iterable[StoredChoice]) -> None:
 def unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
     """Return the choices of a namespace that this node made and that `names` lacks.
 
-    Raises:
-        StoreError: the database cannot be read.
+    None where the database cannot be read.
     """
+    try:
+        return _unpublished(connection, space, names)
+    except StoreError as error:
+        logger.info("%s; nothing in it is published", error)
+        return []
+
+
+def _unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
     newest: dict[tuple[str, str], ChoiceRecord] = {}
     with connection.reading() as sqlite:
         for choice in _sound(CHOICE, sqlite.execute(_OWN).fetchall()):
@@ -115,8 +139,6 @@ def _sound(table: Table, found: Iterable[Sequence[Any]]) -> Iterator[dict[str, A
             yield table.unseal(row)
 
 
-def _insert(
-    sqlite: sqlite3.Connection, insert: str, table: Table, row: dict[str, rows.Scalar]
-) -> None:
+def _insert(sqlite: sqlite3.Connection, insert: str, table: Table, row: dict[str, Scalar]) -> None:
     columns, values = ", ".join(row), ", ".join("?" * len(row))
     sqlite.execute(f"{insert} INTO {table.name} ({columns}) VALUES ({values})", tuple(row.values()))

@@ -1,30 +1,32 @@
 """Recorded calls: launches without a choice, as they were, to be tuned offline.
 
-One row for each key, the first one wins. What is in it is checked where it is used.
+One row for each key: the first that can be rebuilt, else the first. What is in it is checked where
+it is used.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-from safetune.store.rows import CorruptRowError, Table
+from safetune.store.rows import CALL
 from safetune.store.sqlite import Store
+from safetune.store.table import CorruptRowError
+
+logger = logging.getLogger("safetune")
 
 #: More keys than any program has; it bounds the file of one that makes up keys without end.
 MOST = 10_000
-
-CALL = Table(
-    "call",
-    ("key",),
-    (("key", str), ("name", str), ("place", str), ("arguments", dict), ("created", float)),
-)
 
 _PUT = (
     f"INSERT OR IGNORE INTO call ({', '.join(name for name, _ in CALL.columns)}, checksum) "
     f"SELECT {', '.join('?' * (len(CALL.columns) + 1))} "
     f"WHERE (SELECT count(*) FROM call) < {MOST}"
 )
+
+#: Canonical JSON has no space there.
+_FORGET_PROBLEM = """DELETE FROM call WHERE key = ? AND arguments LIKE '%"problem":%'"""
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,22 @@ def put_call(store: Store, call: RecordedCall) -> bool:
     """
     row = CALL.seal(vars(call))
     with store.connection.writing() as database:
+        if "problem" not in call.arguments:
+            database.conn.execute(_FORGET_PROBLEM, (call.key,))
         return bool(database.conn.execute(_PUT, list(row.values())).rowcount > 0)
 
 
 def calls(store: Store) -> list[RecordedCall]:
-    """Return the recorded calls in their order, corrupt rows left out; raises `StoreError`."""
+    """Return the recorded calls in their order; raises `StoreError`.
+
+    Corrupt rows are left out, with a line in the log.
+    """
     with store.connection.reading() as connection:
         found = connection.execute(f"{CALL.select} ORDER BY rowid").fetchall()
     sound = []
     for row in found:
         try:
             sound.append(RecordedCall(**CALL.unseal(row)))
-        except CorruptRowError:
-            continue
+        except CorruptRowError as error:
+            logger.warning("ignoring a corrupt row of %s: call %s: %s", store.path, row[0], error)
     return sound

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from safetune.store.sqlite import Store
 
 
+#: The tables with a row for each of many things of one key.
+_OF_KEY = ("trial", "choice", "call")
+
+_VERDICTS = "SELECT verdict FROM trial"
 _DEVICES = "SELECT device.record FROM key JOIN device ON device.digest = key.device"
 
 
@@ -43,7 +47,7 @@ class Swept:
     """What went, or would have gone.
 
     Attributes:
-        keys: how many, with all their trials and choices.
+        keys: how many, with all their trials, choices and recorded calls.
         bytes_before, bytes_after: of the database; the same where nothing went.
         files: databases that had been moved aside.
     """
@@ -51,6 +55,7 @@ class Swept:
     keys: int
     trials: int
     choices: int
+    calls: int
     files: int
     bytes_before: int
     bytes_after: int
@@ -74,7 +79,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
     before = _size(connection)
     with connection.transaction() as database:
         gone = [key.digest for key in _doomed(_idle(database), rule, before)]
-        trials, choices = (_count(database, table, gone) for table in ("trial", "choice"))
+        counts = [_count(database, table, gone) for table in _OF_KEY]
         if not dry_run:
             _delete(database, gone)
     files = _moved_before(connection.path, rule.before)
@@ -83,17 +88,20 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
             recovery.remove(path)
         if gone:
             _shrink(connection)
-    return Swept(len(gone), trials, choices, len(files), before, _size(connection))
+    return Swept(len(gone), *counts, len(files), before, _size(connection))
 
 
 def stats(store: Store) -> dict[str, Any]:
     """Return what is in a store, in numbers, as plain JSON data; raises `StoreError`."""
     with store.connection.reading() as database:
         keys = list(_keys(database))
-        trials = dict(database.execute("SELECT verdict, count(*) FROM trial GROUP BY verdict"))
+        trials = Counter(str(verdict) for (verdict,) in database.execute(_VERDICTS))
         devices = Counter(_field(record, "name") for (record,) in database.execute(_DEVICES))
         owners = [owner for (owner,) in database.execute("SELECT owner FROM lease")]
-        choices = database.execute("SELECT count(*) FROM choice").fetchone()[0]
+        choices, calls = (
+            database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            for table in ("choice", "call")
+        )
         kernels = database.execute("SELECT count(DISTINCT name) FROM key").fetchone()[0]
     path = store.path
     dates = [key.newest for key in keys if key.newest]
@@ -104,7 +112,8 @@ def stats(store: Store) -> dict[str, Any]:
         "keys": len(keys),
         "choices": choices,
         "trials": sum(trials.values()),
-        "verdicts": {str(name): count for name, count in sorted(trials.items())},
+        "recorded": calls,
+        "verdicts": dict(sorted(trials.items())),
         "devices": dict(sorted(devices.items())),
         "tritons": dict(sorted(Counter(key.triton for key in keys).items())),
         "oldest": min(dates, default=None),
@@ -157,7 +166,7 @@ def _count(database: sqlite3.Connection, table: str, gone: list[str]) -> int:
 
 
 def _delete(database: sqlite3.Connection, gone: list[str]) -> None:
-    for table, column in (("trial", "key"), ("choice", "key"), ("key", "digest")):
+    for table, column in (*((table, "key") for table in _OF_KEY), ("key", "digest")):
         rows = [(digest,) for digest in gone]
         database.executemany(f"DELETE FROM {table} WHERE {column} = ?", rows)
     for statement in queries.CLEAR_UNUSED:

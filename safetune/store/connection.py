@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from safetune.errors import LeaseLost, StoreError
 from safetune.store import migrations, place, recovery
 from safetune.store.recovery import Damaged
-from safetune.store.rows import RecordError
+from safetune.store.table import RecordError
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
@@ -139,6 +139,9 @@ class Connection:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             message = f"cannot {action} the store {self._place}: {reason}"
             if not recovery.is_damage(error):
+                # Such as a lock that could not be let go: only a new connection is rid of that.
+                if action == "read" and self.path is not None:
+                    self._disconnect()
                 raise StoreError(message) from error
             self._suspect = True
             self._disconnect()
@@ -182,9 +185,14 @@ class Connection:
 
 
 def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
-    """Open a database file, and return which one it was; a damaged one is moved aside first."""
-    for last in (False, False, True):
+    """Open a database file, and return which one it was; a damaged one is moved aside first.
+
+    One that is damaged is looked at twice: SQLite says the same of a disk that fails to read once.
+    """
+    looked = False
+    for last in (False, False, False, True):
         if place.is_read_only(path):
+            place.check(path)
             return _prepared(recovery.open_read_only(path), migrations.check_current), None
         place.make(path)
         found = place.identity(path)
@@ -196,8 +204,9 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
             replaced = recovery.is_replaced(path, found)
             if last or not (replaced or recovery.is_damage(error)):
                 raise
-            if not replaced:
+            if looked and not replaced:
                 recovery.move_aside(path, found, error)
+            looked = not replaced
             continue
         if found == place.identity(path):
             return connection, found

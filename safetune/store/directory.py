@@ -13,32 +13,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
-from safetune.errors import StoreError
 from safetune.store import shared_record
+from safetune.store.record_files import RecordFiles, content, file_name, name_in
 from safetune.store.records import StoredChoice
-from safetune.store.shared import Lease, NoLease, Unwritable
 from safetune.store.shared_record import ForeignRecord, Name
 
 #: What a network file system says of a file that another client has just changed or removed.
 _MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.EISDIR}
 
-#: What it says when nothing can be written, now or ever.
-_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
 #: What it says where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
-_FILE = re.compile(
-    r"[\w-]{0,64}\.([0-9a-f]{32})\.([0-9a-f]{32})\.([1-9][0-9]{0,6})\.json", re.ASCII
-)
 
-
-class Directory:
+class Directory(RecordFiles):
     """The records below a directory, which is made at the first write."""
 
     def __init__(self, root: Path) -> None:
@@ -58,7 +49,7 @@ class Directory:
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
         """Yield the records of these names; raises `StoreError`."""
         by_bucket: dict[str, set[Name]] = {}
-        for name in names:
+        for name in sorted(names):
             by_bucket.setdefault(name.key[:2], set()).add(name)
         for bucket, wanted in by_bucket.items():
             with self._failures("read"):
@@ -76,23 +67,6 @@ class Directory:
                 if stored := self._read(directory / files[name], name):
                     return stored
         return None
-
-    def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is there now.
-
-        Raises:
-            Unwritable: the directory is read-only or full.
-            StoreError: it cannot be reached.
-        """
-        with self._failures("write to"):
-            return [self._publish(namespace, record) for record in records]
-
-    def lease(self, key: str) -> Lease:
-        """Return a lease that keeps nobody away: a directory has no lock that can be trusted."""
-        return NoLease()
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
         name = shared_record.name_of(record)
@@ -118,8 +92,8 @@ class Directory:
     def _bucket(self, directory: Path) -> dict[Name, str]:
         found = {}
         for entry in _entries(directory):
-            if match := _FILE.fullmatch(entry):
-                found[Name(match[1], match[2], int(match[3]))] = entry
+            if name := name_in(entry):
+                found[name] = entry
         return found
 
     def _read(self, path: Path, name: Name) -> StoredChoice | None:
@@ -134,31 +108,12 @@ class Directory:
 
     def _load(self, path: Path, name: Name) -> StoredChoice:
         with path.open("rb") as file:
-            stored = shared_record.decode(file.read(shared_record.MAX_BYTES + 1))
-        if shared_record.name_of(stored) != name:
-            raise ForeignRecord("it is another one than its name says")
-        return stored
+            return content(file.read(shared_record.MAX_BYTES + 1), name)
 
     def _reachable(self) -> None:
         """Raise where not even the directory above is there: a share that is not mounted."""
         if not self._root.parent.exists():
             os.stat(self._root.parent.parent)
-
-    @contextlib.contextmanager
-    def _failures(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kind = Unwritable if error.errno in _UNWRITABLE and action != "read" else StoreError
-            reason = error.strerror or str(error)
-            raise kind(f"cannot {action} the shared store {self.place}: {reason}") from error
-
-
-def file_name(record: StoredChoice) -> str:
-    """Return the name of a record's file."""
-    name = shared_record.name_of(record)
-    kernel = re.sub(r"[^\w-]", "_", record.key.kernel_name, flags=re.ASCII)[:64]
-    return f"{kernel}.{name.key}.{name.declared}.{name.generation}.json"
 
 
 def _entries(directory: Path) -> list[str]:

@@ -20,8 +20,8 @@ from safetune.outcome import Mark
 from safetune.store import pack_format, rows
 from safetune.store.packs import beginning, read_pack
 from safetune.store.records import StoredChoice
-from safetune.store.rows import CorruptRowError, Table
 from safetune.store.sqlite import DATABASE_NAME, Store
+from safetune.store.table import CorruptRowError, Scalar, Table
 
 if TYPE_CHECKING:
     import sqlite3
@@ -189,7 +189,7 @@ def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
 
 
 def _put_if_absent(
-    connection: sqlite3.Connection, table: Table, row: dict[str, rows.Scalar]
+    connection: sqlite3.Connection, table: Table, row: dict[str, Scalar]
 ) -> dict[str, Any] | None:
     """Write a row, also in place of one that is corrupt; return the sound one that is there."""
     same = " AND ".join(f"{table.name}.{name} = ?" for name in table.primary_key)

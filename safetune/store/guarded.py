@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetune.errors import LeaseLost, StoreError
 from safetune.store.connection import Connection
 from safetune.store.recovery import Damaged
-from safetune.store.rows import RecordError
 from safetune.store.sqlite import Store
+from safetune.store.table import RecordError
 
 if TYPE_CHECKING:
     from safetune.store.lease import Lease

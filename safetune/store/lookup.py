@@ -6,6 +6,7 @@ A store that cannot be opened costs one warning, one that fails later one line i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
 from safetune.settings import Mode
+from safetune.store import place
 from safetune.store.guarded import GuardedStore
 from safetune.store.packs import Packs, shipped
 from safetune.store.sqlite import DATABASE_NAME, Store
@@ -82,15 +84,13 @@ class Lookup:
     def _in_store(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
         """The local store, brought up to date with the shared one, at most once a minute."""
         if self.store.shared is not None:
-            from safetune.store.shared_record import space_of
-
-            self.store.shared.refresh(space_of(key))
+            self.store.shared.refresh(_space_of(key))
         return self.store.choice(key.digest, declared)
 
     def _in_shared(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        """What came from the shared store, and the local one could not keep."""
+        """What the local store could not keep of the shared one, or does not have of it yet."""
         shared = self.store.shared
-        return None if shared is None else shared.choice(key.digest, declared)
+        return None if shared is None else shared.choice(_space_of(key), key.digest, declared)
 
 
 def open_lookup(settings: Settings) -> Lookup:
@@ -106,10 +106,10 @@ def open_lookup(settings: Settings) -> Lookup:
     if not directory.parts[0].startswith("~"):  # there is no home, which opening it says
         directory = Path(os.path.abspath(directory))
     frozen = settings.mode is Mode.FROZEN
-    place = (directory, settings.shared, settings.packs, frozen)
+    identity = (directory, settings.shared, settings.packs, frozen)
     with _opening:
-        if place in _lookups:
-            return _lookups[place]
+        if identity in _lookups:
+            return _lookups[identity]
         backend = _backend(settings.shared)
         try:
             store, problem = (_read_only if frozen else GuardedStore.open)(directory), None
@@ -121,7 +121,7 @@ def open_lookup(settings: Settings) -> Lookup:
             store.shared = SharedLayer(backend, store.connection)
         last = shipped()
         packs = Packs(settings.packs if last is None else (*settings.packs, last))
-        lookup = _lookups[place] = Lookup(store, packs)
+        lookup = _lookups[identity] = Lookup(store, packs)
     if problem is not None:
         warnings.warn(
             f"safetune: {problem}; choices are kept in memory, for this process only",
@@ -135,6 +135,12 @@ def open_lookup(settings: Settings) -> Lookup:
             stacklevel=2,
         )
     return lookup
+
+
+def _space_of(key: TuningKey) -> str:
+    from safetune.store.shared_record import space_of
+
+    return space_of(key)
 
 
 def _backend(url: str) -> SharedStore | None:
@@ -165,6 +171,8 @@ def _read_only(directory: Path) -> GuardedStore:
         return GuardedStore.in_memory()
     except OSError:
         pass  # opening it says what is wrong
+    with contextlib.suppress(OSError):
+        place.check(path)
     return open_read_only(path, GuardedStore)
 
 

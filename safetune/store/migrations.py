@@ -29,7 +29,9 @@ _WAL_PAUSE_S = 0.01
 
 _STRANGERS = (
     "SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index') "
-    "OR sql LIKE 'CREATE VIRTUAL%' LIMIT 1"
+    "OR sql LIKE 'CREATE VIRTUAL%' "
+    "UNION ALL SELECT 1 FROM sqlite_master AS made, pragma_table_xinfo(made.name) AS has "
+    "WHERE made.type = 'table' AND has.hidden LIMIT 1"
 )
 _LEASE = "SELECT token, name, owner, beats FROM lease"
 
@@ -94,7 +96,7 @@ def prepare(connection: sqlite3.Connection) -> None:
     with _transaction(connection, "BEGIN"):  # one snapshot: another process may migrate right now
         current = is_current(connection)
         if current:
-            _check_schema(connection)
+            check_schema(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
     _switch_to_wal(connection, attempts=1 if current else _WAL_ATTEMPTS)
     if not current:
@@ -125,7 +127,7 @@ def check_current(connection: sqlite3.Connection) -> None:
     """Raise `StoreError` unless a database that cannot be changed is as `prepare` leaves it."""
     if not is_current(connection):
         raise StoreError("it cannot be written to, and an older safetune made it")
-    _check_schema(connection)
+    check_schema(connection)
 
 
 def is_current(connection: sqlite3.Connection) -> bool:
@@ -144,12 +146,12 @@ def is_current(connection: sqlite3.Connection) -> bool:
     return False
 
 
-def _check_schema(connection: sqlite3.Connection) -> None:
+def check_schema(connection: sqlite3.Connection) -> None:
     """See that every table has its columns, and that nothing else in the file runs with them.
 
     Raises:
         Damaged: a table or column is missing.
-        StoreError: it has triggers, views or virtual tables.
+        StoreError: it has triggers, views, virtual tables or generated columns.
     """
     if connection.execute(_STRANGERS).fetchone() is not None:
         raise StoreError(

@@ -8,6 +8,7 @@ on a network file system, or none at all) every process asks for itself.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import time
 from collections.abc import Iterator
@@ -21,33 +22,51 @@ except ImportError:  # no POSIX: every process asks for itself
 _POLL_S = 0.01
 _MAX_POLL_S = 0.1
 
+#: What this process has open. A fork gets it, too, and would keep the lock for its parent's node.
+_descriptors: set[int] = set()
+
+
+class Turn(enum.Enum):
+    """Whose turn it is: this process's, nobody's as it was asked lately, or that of another one."""
+
+    MINE = enum.auto()
+    DONE = enum.auto()
+    BUSY = enum.auto()
+
 
 @contextlib.contextmanager
-def turn(database: Path | None, name: str, since: float, wait_s: float) -> Iterator[bool]:
-    """Yield whether this process should ask: nobody else has since then, or is at it.
+def turn(database: Path | None, name: str, since: float, wait_s: float) -> Iterator[Turn]:
+    """Yield whose turn it is to ask.
 
     Args:
         name: what is asked for.
-        since: seconds since the epoch.
-        wait_s: how long to wait for one that is asking. After that, False: it has not come back.
+        since: seconds since the epoch; after it is lately.
+        wait_s: how long to wait for one that is asking. After that it is `BUSY`.
     """
     descriptor = _open(database, name)
     if descriptor is None or database is None:
-        yield True
+        yield Turn.MINE
         return
+    owner = os.getpid()
+    _descriptors.add(descriptor)
     try:
         state = _locked(descriptor, wait_s)
-        if state is False or (state and _asked_since(descriptor, database, since)):
-            yield False
+        if state is False:
+            yield Turn.BUSY
             return
-        yield True
+        if state and _asked_since(descriptor, database, since):
+            yield Turn.DONE
+            return
+        yield Turn.MINE
         with contextlib.suppress(OSError):
             os.pwrite(descriptor, _mark(database), 0)
             os.utime(descriptor)
     finally:
-        with contextlib.suppress(OSError):  # a process forked meanwhile has the descriptor, too
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        if os.getpid() == owner:
+            _descriptors.discard(descriptor)
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
 
 def _open(database: Path | None, name: str) -> int | None:
@@ -88,3 +107,13 @@ def _asked_since(descriptor: int, database: Path, since: float) -> bool:
 
 def _mark(database: Path) -> bytes:
     return b"%020d\n" % os.stat(database).st_ino
+
+
+def _after_fork_in_child() -> None:
+    while _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(_descriptors.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

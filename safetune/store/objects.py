@@ -9,25 +9,19 @@ same moment the later one may win; what is read back counts, and the next pull p
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import Any
 
-from safetune.errors import StoreError
 from safetune.store import shared_record
-from safetune.store.directory import file_name
+from safetune.store.record_files import RecordFiles, content, file_name, name_in
 from safetune.store.records import StoredChoice
-from safetune.store.shared import Lease, NoLease, Unwritable
 from safetune.store.shared_record import ForeignRecord, Name
-
-_FILE = re.compile(r".*\.([0-9a-f]{32})\.([0-9a-f]{32})\.([1-9][0-9]{0,6})\.json", re.ASCII)
 
 #: How many objects are fetched together; fsspec does that concurrently where it can.
 _TOGETHER = 200
 
 
-class Objects:
+class Objects(RecordFiles):
     """The records below a path of an fsspec file system."""
 
     def __init__(self, filesystem: Any, root: str, place: str) -> None:
@@ -44,7 +38,9 @@ class Objects:
         """Yield the records of these names; raises `StoreError`."""
         with self._failures("read"):
             listing = self._listing(namespace)
-        wanted = sorted(name for name in names if name in listing)
+        yield from self._load(listing, sorted(name for name in names if name in listing))
+
+    def _load(self, listing: dict[Name, str], wanted: list[Name]) -> Iterator[StoredChoice]:
         for start in range(0, len(wanted), _TOGETHER):
             paths = {listing[name]: name for name in wanted[start : start + _TOGETHER]}
             with self._failures("read"):
@@ -57,26 +53,10 @@ class Objects:
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation; raises `StoreError`."""
-        names = {name for name in self.names(namespace) if name[:2] == (key, declared)}
-        found = self.pull(namespace, names)
+        with self._failures("read"):
+            listing = self._listing(namespace)
+        found = self._load(listing, [name for name in listing if name[:2] == (key, declared)])
         return max(found, key=lambda stored: stored.choice.generation, default=None)
-
-    def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is there now.
-
-        Raises:
-            Unwritable: the back end says that it may not be written.
-            StoreError: it cannot be reached.
-        """
-        with self._failures("write to"):
-            return [self._publish(namespace, record) for record in records]
-
-    def lease(self, key: str) -> Lease:
-        """Return a lease that keeps nobody away."""
-        return NoLease()
-
-    def close(self) -> None:
-        """Do nothing: connections are fsspec's own."""
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
         name = shared_record.name_of(record)
@@ -102,23 +82,12 @@ class Objects:
             paths = self._filesystem.ls(f"{self._root}/{namespace}", detail=False)
         except FileNotFoundError:
             return {}
-        matches = [(path, _FILE.fullmatch(path)) for path in paths]
-        return {Name(m[1], m[2], int(m[3])): path for path, m in matches if m}
-
-    @contextlib.contextmanager
-    def _failures(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except StoreError:
-            raise
-        except Exception as error:  # fsspec's back ends raise what their libraries raise
-            kind = Unwritable if isinstance(error, PermissionError) else StoreError
-            raise kind(f"cannot {action} the shared store {self.place}: {error}") from error
+        names = [(name_in(path.rpartition("/")[2]), path) for path in paths]
+        return {name: path for name, path in names if name}
 
 
-def _decoded(text: bytes, name: Name) -> StoredChoice | None:
+def _decoded(data: bytes, name: Name) -> StoredChoice | None:
     try:
-        stored = shared_record.decode(text)
+        return content(data, name)
     except ForeignRecord:
         return None
-    return stored if shared_record.name_of(stored) == name else None

@@ -39,9 +39,20 @@ def make(path: Path) -> None:
         _check(path.parent, stat.S_ISDIR, "directory")
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        for name in (path, *(path.with_name(path.name + log) for log in LOGS)):
-            with contextlib.suppress(FileNotFoundError):
-                _check(name, stat.S_ISREG, "regular file")
+        check(path)
+
+
+def check(path: Path) -> None:
+    """See that the directory and the files of a database are nobody else's, and no links.
+
+    Raises:
+        StoreError: one is.
+        OSError: that cannot be told.
+    """
+    _check(path.parent, stat.S_ISDIR, "directory")
+    for name in (path, *(path.with_name(path.name + log) for log in LOGS)):
+        with contextlib.suppress(FileNotFoundError):
+            _check(name, stat.S_ISREG, "regular file")
 
 
 def identity(path: Path) -> tuple[int, int] | None:

@@ -24,6 +24,9 @@ from safetune.store.shared_record import ForeignRecord, Name
 
 _STATEMENT_TIMEOUT_MS = 5000
 
+#: How many records are fetched together: some MB.
+_TOGETHER = 2000
+
 _UNWRITABLE = (
     errors.InsufficientPrivilege,
     errors.ReadOnlySqlTransaction,
@@ -91,11 +94,14 @@ class Postgres:
 
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
         """Yield the records of these names; raises `StoreError`."""
-        columns = [list(column) for column in zip(*names, strict=True)] or [[], [], []]
-        with self.reading() as connection:
-            if connection is None:
-                return
-            for (text,) in connection.execute(_PULL, (*columns, namespace)).fetchall():
+        listed = sorted(names)
+        for start in range(0, len(listed), _TOGETHER):
+            columns = map(list, zip(*listed[start : start + _TOGETHER], strict=True))
+            with self.reading() as connection:
+                if connection is None:
+                    return
+                found = connection.execute(_PULL, (*columns, namespace)).fetchall()
+            for (text,) in found:
                 stored = _decoded(text)
                 if stored is not None and shared_record.name_of(stored) in names:
                     yield stored

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safetune.store.rows import CHOICE, KEY, TRIAL, Scalar, text
+from safetune.store.rows import CHOICE, KEY, TRIAL
+from safetune.store.table import Scalar, text
 
 if TYPE_CHECKING:
     import sqlite3
@@ -30,7 +31,7 @@ KERNEL_NAMES = "SELECT DISTINCT name FROM key ORDER BY name"
 AGES = (
     "SELECT known.digest, max(created), count(created), key.toolchain FROM ("
     "SELECT digest, NULL AS created FROM key UNION ALL SELECT key, created FROM trial "
-    "UNION ALL SELECT key, created FROM choice) AS known "
+    "UNION ALL SELECT key, created FROM choice UNION ALL SELECT key, created FROM call) AS known "
     "LEFT JOIN key ON key.digest = known.digest GROUP BY known.digest ORDER BY 2, 1"
 )
 

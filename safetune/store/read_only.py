@@ -81,10 +81,12 @@ def _opened(uri: str) -> sqlite3.Connection:
     connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
     try:
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        connection.execute("PRAGMA trusted_schema=OFF")
         if not migrations.is_current(connection):
             raise StoreError(
                 "an older safetune wrote it; run `safetune list` once where it can be written"
             )
+        migrations.check_schema(connection)
     except BaseException:
         connection.close()
         raise

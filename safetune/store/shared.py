@@ -48,7 +48,10 @@ class SharedStore(Protocol):
         """Return the names of all records in a namespace."""
 
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
-        """Yield the records of these names, in any order."""
+        """Yield the records of these names, in any order.
+
+        The store may be closed between two of them, and goes on.
+        """
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation for a key and a config list."""

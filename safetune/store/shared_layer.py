@@ -4,6 +4,10 @@ All its I/O happens on one thread of its own. A caller waits for it two seconds 
 these two seconds back over a minute; then, and whenever the store fails, the layer is off for a
 minute: the run goes on with the local store alone, and one warning says so. What was not published
 is in the local store, and is published by the next process, or the next refresh of this one.
+
+A store with more choices than can be pulled in that time is pulled on by the thread, a little at a
+time, while the run goes on; until it has them all, a choice that is missing is asked for by its
+key. A process that ends before that leaves what it has, and the next one pulls the rest.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from safetune import canonical
 from safetune.errors import StoreError
-from safetune.store import adoption, node, shared_record
+from safetune.store import adoption, node
 from safetune.store.budget import BUDGET_S, RETRY_S, Budget
 from safetune.store.courier import Courier, Late
+from safetune.store.node import Turn
 from safetune.store.shared import Lease, NoLease, SharedStore, Unwritable
 from safetune.store.shared_record import Name, name_of
 
@@ -39,8 +44,9 @@ Answer = TypeVar("Answer")
 #: How old the local copy may be when a key is missed in it.
 REFRESH_S = 60.0
 
-#: Pulled choices are written in transactions of so many.
-_BATCH = 500
+#: Pulled choices are written in transactions of so many, and for so long until another errand.
+_BATCH = 200
+_SLICE_S = 0.2
 
 _layers: weakref.WeakSet[SharedLayer] = weakref.WeakSet()
 
@@ -77,6 +83,7 @@ class SharedLayer:
         self._off_until = self._unwritable_until = 0.0
         self._told: set[str] = set()
         self._refreshed: dict[str, float] = {}
+        self._partial: set[str] = set()
         self._unsent: dict[Name, tuple[str, StoredChoice]] = {}
         self._unkept: dict[tuple[str, str], ChoiceRecord] = {}
         _layers.add(self)
@@ -89,7 +96,8 @@ class SharedLayer:
     def refresh(self, space: str, since: float | None = None) -> None:
         """Bring the local store up to date with a namespace, unless that was done lately.
 
-        One process of a node does it, and what this node has to give is published on the way.
+        One process of a node does it, and what this node has to give is published at the end. Half
+        of the time that is left is for this; what takes longer goes on without the caller.
 
         Args:
             since: how long ago is lately, in seconds since the epoch; a minute ago if None.
@@ -100,13 +108,18 @@ class SharedLayer:
             return
         self._refreshed[space] = now
         oldest = time.time() - REFRESH_S if since is None else since
-        problem = self._ask(lambda: self._pull(space, oldest), None)
-        if problem is not None:
-            self._stop_writing(problem)
+        self._partial.add(space)
+        seconds = self._budget.left_s() / 2
+        pull = self._pull(space, oldest, seconds)
+        self._ask(lambda: self._go_on(space, pull, seconds), None)
 
-    def choice(self, key: str, declared: str) -> ChoiceRecord | None:
-        """Return what was pulled and the local store could not keep."""
-        return self._unkept.get((key, declared))
+    def choice(self, space: str, key: str, declared: str) -> ChoiceRecord | None:
+        """Return what the local store could not keep, or what is not pulled yet."""
+        found = self._unkept.get((key, declared))
+        if found is None and space in self._partial:
+            stored = self._ask(lambda: self._get(space, key, declared), None)
+            found = stored.choice if stored else None
+        return found
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         """Ask for the right to tune a key, and look once more whether another node has.
@@ -185,38 +198,42 @@ class SharedLayer:
         self._told.add(what)
         warnings.warn(f"safetune: {text}", stacklevel=2)
 
-    def _pull(self, space: str, since: float) -> Unwritable | None:
-        """Take over what is new and publish what is missing; return why that cannot be."""
-        connection, backend = self._local, self._backend
+    def _go_on(self, space: str, pull: Iterator[bool], seconds: float) -> None:
+        """Pull for so long, and leave the rest for later, after what others ask for meanwhile."""
+        end = self._clock() + seconds
+        for complete in pull:
+            if complete:
+                self._partial.discard(space)
+            elif self._clock() >= end:
+                self._courier.send(lambda: self._go_on_later(space, pull))
+                return
+
+    def _go_on_later(self, space: str, pull: Iterator[bool]) -> None:
+        try:
+            self._errand(lambda: self._go_on(space, pull, _SLICE_S))
+        except Unwritable as error:
+            self._stop_writing(error)
+
+    def _pull(self, space: str, since: float, wait_s: float) -> Iterator[bool]:
+        """Take over what is new and publish what is missing; yield whether all is there."""
+        connection, backend, problem = self._local, self._backend, None
         name = canonical.digest([backend.place, space])[:16]
-        with node.turn(connection.path, name, since, BUDGET_S) as mine:
-            if not mine:
-                return None
-            names = backend.names(space)
-            missing = names - self._adopted()
-            pulled = iter(backend.pull(space, missing)) if missing else iter(())
-            while batch := list(itertools.islice(pulled, _BATCH)):
-                self._keep(batch)
-            try:
-                if self._clock() >= self._unwritable_until:
-                    self._deliver(space, self._unpublished(space, names))
-            except Unwritable as problem:
-                return problem
-        return None
-
-    def _adopted(self) -> set[Name]:
-        try:
-            return adoption.adopted(self._local)
-        except StoreError as error:
-            logger.info("%s; all that is shared is read", error)
-            return set()
-
-    def _unpublished(self, space: str, names: set[Name]) -> list[StoredChoice]:
-        try:
-            return adoption.unpublished(self._local, space, names)
-        except StoreError as error:
-            logger.info("%s; nothing in it is published", error)
-            return []
+        with node.turn(connection.path, name, since, wait_s) as turn:
+            if turn is Turn.MINE:
+                names = backend.names(space)
+                missing = names - adoption.adopted(connection)
+                pulled = iter(backend.pull(space, missing)) if missing else iter(())
+                while batch := list(itertools.islice(pulled, _BATCH)):
+                    self._keep(batch)
+                    yield False
+                try:
+                    if self._clock() >= self._unwritable_until:
+                        self._deliver(space, adoption.unpublished(connection, space, names))
+                except Unwritable as error:
+                    problem = error
+        yield turn is not Turn.BUSY
+        if problem is not None:
+            raise problem
 
     def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         lease, problem = None, None
@@ -224,17 +241,21 @@ class SharedLayer:
             lease = self._backend.lease(key)
         except Unwritable as error:
             lease, problem = NoLease(), error
-        stored = None if force else self._backend.get(space, key, declared)
+        stored = None if force else self._get(space, key, declared)
         if stored is None:
             return Claim(lease, problem=problem)
-        self._keep([stored])
         if lease is not None:
             lease.release()
         return Claim(None, stored, problem)
 
+    def _get(self, space: str, key: str, declared: str) -> StoredChoice | None:
+        stored = self._backend.get(space, key, declared)
+        self._keep([stored] if stored else [])
+        return stored
+
     def _deliver(self, space: str, records: Sequence[StoredChoice]) -> list[StoredChoice]:
         """Publish records, and take over what others had published under their names."""
-        records = [record for record in records if _is_sound(record)]
+        records = [record for record in records if adoption.is_sound(record)]
         self._unsent.update({name_of(record): (space, record) for record in records})
         found = self._backend.publish(space, records) if records else []
         for record in records:
@@ -255,15 +276,6 @@ class SharedLayer:
             logger.info("%s; what was pulled is kept in memory", error)
             for stored in sorted(records, key=lambda each: each.choice.generation):
                 self._unkept[stored.choice.key, stored.choice.declared] = stored.choice
-
-
-def _is_sound(record: StoredChoice) -> bool:
-    try:
-        shared_record.encode(record)
-    except StoreError as error:
-        logger.info("%s", error)
-        return False
-    return True
 
 
 def _flush_all() -> None:

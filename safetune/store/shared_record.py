@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetune import canonical
 from safetune.store import rows
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
-from safetune.store.rows import RecordError
+from safetune.store.table import RecordError
 
 if TYPE_CHECKING:
     from safetune.key import TuningKey

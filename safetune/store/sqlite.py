@@ -28,7 +28,8 @@ from safetune.store.records import (
     TrialRecord,
 )
 from safetune.store.recovery import Damaged
-from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, CorruptRowError, Table
+from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
+from safetune.store.table import CorruptRowError, Scalar, Table, text
 
 if TYPE_CHECKING:
     import sqlite3
@@ -121,7 +122,7 @@ class Store:
 
         In the order of generations, and within one in that of writing.
         """
-        wanted: list[rows.Scalar] = [rows.text(key)]
+        wanted: list[Scalar] = [text(key)]
         if generation is not None:
             wanted.append(generation)
         statement = queries.TRIALS_OF_KEY if generation is None else queries.TRIALS_OF_GENERATION
@@ -137,7 +138,7 @@ class Store:
         Args:
             declared: the config list that it is chosen from; of any list if None.
         """
-        wanted = [rows.text(name) for name in (key, declared) if name is not None]
+        wanted = [text(name) for name in (key, declared) if name is not None]
         statement = queries.CHOICES_OF_KEY if declared is None else queries.CHOICES_OF_LIST
         with self._connection.reading() as connection:
             found = fetch(connection, statement, *wanted)
@@ -168,8 +169,8 @@ class Store:
     def generation(self, key: str) -> int:
         """Return the highest generation with a trial or choice, 0 if none; raises `StoreError`."""
         with self._connection.reading() as connection:
-            choices = fetch(connection, queries.CHOICES_OF_KEY, rows.text(key))
-            trials = fetch(connection, queries.TRIALS_OF_KEY, rows.text(key))
+            choices = fetch(connection, queries.CHOICES_OF_KEY, text(key))
+            trials = fetch(connection, queries.TRIALS_OF_KEY, text(key))
         choice = next(self._valid(CHOICE, choices, rows.choice_record), None)
         trial = next(self._valid(TRIAL, reversed(trials), rows.trial_record), None)
         return max(choice.generation if choice else 0, trial.generation if trial else 0)
@@ -179,7 +180,7 @@ class Store:
 
         One for each key and list of configs.
         """
-        wanted = (rows.text(kernel_digest), rows.text(device_digest))
+        wanted = (text(kernel_digest), text(device_digest))
         with self._connection.reading() as connection:
             found_keys = fetch(connection, queries.KIN_KEYS, *wanted)
             found = fetch(connection, queries.KIN_CHOICES, *wanted)
@@ -228,7 +229,7 @@ class Store:
         Raises:
             StoreError: the database cannot be written.
         """
-        name = (rows.text(kernel_name),)
+        name = (text(kernel_name),)
         with self._connection.writing() as database:
             for statement in queries.CLEAR:
                 database.conn.execute(statement, name)
@@ -274,7 +275,7 @@ class Store:
             )
 
 
-def _check_found(found: Sequence[ChoiceRecord | TrialRecord], *wanted: rows.Scalar) -> None:
+def _check_found(found: Sequence[ChoiceRecord | TrialRecord], *wanted: Scalar) -> None:
     """Raise `Damaged` where an index leads to other rows than those wanted, however sound.
 
     `wanted` is a key, and for choices the config list, too, unless any will do.
@@ -285,7 +286,7 @@ def _check_found(found: Sequence[ChoiceRecord | TrialRecord], *wanted: rows.Scal
             raise Damaged("an index leads to the wrong rows")
 
 
-def _upsert(database: Database, table: Table, row: dict[str, rows.Scalar]) -> None:
+def _upsert(database: Database, table: Table, row: dict[str, Scalar]) -> None:
     _table(database, table).upsert(row, pk=table.primary_key)
 
 

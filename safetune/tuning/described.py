@@ -30,6 +30,8 @@ _NOISE = {"mean": 0.0, "std": 1.0, "low": -4.0, "high": 4.0}
 def describe(call: Call) -> dict[str, Any]:
     """Return the positional and keyword arguments of a call; no tensor's contents are looked at.
 
+    A meta tensor, which an array is that has no data yet, is described as one in memory of its own.
+
     Raises:
         KernelNotTransferable: one is nothing that can be written down, or an address.
     """
@@ -37,14 +39,31 @@ def describe(call: Call) -> dict[str, Any]:
     names = dict(zip(call.arg_names, call.args, strict=False))
     args = [_encode(value, name, tensors, call) for name, value in names.items()]
     kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
-    merged = merged_spans(tensors)
-    blocks = [BlockSpec(s.device, 0, s.size, s.start % ALIGNMENT) for s in merged]
+    blocks, views = _laid_out(tensors, "cpu" if call.interpreted else "cuda")
     return {
         "args": args,
         "kwargs": kwargs,
         "blocks": [asdict(block) for block in blocks],
-        "tensors": [asdict(tensor_spec(tensor, merged)) for tensor in tensors],
+        "tensors": [asdict(view) for view in views],
     }
+
+
+def _laid_out(
+    tensors: Sequence[torch.Tensor], device: str
+) -> tuple[list[BlockSpec], list[TensorSpec]]:
+    """Where tensors lie; those that lie nowhere are given memory on `device`."""
+    merged = merged_spans([tensor for tensor in tensors if not tensor.is_meta])
+    blocks = [BlockSpec(s.device, 0, s.size, s.start % ALIGNMENT) for s in merged]
+    views = []
+    for tensor in tensors:
+        if not tensor.is_meta:
+            views.append(tensor_spec(tensor, merged))
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        views.append(TensorSpec(len(blocks), 0, dtype, shape, stride))
+        blocks.append(BlockSpec(device, 0, tensor.untyped_storage().nbytes(), 0))
+    return blocks, views
 
 
 def rebuild(

@@ -19,6 +19,25 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 
+#: The name under which a test records what it has seen, where it makes no claim.
+SEEN = "seen"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show what tests have recorded as seen, whether they passed or not."""
+    lines = [
+        f"{report.nodeid}: {value}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == SEEN
+    ]
+    if lines:
+        terminalreporter.section("seen, without a claim")
+        for line in lines:
+            terminalreporter.write_line(line)
+
 
 def load_module(name: str, path: Path) -> ModuleType:
     """Import a file under a name of our own, as `import` would."""

@@ -92,34 +92,22 @@ class TestInstall:
         done = fresh_process(code, cwd=library())
         assert "2 launches: 0 tunings, 1 keys looked up, 1 hits" in done.stderr
 
-    def test_a_name_taken_before_stays_triton_s(
-        self, library: Callable[..., Path], fresh_process: FreshProcess
-    ) -> None:
-        """As the page says; a decorated kernel would need its module imported again."""
-        code = """
-from triton import autotune
-import safetune
-safetune.install()
-import triton
-assert autotune is not triton.autotune
-print(type(autotune([], [])(triton.jit(lambda x: x))).__module__)
-"""
-        done = fresh_process(code, cwd=library())
-        assert done.stdout.split() == [STOCK], done.stderr
-
     def test_torch_s_own_tuners_stay_triton_s(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
         """Dynamo rebuilds what it pruned with `autotune`; ours would be pruned again, for ever."""
         code = """
 import lib, safetune, triton
-safetune.install()
+installation = safetune.install()
 inside = {"__name__": "torch._higher_order_ops.triton_kernel_wrap", "triton": triton}
-exec("rebuild = lambda old: triton.autotune(configs=old.configs, key=[])(old.fn)", inside)
+exec("rebuild = lambda old: triton.autotune(configs=old.configs[:1], key=[])(old.fn)", inside)
 print(type(inside["rebuild"](lib.add_kernel)).__module__)
+lib.add_kernel = inside["rebuild"](lib.add_kernel)
+lib.add()
+print(len(installation.tuners), installation.refused)
 """
         done = fresh_process(code, cwd=library())
-        assert done.stdout.split() == [STOCK], done.stderr
+        assert done.stdout.splitlines() == [STOCK, "0 {}"], done.stderr
 
     def test_what_cannot_be_taken_over_runs_as_before_and_is_named(
         self, library: Callable[..., Path], fresh_process: FreshProcess
@@ -129,17 +117,13 @@ import safetune
 safetune.install()
 import lib, triton
 
-class Own(lib.Autotuner):
-    pass
-
-Own(lib.add_kernel.fn, lib.add_kernel.arg_names, lib.CONFIGS, ["n"], None, None)
 kernel = triton.autotune(lib.CONFIGS, ["n"])(triton.autotune(lib.CONFIGS, ["n"])(lib.add_kernel.fn))
 print(type(kernel).__module__)
 """
         done = fresh_process(code, cwd=library())
         assert done.stdout.split() == [STOCK], done.stderr
         left = reports(done.stderr)[-1]
-        assert "left to triton.autotune: add_kernel" in left
+        assert "left to triton.autotune: add_kernel (add_kernel has a tuner already" in left
 
 
 class TestVariable:
@@ -258,7 +242,7 @@ print(json.dumps([kinds, len(installation.tuners), installation.refused]))
 
 @pytest.mark.slow
 def test_the_kernels_of_a_real_library(fresh_process: FreshProcess) -> None:
-    """fla-core's layers, imported under `install`: theirs are ours, but for a class of its own."""
+    """fla-core's layers, imported under `install`: ours, or of its class, reached at a launch."""
     import json
 
     try:
@@ -270,6 +254,6 @@ def test_the_kernels_of_a_real_library(fresh_process: FreshProcess) -> None:
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     kinds, count, refused = found
     assert {"layer_norm_fwd_kernel", "layer_norm_bwd_kernel"} <= set(kinds)
-    assert {kind for kernel, kind in kinds.items() if kernel not in refused} == {OURS}
+    assert set(kinds.values()) == {OURS, "fla.ops.utils.cache"}
     assert count > 20
-    assert all(reason.startswith("made by CachedAutotuner") for reason in refused.values())
+    assert not refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.jit import JITFunction
 
-from safetune import InvalidSetting, MissingChoice, TracingError, announce, safetune
+from safetune import InvalidSetting, MissingChoice, TracingError, announce, miss, safetune
+from safetune.recorded import sort_out
 from safetune.resolved import resolve
+from safetune.settings import Settings
+from safetune.store.calls import calls
+from safetune.store.lookup import open_lookup
 
 _spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
 assert _spec is not None
@@ -143,6 +150,24 @@ class TestResolve:
         with pytest.raises(MissingChoice, match=f"n=100.*float32.*H100.*{command}"):
             tuner.resolve(abstract(100), abstract(100), 100, grid=grid)
 
+    def test_a_miss_without_data_is_recorded(self, module: Any) -> None:
+        """As a call whose tensors are new memory: what `safetune tune --recorded` needs of it."""
+        tuner = module.tuner = traced.kernel(module)
+        for given in ({}, {"grid": grid}):
+            with pytest.raises(MissingChoice, match="safetune tune --recorded"):
+                tuner.resolve(abstract(100, "float16"), abstract(100, "float16"), 100, **given)
+            (call,) = calls(open_lookup(Settings.current()).store)
+            found, left_out = sort_out([call], None, zeros=False)
+            said = [each.reason for each in left_out]
+            assert said == ([] if given else ["it was resolved without a grid"])
+        task = found[0].task("cpu")
+        dst, src, n = task.workload.args
+        assert (dst.dtype, dst.shape, src.shape, n) == (torch.float16, (100,), (100,), 100)
+        assert dst.data_ptr() != src.data_ptr()
+        assert task.workload.grid(tuner.configs[0].all_kwargs()) == (2,)
+        again = miss.Miss(tuner, task.workload.args, {"grid": task.workload.grid}).key()
+        assert again.digest == call.key
+
     def test_dropped_names_have_one_value(self, module: Any) -> None:
         text = traced.SOURCE.replace("n, BLOCK", "n, NB: tl.constexpr, BLOCK")
         with pytest.warns(UserWarning, match="NB"):
@@ -172,6 +197,10 @@ class TestResolve:
             second.resolve(x.to("meta"), x.to("meta"), 100)
 
 
+#: What a caller of its helper passes as constants: all that is no array, and is not chosen.
+GIVEN = {"n": 100, "FACTOR": 2}
+
+
 @pytest.mark.usefixtures("gpu")
 class TestForTransformerEngine:
     """Its `triton_call_lowering` takes `.configs` from a tuner and launches a plain kernel with
@@ -184,12 +213,24 @@ class TestForTransformerEngine:
         return tuner.resolve(x, x, 100, grid=grid)
 
     def test_a_tuner_with_one_config(self, module: Any) -> None:
+        """Compiled for an H100 as it would be there: the choice, and its warps and stages."""
         found = self.resolved(module, num_warps=8, num_stages=2).as_single_config_autotuner()
 
-        assert calls_of_transformer_engine(found) == [
-            (module.scale_kernel.__name__, {"BLOCK": 128}, 8, 2, 1)
-        ]
+        (compiled,) = compiled_by_transformer_engine(found, ["*fp32", "*fp32"], GIVEN)
+
         assert type(found) is TritonAutotuner
+        assert compiled.name == module.scale_kernel.__name__
+        assert (compiled.metadata.num_warps, compiled.metadata.num_stages) == (8, 2)
+        assert re.search(r"\.reqntid 256\b", compiled.asm["ptx"])
+        assert constants_of(compiled) == {**GIVEN, "BLOCK": 128}
+
+    def test_what_it_makes_of_a_tuner_that_is_not_resolved(self, module: Any) -> None:
+        """Why to resolve it: each config is compiled, and tried on the program's own buffers."""
+        tuner = traced.kernel(module, configs=traced.configs(64, 128))
+
+        every = compiled_by_transformer_engine(tuner, ["*fp32", "*fp32"], GIVEN)
+
+        assert [constants_of(each)["BLOCK"] for each in every] == [64, 128]
 
     def test_a_plain_kernel_keeps_its_warps_or_is_refused(self, module: Any) -> None:
         assert type(self.resolved(module).as_plain_kernel()) is JITFunction
@@ -203,22 +244,36 @@ class TestForTransformerEngine:
             self.resolved(module, maxnreg=64).as_single_config_autotuner()
 
 
-def calls_of_transformer_engine(kernel: Any) -> list[tuple[Any, ...]]:
-    """What TransformerEngine 2.x compiles for a kernel: written after its logic, not its code.
+def compiled_by_transformer_engine(
+    kernel: Any, arrays: list[str], constants: dict[str, Any]
+) -> list[Any]:
+    """What `triton_call_lowering` compiles: written after its logic, with none of its code.
 
-    `isinstance(kernel, Autotuner)`: `kernel.fn` once for each of `kernel.configs`, with its kwargs
-    and launch options; else the kernel itself, with options of its own.
+    (TransformerEngine 2.x, transformer_engine/jax/triton_extensions/utils.py.) A tuner, by
+    `isinstance`, is its `fn`, compiled for each of `configs`: with the config's warps, stages and
+    CTAs, and the config's constants unless the caller has others. Anything else is a plain kernel,
+    compiled once with options of the helper's. The arrays are the first of `arg_names`.
     """
-    from triton.runtime import autotuner
+    is_tuner = isinstance(kernel, TritonAutotuner)
+    function = kernel.fn if is_tuner else kernel
+    signature = dict(zip(function.arg_names, arrays, strict=False))
+    made = []
+    for config in kernel.configs if is_tuner else [triton.Config({})]:
+        values = {**config.kwargs, **constants}
+        source = ASTSource(
+            fn=function,
+            signature={n: "constexpr" if n in values else t for n, t in signature.items()},
+            constexprs=values,
+        )
+        options = {n: getattr(config, n) for n in ("num_warps", "num_stages", "num_ctas")}
+        made.append(triton.compile(source, GPUTarget("cuda", 90, 32), options))
+    return made
 
-    if not isinstance(kernel, autotuner.Autotuner):
-        return [(kernel.__name__, {}, None, None, None)]
-    assert isinstance(kernel.fn, JITFunction)  # else it would compile a Heuristics object
-    assert kernel.fn.arg_names
-    return [
-        (kernel.fn.__name__, config.kwargs, config.num_warps, config.num_stages, config.num_ctas)
-        for config in kernel.configs
-    ]
+
+def constants_of(compiled: Any) -> dict[str, Any]:
+    """The constants of a compiled kernel by name."""
+    source = compiled.src
+    return {source.fn.arg_names[place]: value for (place,), value in source.constants.items()}
 
 
 @triton.jit

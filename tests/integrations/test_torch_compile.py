@@ -13,7 +13,11 @@ import pytest
 import torch
 import triton
 
-from safetune import TracingError, inductor
+from safetune import TracingError, miss, record
+from safetune.recorded import sort_out
+from safetune.settings import Settings
+from safetune.store.calls import calls
+from safetune.store.lookup import Lookup, open_lookup
 
 _spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
 assert _spec is not None
@@ -48,6 +52,10 @@ def load(path: Path, text: str) -> Any:
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def lookup_now() -> Lookup:
+    return open_lookup(Settings.current())
 
 
 def scaling(tuner: Any, **kwargs: Any) -> Any:
@@ -161,14 +169,32 @@ def test_the_nearest_key_serves_one_without_a_choice(module: Any) -> None:
     assert compiled(tuner, 1200).blocks() == [[256]]
 
 
-def test_a_miss_is_handed_on(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(inductor, "missed", lambda call, config, store: seen.append(call))
-    tuner = traced.kernel(module)
-
+def test_a_miss_is_recorded(module: Any) -> None:
+    """With its key, and why nothing else is known of it; a launch that is recorded says more."""
+    tuner = module.tuner = traced.kernel(module)
+    compiled(tuner, 100)
     compiled(tuner, 100)
 
-    assert [str(call.request.key) for call in seen] == ["n=100 (float32)"]
+    (call,) = calls(lookup_now().store)
+    assert (call.name, call.place) == ("scale_kernel", "scale:scale_kernel")
+    ((), (left_out,)) = sort_out([call], None, zeros=False)
+    assert left_out.words == "scale_kernel for n=100 (float32)"
+    assert "safetune.prepare" in left_out.reason
+
+    x = torch.zeros(100)
+    missed = miss.Miss(tuner, (x, x, 100), {"grid": (2,)})
+    for _ in range(2):
+        record.remember(missed, missed.request(), lookup_now().store)
+        ((found,), ()) = sort_out(calls(lookup_now().store), None, zeros=False)
+        assert found.task("cpu").workload.args[2] == 100
+        torch._dynamo.reset()
+        compiled(tuner, 100)  # takes nothing away
+
+
+def test_frozen_records_nothing(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETUNE_MODE", "frozen")
+    assert compiled(traced.kernel(module), 100).blocks() == [[64]]
+    assert calls(lookup_now().store) == []
 
 
 def test_a_new_choice_is_seen_after_a_reset(module: Any) -> None:

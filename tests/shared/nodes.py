@@ -1,10 +1,11 @@
 """Several "nodes" of one cluster: process trees with a HOME and a cache directory of their own.
 
-    nodes.py DIRECTORY PROCESSES URL [URL ...]
+    nodes.py DIRECTORY PROCESSES SECONDS URL [URL ...]
 
-One node per URL of the shared store. Each line on standard input is a JSON list of numbers: every
-process launches the kernel for each, and one line comes back: for each process its node, the config
-of each number, its warnings and the seconds it took.
+One node per URL of the shared store, for which a process waits so many seconds. Each line on
+standard input is a JSON list of numbers: every process launches the kernel for each, and one line
+comes back: for each process its node, the config of each number, its warnings and the seconds it
+took.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
+from safetune.store import budget
 
 
 @triton.jit
@@ -74,7 +76,8 @@ def process(node: int, home: Path, url: str, commands: Any, answers: Any) -> Non
 
 
 def main() -> None:
-    directory, count, urls = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    directory, count, urls = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]
+    budget.BUDGET_S = float(sys.argv[3])
     fork = multiprocessing.get_context("fork")
     running = []
     for node, url in enumerate(urls):

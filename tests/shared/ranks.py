@@ -26,17 +26,20 @@ from safetune.miss import Miss
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord
+from safetune.tuning import cuda_driver
 from safetune.tuning.jobs import key_record
 
 BLOCKS = (16, 32, 64, 128)
 
 #: What a rank's store holds: for each n, the BLOCK and generation, or None for no choice.
 #: 100: all differ. 200: one has a later generation. 300: one has a fallback. 400+: its own key.
+#: 500: one captures a fallback. 600: all do, of the key that is the nearest in their own stores.
 STORED = {
     100: lambda rank: (BLOCKS[rank], 1),
     200: lambda rank: (BLOCKS[rank], 2 if rank == 2 else 1),
     300: lambda rank: None if rank == 0 else (BLOCKS[rank], 1),
 }
+CAPTURED = {500: STORED[300], 600: lambda rank: None}
 
 
 @safetune.safetune(configs=[triton.Config({"BLOCK": block}) for block in BLOCKS], key=["n"])
@@ -55,6 +58,40 @@ def launch(n: int) -> int:
     copy_kernel[grid](dst, src, n)
     assert torch.equal(dst, src)
     return int(copy_kernel.best_config.kwargs["BLOCK"])
+
+
+def launch_captured(n: int) -> int:
+    """As `launch`, in what this process takes for a CUDA graph capture."""
+    ask, cuda_driver.capture_id = cuda_driver.capture_id, lambda stream: 7
+    try:
+        return launch(n)
+    finally:
+        cuda_driver.capture_id = ask
+
+
+def note(arguments: dict[str, Any]) -> None:
+    global noted
+    noted = arguments["BLOCK"]
+
+
+def bench(launch: Any, quantiles: Any) -> list[float]:
+    launch()
+    return [1.0 if noted == BLOCKS[torch.distributed.get_rank()] else 2.0] * 3
+
+
+noted = 0
+inline_kernel = safetune.safetune(
+    configs=[triton.Config({"BLOCK": block}, pre_hook=note) for block in BLOCKS],
+    key=["n"],
+    do_bench=bench,
+    isolation="inline",
+)(copy_kernel.fn)
+
+
+def launch_inline() -> int:
+    src, dst = torch.arange(100, dtype=torch.float32), torch.zeros(100)
+    inline_kernel[grid](dst, src, 100)
+    return int(inline_kernel.best_config.kwargs["BLOCK"])
 
 
 def request(n: int) -> Any:
@@ -93,18 +130,21 @@ def rank_main(directory: Path, rank: int, world: int, answers: Any) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         store = open_lookup(Settings.current()).store
-        for n in STORED:
-            if (found := STORED[n](rank)) is not None:
+        for n, at in {**STORED, **CAPTURED}.items():
+            if (found := at(rank)) is not None:
                 prepare(n, *found)
         prepare(400 + rank, BLOCKS[rank], 1)
         # Somebody else is tuning this key: with no patience left, the rank launches a fallback.
         leases = [store.contender(request(300).key.digest).attempt()]
         before = {n: launch(n) for n in numbers}
+        untuned = [launch_inline(), *map(launch_captured, CAPTURED)]
         safetune.sync()
         after = {n: launch(n) for n in numbers}
+        agreed = [launch_inline(), *map(launch_captured, CAPTURED)]
     stored = {n: store.choice(request(n).key.digest).config["BLOCK"] for n in numbers}
     warned = [str(each.message) for each in said]
-    answers.send({"before": before, "after": after, "stored": stored, "said": warned})
+    facts = {"before": before, "after": after, "stored": stored, "said": warned}
+    answers.send({**facts, "untuned": untuned, "agreed": agreed})
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     for lease in leases:

@@ -13,8 +13,8 @@ import pytest
 from safetune.errors import InvalidSetting
 from safetune.settings import Settings, place_of
 from safetune.store import shared_record
-from safetune.store.directory import file_name
 from safetune.store.opening import open_shared
+from safetune.store.record_files import file_name
 from safetune.store.shared import SharedStore
 from safetune.store.shared_record import Name, name_of
 

@@ -17,6 +17,7 @@ from safetune.store import node
 from safetune.store.budget import BUDGET_S, RETRY_S
 from safetune.store.guarded import GuardedStore
 from safetune.store.lookup import Lookup
+from safetune.store.node import Turn
 from safetune.store.opening import open_shared
 from safetune.store.shared import NoLease, SharedStore
 from safetune.store.shared_layer import SharedLayer
@@ -227,6 +228,32 @@ def test_a_store_that_may_only_be_read(
     assert layer.is_on
 
 
+def test_a_server_whose_disk_is_full(
+    database: str, layer_of: MakeLayer, local: GuardedStore
+) -> None:
+    """It still answers: its choices are used, and one warning says that nothing is written."""
+    import psycopg
+
+    open_shared(database).publish(SPACE, [stored(5)])
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
+            "'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$"
+        )
+        for table in ("choice", "lease"):
+            connection.execute(
+                f"CREATE TRIGGER refused BEFORE INSERT ON safetune.{table} "
+                "EXECUTE FUNCTION refuse()"
+            )
+    layer = layer_of(database)
+    seconds, (told,) = everything(layer)
+    assert seconds < BUDGET_S + SLACK_S
+    assert "No space left on device" in told
+    assert "not shared for now" in told
+    assert local.choice(key(5).digest) == choice(5)
+    assert layer.is_on
+
+
 class TestExchange:
     def test_what_others_chose_is_taken_over(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
@@ -310,22 +337,22 @@ class TestOncePerNode:
         database = tmp_path / "safetune.db"
         database.write_text("old")
         since = time.time() - 60
-        with node.turn(database, "x", since, 1.0) as mine:
-            assert mine
-        with node.turn(database, "x", since, 1.0) as mine:
-            assert not mine
+        with node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.MINE
+        with node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.DONE
         (tmp_path / "new").write_text("new")
         (tmp_path / "new").rename(database)
-        with node.turn(database, "x", since, 1.0) as mine:
-            assert mine
+        with node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.MINE
 
     def test_who_failed_has_not_asked(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("")
         with pytest.raises(OSError), node.turn(database, "x", 0.0, 1.0):
             raise OSError
-        with node.turn(database, "x", 0.0, 1.0) as mine:
-            assert mine
+        with node.turn(database, "x", 0.0, 1.0) as turn:
+            assert turn is Turn.MINE
 
     def test_a_clock_that_was_set_back(self, tmp_path: Path) -> None:
         """A mark from the future says nothing."""
@@ -335,8 +362,8 @@ class TestOncePerNode:
             pass
         (lock,) = tmp_path.glob("*.lock")
         os.utime(lock, (time.time() + 1e6, time.time() + 1e6))
-        with node.turn(database, "x", 0.0, 1.0) as mine:
-            assert mine
+        with node.turn(database, "x", 0.0, 1.0) as turn:
+            assert turn is Turn.MINE
 
     def test_one_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
@@ -345,7 +372,7 @@ class TestOncePerNode:
             node.turn(database, "x", 0.0, 1.0) as first,
             node.turn(database, "x", 0.0, 0.05) as second,
         ):
-            assert (first, second) == (True, False)
+            assert (first, second) == (Turn.MINE, Turn.BUSY)
 
 
 def test_what_waits_at_the_end_of_a_process_is_published(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from safetune import canonical
 from safetune.store import shared_record
-from safetune.store.rows import RecordError
 from safetune.store.shared_record import ForeignRecord, decode, encode
+from safetune.store.table import RecordError
 
 from . import conftest as make
 

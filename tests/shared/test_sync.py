@@ -44,6 +44,11 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
     assert launched("before", 200) == [16, 32, 64, 128]
     assert launched("after", 200) == [64] * RANKS, "a later generation goes first"
     assert launched("after", 300) == [32] * RANKS, "a choice goes before a fallback"
+    inline, one_fallback, all_fallbacks = zip(*(rank["untuned"] for rank in ranks), strict=True)
+    assert inline == (16, 32, 64, 128), "each its own fastest"
+    assert one_fallback == (16, 32, 64, 128)
+    assert all_fallbacks == (16, 32, 64, 128), "captured; the nearest key differs"
+    assert [rank["agreed"] for rank in ranks] == [[16, 32, 16]] * RANKS
     for number, rank in enumerate(ranks):
         own = str(400 + number)
         assert rank["after"][own] == rank["before"][own], "nobody else has this key"

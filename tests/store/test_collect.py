@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from safetune.cli import main
 from safetune.store import collect
+from safetune.store.calls import RecordedCall, calls, put_call
 from safetune.store.collect import Rule
 from safetune.store.sqlite import Store
 
@@ -50,6 +51,19 @@ def test_a_key_is_as_old_as_its_newest_row(filled, records) -> None:
     filled.put_choice(records.choice(key="k0", generation=2, created=9 * DAY))
     collect.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert left(filled) == [0, *range(3, 10)]
+
+
+def test_recorded_calls_go_with_their_key_and_keep_it(filled, records) -> None:
+    for number, created in ((0, 9 * DAY), (1, DAY)):
+        call = RecordedCall(f"k{number}", "add", "module:add", {"n": number}, created)
+        assert put_call(filled, call)
+    filled.put_key(records.key("recorded", kernel_digest="recorded"))
+    put_call(filled, RecordedCall("recorded", "add", "module:add", {}, 9 * DAY))
+    assert collect.stats(filled)["recorded"] == 3
+    swept = collect.sweep(filled, Rule(before=3 * DAY), dry_run=False)
+    assert (swept.keys, swept.calls) == (2, 1)
+    assert left(filled) == [0, *range(3, 10)]
+    assert [call.key for call in calls(filled)] == ["k0", "recorded"]
 
 
 def test_by_toolchain(filled) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(FOLDER))
 table = importlib.import_module("table")
 tally = importlib.import_module("tally")
+fault_system = importlib.import_module("fault_system")
 
 ROWS = [row for row in tally.FAULTS if row.quick]
 
@@ -28,6 +30,19 @@ def test_nothing_is_lost_and_nothing_is_wrong(tmp_path: Path, row, monkeypatch) 
         pytest.skip(str(reason))
     assert (found.wrong, found.lost) == ([], 0)
     assert found.tried >= min(row.quick, 1)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_disk_that_fails_to_read_once_is_no_damage(tmp_path: Path, number: int) -> None:
+    """Regression: SQLite calls it malformed, and the whole store was moved aside."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    fault_system.filled(tmp_path / "original")
+    case = (tmp_path / "original", tmp_path / "store", "pread64", "error=EIO", number)
+    tally = fault_system._injected(case)
+    if any("ptrace" in wrong for wrong in tally.wrong):
+        pytest.skip("strace does not work here")
+    assert (tally.tried, tally.lost, tally.wrong) == (1, 0, [])
 
 
 def test_the_docs_have_every_row() -> None:

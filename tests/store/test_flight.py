@@ -112,6 +112,9 @@ def test_one_of_many_tunes(place: Path) -> None:
         launches = herd.launches()
     assert sorted(launch["measured"] for launch in launches) == [0] * (HERD_SIZE - 1) + [CONFIGS]
     assert len({launch["block"] for launch in launches}) == 1
+    assert [bool(launch["started"]) for launch in launches] == [
+        bool(launch["measured"]) for launch in launches
+    ], "only the holder of the lease starts processes"
     assert [launch["warnings"] for launch in launches] == [[]] * HERD_SIZE
     assert herd.query("SELECT count(*) FROM trial") == [(CONFIGS,)]
     assert herd.query("SELECT generation, measured FROM choice") == [(1, CONFIGS)]

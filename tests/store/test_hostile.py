@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sqlite3
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +20,14 @@ from hypothesis import strategies as st
 
 from safetune import canonical, fallback, safetune
 from safetune.config import config_digest, config_record
+from safetune.errors import StoreError
 from safetune.miss import Miss, stored
 from safetune.outcome import Verdict
 from safetune.settings import Settings
-from safetune.store import lookup, rows
+from safetune.store import collect, exchange, lookup, pack_format, rows
 from safetune.store.records import ChoiceRecord
-from safetune.store.rows import CHOICE, KEY, TRIAL, Table
+from safetune.store.rows import CHOICE, KEY, TRIAL
+from safetune.store.table import Table
 
 BLOCKS = (16, 32, 64)
 
@@ -120,6 +125,11 @@ def test_a_run_gets_a_declared_config(opened, rows_of) -> None:
         assert isinstance(stored_choice.choice, ChoiceRecord)
     assert opened.store._spare is None
     assert not opened.store._unreadable
+    # What people do with it: `safetune stats`, `gc`, `export` and `import`.
+    assert collect.stats(opened.store)["trials"] <= len(rows_of)
+    collect.sweep(opened.store, collect.Rule(before=2.0, triton="3", most_bytes=1), dry_run=True)
+    for entry in exchange.of_store(opened.store).entries:
+        assert pack_format.load(pack_format.dump([entry]).encode()) == [entry]
 
 
 def put(opened: lookup.Lookup, **changes: Any) -> None:
@@ -166,18 +176,57 @@ def test_what_no_tuning_writes_is_ignored_and_reported(
     opened.store.close()
 
 
-def test_nothing_runs_with_the_rows(tmp_path, monkeypatch) -> None:
+ENDLESS = (
+    "DROP TABLE choice; CREATE VIEW choice AS WITH RECURSIVE n(i) AS "
+    "(SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key FROM n"
+)
+COMPUTED = "ALTER TABLE choice ADD COLUMN more TEXT AS (printf('%.*c', 100000000, 'x'))"
+
+
+@pytest.mark.parametrize("made", [ENDLESS, COMPUTED], ids=["endless view", "computed column"])
+@pytest.mark.parametrize("mode", ["tune", "frozen"])
+def test_nothing_runs_with_the_rows(tmp_path, monkeypatch, made, mode) -> None:
     """A view that never ends, or a trigger, would run inside our own statements."""
     lookup.GuardedStore.open(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "safetune.db")
-    connection.executescript(
-        "DROP TABLE choice; CREATE VIEW choice AS WITH RECURSIVE n(i) AS "
-        "(SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key FROM n"
-    )
+    connection.executescript(made)
     connection.close()
     lookup._lookups.clear()
     monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("SAFETUNE_MODE", mode)
     with pytest.warns(UserWarning, match="triggers or views"):
         opened = lookup.open_lookup(Settings.current())
     assert opened.store.choice("key", "declared") is None
     lookup._lookups.clear()
+    # Nor with those of a file from elsewhere, that `safetune import` or `merge` reads.
+    with pytest.raises(StoreError, match="triggers or views"):
+        exchange.collect(tmp_path / "safetune.db")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("mode", ["tune", "frozen"])
+@pytest.mark.parametrize("which", ["directory", "database"])
+def test_what_is_another_users_is_not_even_read(children, monkeypatch, mode, which) -> None:
+    """In a directory that this user cannot write to; where root owns it all, it is used."""
+    script = """
+import os, warnings
+from safetune.settings import Settings
+from safetune.store import lookup, read_only
+os.setuid(54321)
+warnings.simplefilter("error")
+print(lookup.open_lookup(Settings.current()).store.choice(sys.argv[1]) is not None)
+"""
+    with tempfile.TemporaryDirectory(prefix="safetune-") as folder:
+        Path(folder).chmod(0o755)
+        place = Path(folder) / "store"
+        opened = lookup.Lookup(lookup.GuardedStore.open(place))
+        put(opened)
+        opened.store.close()
+        place.chmod(0o755)
+        (place / "safetune.db").chmod(0o644)
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(place))
+        monkeypatch.setenv("SAFETUNE_MODE", mode)
+        assert children.run(script, REQUEST.key.digest) == "True\n"
+        os.chown(place if which == "directory" else place / "safetune.db", 12345, 12345)
+        with pytest.raises(AssertionError, match="belongs to another user"):
+            children.run(script, REQUEST.key.digest)

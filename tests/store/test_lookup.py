@@ -154,7 +154,7 @@ def test_a_full_disk_costs_one_line_and_what_is_stored_is_still_read(guarded, re
 def test_a_store_that_cannot_be_read_any_more_costs_one_line(guarded, records, caplog):
     guarded.put_choice(records.choice())
     connection = sqlite3.connect(guarded.path)
-    connection.executescript("DROP TABLE choice; DROP TABLE trial")
+    connection.executescript("DROP TABLE choice; DROP TABLE trial; CREATE VIEW choice AS SELECT 1")
     connection.close()
     with caplog.at_level(logging.WARNING, "safetune"):
         assert guarded.choice("key") is None
@@ -166,6 +166,14 @@ def test_a_store_that_cannot_be_read_any_more_costs_one_line(guarded, records, c
     assert guarded.choice("key") == records.choice("c2")
     with pytest.raises(StoreError):
         guarded.choices()
+
+
+def test_a_read_that_fails_with_its_connection_costs_nothing(guarded, records, caplog):
+    """Such as a lock that cannot be let go: what is stored is found through another connection."""
+    stored = guarded.put_choice(records.choice())
+    guarded.connection._sqlite.set_progress_handler(lambda: 1, 1)
+    assert guarded.choice(stored.key) == stored
+    assert caplog.messages == []
 
 
 def test_a_bad_record_is_dropped_without_giving_up_the_store(guarded, records, caplog):

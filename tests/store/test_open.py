@@ -12,7 +12,6 @@ import pytest
 
 from safetune.errors import StoreError
 from safetune.store import migrations, recovery, rows
-from safetune.store.calls import CALL
 from safetune.store.sqlite import Store
 
 
@@ -54,7 +53,7 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
 
 def test_the_migrations_make_the_tables_that_rows_describes(store):
     connection = sqlite3.connect(store.path)
-    for table in (rows.KERNEL, rows.DEVICE, rows.KEY, rows.TRIAL, rows.CHOICE, CALL):
+    for table in rows.TABLES:
         found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
         assert [name for _, name, *_ in found] == [name for name, _ in table.columns] + ["checksum"]
         order = sorted((position, name) for _, name, _, _, _, position in found if position)

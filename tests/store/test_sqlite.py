@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from safetune.errors import StoreError
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store import queries, rows
+from safetune.store import queries
 from safetune.store.records import StoredChoice
 from safetune.store.sqlite import Store
+from safetune.store.table import RecordError, text
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -166,7 +167,7 @@ def test_what_no_column_can_hold_is_refused(store, records):
         records.choice(generation=0),
         records.choice(median_ms=-1.0),
     ):
-        with pytest.raises(rows.RecordError):
+        with pytest.raises(RecordError):
             store.put_choice(record)
     assert store.choice("key") is None
 
@@ -201,7 +202,7 @@ def test_any_json_comes_back(records, config, call, times, message):
     store.put_trial(trial)
     assert store.put_choice(choice) == choice
     assert store.choices() == [StoredChoice(key, choice)]
-    kept = replace(trial, outcome=replace(outcome, message=rows.text(message)))
+    kept = replace(trial, outcome=replace(outcome, message=text(message)))
     assert store.trials("key", 1) == [kept]
 
 

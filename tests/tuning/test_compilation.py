@@ -26,7 +26,7 @@ from safetune.errors import WorkerUnavailable
 from safetune.kernel_source import kernel_identity
 from safetune.key import TuningKey
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import devices, kernel_ref, worker
+from safetune.tuning import compilation, devices, kernel_ref, worker
 from safetune.tuning.arguments import Arguments
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.compilation import CallerResolver, capture_spec
@@ -291,12 +291,19 @@ def bench(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
 
-    def start(kernel: Any, args: tuple[Any, ...], blocks: tuple[int, ...], shared: int) -> Any:
+    def start(
+        kernel: Any,
+        args: tuple[Any, ...],
+        blocks: tuple[int, ...],
+        shared: int,
+        hooks: Hooks | None = None,
+    ) -> Any:
         call = replace(
             call_of(CASES["positional"]),
             kernel=kernel,
             arg_names=tuple(kernel.arg_names),
             args=args,
+            hooks=hooks or Hooks(),
         )
         device = Device("a card", "90", 132, shared)
         toolchain = Toolchain(triton.__version__, "backend", "cuda-90-32")
@@ -323,3 +330,15 @@ def test_what_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
         assert all(seconds > 0 for seconds in made.phases.values())
         with pytest.raises(WorkerUnavailable, match="could not rebuild the call"):
             made.wait()  # for the child that had begun meanwhile: there is no device for it
+
+
+def test_what_cannot_fit_is_launched_for_a_post_hook(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As triton.autotune does: the hook gets what the launch raises."""
+    monkeypatch.setattr(compilation, "_plain", lambda call, jit: True)  # no child to resolve in
+    args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
+    hooks = Hooks(post_hook=lambda arguments, exception: None)
+    with bench(JITFunction(matmul), args, (16, 128), shared=20_000, hooks=hooks) as made:
+        assert dict(made.compiled([0, 1], 60.0)) == {0: None, 1: None}
+        assert made.facts[1]["shared"] > 20_000

@@ -1,12 +1,17 @@
-"""Whether stock jax-triton corrupts an aliased array while it tries configs; prints JSON rows.
+"""Whether stock jax-triton corrupts an aliased array while it tries configs.
+
+    python tests/gpu/scripts/stock_jax_aliases.py [--out FILE]
 
 `acc` is an input that shares memory with the output, and the kernel adds `x` to it: each trial that
-is not undone adds once more. Run on a GPU with jax and jax-triton; neither torch nor safetune.
+is not undone adds once more. One line of JSON for each case, printed or in FILE, after one with the
+versions and the device. Run on a GPU with jax and jax-triton; neither torch nor safetune.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,12 +67,28 @@ def case(kernel: Any, aliased: int, donate: bool) -> dict[str, Any]:
     return row
 
 
-print(
-    json.dumps(
-        [
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the lines there")
+    out = parser.parse_args().out
+    versions = {
+        module.__name__: getattr(module, "__version__", "unknown")
+        for module in (jax, jax_triton, triton)
+    }
+    rows = [
+        {"versions": versions, "device": jax.devices()[0].device_kind},
+        *(
             case(kernel, aliased, donate)
             for kernel, aliased in ((first_kernel, 0), (second_kernel, 1))
             for donate in (False, True)
-        ]
-    )
-)
+        ),
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

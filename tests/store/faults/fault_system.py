@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -40,6 +41,8 @@ _EFFECTS = {
     "newfstatat": (_BROKEN,),
     "fcntl": (_BROKEN,),
     "mmap": (_BROKEN,),
+    "access": (_BROKEN,),
+    "close": (_BROKEN,),
 }
 
 #: A run in a process of its own: argv is the directory; prints what it was told is stored.
@@ -85,7 +88,7 @@ def _check(tally: Tally, what: str, directory: Path, done, before: int) -> bool:
     tally.expect(not in_memory or bool(warned or logged), f"{what}: in memory without a word")
     tally.expect(found == before or bool(warned or logged), f"{what}: a miss without a word")
     after = run(directory, [*range(before), *told])
-    tally.lost += before + len(told) - len(after.found)
+    tally.lose(before + len(told) - len(after.found), what)
     for number, record in after.found.items():
         tally.expect(record == choice(number), f"{what}: another choice")
     tally.expect(after.warnings == [], f"{what}: damaged afterwards: {after.warnings}")
@@ -142,19 +145,35 @@ def _write_until_killed(directory: Path, send: int, first: int) -> None:
     100_000,
 )
 def failing_call(place: Path, times: int) -> Tally:
-    """At most so many, spread over all."""
+    return _failing(place, times, filled(place / "original").parent)
+
+
+@fault(
+    "failing-first-call",
+    "the same at the n-th call of a process that makes the store",
+    "a store, or a warning and memory",
+    8,
+    100_000,
+)
+def failing_first_call(place: Path, times: int) -> Tally:
+    (place / "original").mkdir(mode=0o700, parents=True)
+    return _failing(place, times, place / "original")
+
+
+def _failing(place: Path, times: int, original: Path) -> Tally:
+    """At most so many, spread over all; each in a directory of its own, a process per core."""
     if shutil.which("strace") is None:
         raise NotHere("strace is not installed")
     tally = Tally()
-    original = place / "original"
-    filled(original)
     traced = _write(
-        _copy(original, place), "strace", "-f", "-o", str(place / "log"), *_on(place / "0")
+        shutil.copytree(original, place / "0"),
+        *("strace", "-f", "-o", str(place / "log"), *_on(place / "0")),
     )
     if traced.returncode:
         raise NotHere(f"strace does not work: {traced.stderr.strip()[-200:]}")
     text = (place / "log").read_text()
     counts = Counter(re.findall(r"^\d+ +(\w+)\(", text, re.MULTILINE))
+    tally.expect(set(counts) <= set(_EFFECTS), f"nothing fails in {set(counts) - set(_EFFECTS)}")
     plan = [
         (call, effect, number)
         for call, effects in _EFFECTS.items()
@@ -162,26 +181,33 @@ def failing_call(place: Path, times: int) -> Tally:
         for number in range(1, counts[call] + 1)
     ]
     step = max(1, -(-len(plan) // times))
-    for call, effect, number in plan[::step]:
-        directory = _copy(original, place)
-        inject = f"inject={call}:{effect}:when={number}"
-        done = _write(
-            directory, "strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject,
-            *_on(directory),
-        )  # fmt: skip
-        if effect == _KILL:
-            tally.tried += 1
-            tally.lost += 40 - len(run(directory, range(40)).found)
-        else:
-            _check(tally, inject, directory, done, 40)
+    cases = [(original, place / f"{'-'.join(map(str, case))}", *case) for case in plan[::step]]
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        for each in pool.imap_unordered(_injected, cases):
+            tally.add(each)
     return tally
 
 
-def _copy(original: Path, place: Path) -> Path:
-    directory = place / "0"
-    shutil.rmtree(directory, ignore_errors=True)
+def _injected(case: tuple[Path, Path, str, str, int]) -> Tally:
+    """Have one system call of a writer fail."""
+    original, directory, call, effect, number = case
+    tally = Tally()
+    before = 40 if (original / DATABASE_NAME).exists() else 0
     shutil.copytree(original, directory)
-    return directory
+    inject = f"inject={call}:{effect}:when={number}"
+    done = _write(
+        directory, "strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject,
+        *_on(directory),
+    )  # fmt: skip
+    if effect == _KILL:
+        tally.tried += 1
+        after = run(directory, range(before))
+        tally.lose(before - len(after.found), inject)
+        tally.expect(after.goes_on and not after.warnings, f"{inject}: {after.warnings}")
+    else:
+        _check(tally, inject, directory, done, before)
+    shutil.rmtree(directory)
+    return tally
 
 
 def _on(directory: Path) -> list[str]:

@@ -38,7 +38,7 @@ def line_of(row: Fault, place: Path, quick: bool) -> tuple[dict[str, Any], list[
         tally = Tally(wrong=[f"{type(error).__name__}: {error}"])
     seconds = round(time.monotonic() - begin, 1)
     numbers = {"tried": tally.tried, "lost": tally.lost, "wrong": len(tally.wrong)}
-    return {**line, **numbers, "seconds": seconds}, tally.wrong
+    return {**line, **numbers, "seconds": seconds}, tally.wrong + tally.where
 
 
 def main(out: Path | None, quick: bool, names: list[str]) -> int:

@@ -35,15 +35,26 @@ class Tally:
         lost: rows that a writer was told are stored, and that are neither found again nor kept
             aside under a name that was told.
         wrong: everything else that should not be: another value, an exception, a run that stops.
+        where: when rows were lost, for `lose`.
     """
 
     tried: int = 0
     lost: int = 0
     wrong: list[str] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)
 
     def expect(self, holds: bool, what: str) -> None:
         if not holds:
             self.wrong.append(what)
+
+    def lose(self, count: int, what: str) -> None:
+        self.lost += count
+        if count:
+            self.where.append(f"{what}: {count} lost")
+
+    def add(self, other: Tally) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ def double(x, n, BLOCK: tl.constexpr):
     tl.store(x + offsets, 2 * value, mask=offsets < n)
 
 
+#: What this process has started.
+started: list[str] = []
+sys.addaudithook(lambda event, _: started.append(event) if event == "subprocess.Popen" else None)
+
+
 class Heard(logging.Handler):
     """What the log says of tunings."""
 
@@ -72,6 +77,7 @@ def launch(size: int, heard: Heard) -> dict[str, object]:
         "size": size,
         "block": double.best_config.kwargs["BLOCK"],
         "measured": sum(int(found[1]) for found in measured if found),
+        "started": len(started),
         "seconds": time.monotonic() - begin,
         "warnings": [str(each.message) for each in caught],
     }
