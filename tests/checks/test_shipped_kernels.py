@@ -210,6 +210,20 @@ def test_every_config_of_backward(
 
 
 @pytest.mark.internals
+@pytest.mark.parametrize("tokens", [32, 33, 39, 61])
+def test_rounds_of_low_tiles(launched: Launches, tokens: int) -> None:
+    """Tiles of four rows in turns, dx over dy: as many rounds as no declared config has here."""
+    problem = Problem.of(tokens, 20, 2)
+    dx = problem.backward(launched)
+    launch = launched[0].over(dx, problem.dy)
+    rounds = tokens // (4 * launch.args[-1])
+    assert rounds >= 4
+    for in_turns in (False, True):
+        options = {"TILE_ELEMENTS": 128, "PIPELINE_STAGES": 1, "LOAD_AGAIN": False}
+        is_owned(launch.check(triton.Config({**options, "IN_TURNS": in_turns, "STREAM": False})))
+
+
+@pytest.mark.internals
 @pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
 def test_every_config_of_forward(launched: Launches, is_rms_norm: bool) -> None:
     Problem.of(67, 50, 3).forward(launched, is_rms_norm)

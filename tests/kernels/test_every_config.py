@@ -189,6 +189,31 @@ def test_backward_in_slices(
 
 
 @kinds
+@pytest.mark.parametrize(
+    ("tokens", "groups", "rounds"), [(48, 1, 3), (61, 1, 3), (49, 3, 3), (17, 1, 1), (15, 1, 0)]
+)
+def test_backward_in_turns(
+    reference: Any,
+    close: Any,
+    random: Any,
+    tokens: int,
+    groups: int,
+    rounds: int,
+    is_rms_norm: bool,
+) -> None:
+    """Rounds of four rows for each of four programs, with and without rows left over."""
+    options = {"TILE_ELEMENTS": 128, "PIPELINE_STAGES": 2, "LOAD_AGAIN": False, "STREAM": False}
+    problem = Backward(random, tokens, 20, groups, is_rms_norm)
+    plan = plan_grid(tokens, groups, 4 * groups, programs_per_sm=1)
+    assert tokens // (plan.programs_per_group * 4) == rounds
+    exact = problem.exact(reference)
+    for in_place in ("", "dy", "dres"):
+        config = triton.Config({**options, "IN_TURNS": True})
+        for mine, right in zip(problem.run(plan, config, in_place=in_place), exact, strict=True):
+            close(mine, right)
+
+
+@kinds
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("offset", [0.0, 300.0])
 def test_forward_in_slices(
