@@ -166,6 +166,7 @@ def input_gradient(
         "IN_PLACE",
     ],
     prune_configs_by={"early_config_prune": prune_backward_configs},
+    scratch=["weight_partials_pointer", "bias_partials_pointer"],
 )
 @triton.jit(do_not_specialize=["rows", "programs_per_group"])
 def layer_norm_backward_kernel(

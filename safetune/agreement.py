@@ -25,7 +25,6 @@ from safetune.config import config_digest, config_record
 from safetune.errors import StoreError
 from safetune.key import TuningKey
 from safetune.settings import Mode, Settings
-from safetune.store import adoption
 from safetune.store.guarded import GuardedStore
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, StoredChoice
@@ -126,6 +125,8 @@ def _all_known() -> Iterator[tuple[Autotuner, Any, Known]]:
 def _candidates(
     settings: Settings, known: Iterable[tuple[Autotuner, Any, Known]]
 ) -> dict[str, Candidate]:
+    from safetune.store import adoption  # no launch needs it
+
     found: dict[str, Candidate] = {}
     lookup, now, spaces = None, time.time(), set()
     for tuner, key, each in known:
@@ -214,6 +215,8 @@ def _store(
             taken.append(_stored(each, winner, config))
     store = open_lookup(settings).store if taken else None
     if isinstance(store, GuardedStore):
+        from safetune.store import adoption
+
         try:
             adoption.adopt(store.connection, taken)
         except StoreError as error:

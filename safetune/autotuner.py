@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
-from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import call_form, inductor, launch, pruning
 from safetune.choices import Choices
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
-from safetune.kernel_source import base_function
+from safetune.kernel_source import is_interpreted
 from safetune.phantom import KeyReport, classify
 from safetune.rejection import Rejections
 from safetune.settings import (
@@ -108,7 +107,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.workloads: list[DeclaredWorkload] = []
         #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
         self.tuning_phases: dict[str, float] = {}
-        hooks = self._hooks(options.get("do_bench") if interpreted(fn) else self._do_bench)
+        hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)
         self._options = {id(config): config.all_kwargs() for config in self.configs}
@@ -293,8 +292,3 @@ def kernel_name(fn: Any) -> str:
     while hasattr(fn, "fn"):
         fn = fn.fn
     return str(getattr(fn, "__name__", fn))
-
-
-def interpreted(fn: Any) -> bool:
-    """Whether `fn` runs in Triton's interpreter, where Triton's own benchmarks find no device."""
-    return isinstance(base_function(fn)[0], InterpretedFunction)

@@ -26,7 +26,6 @@ from safetune import agreement, fallback, miss
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
 from safetune.inline import why_not_isolated
-from safetune.record import remember
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning import cuda_driver
@@ -201,6 +200,8 @@ def record(
     with _lock:
         _misses.append(captured)
     if store is not None:
+        from safetune.record import remember  # what takes a call apart waits until it has to
+
         remember(missed, request, store)
     logger.info(
         "%s is to be tuned offline for %s: it had no choice under CUDA graph capture",

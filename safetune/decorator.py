@@ -8,8 +8,9 @@ from typing import Any
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Heuristics
 
-from safetune.autotuner import Autotuner, interpreted, kernel_name
+from safetune.autotuner import Autotuner, kernel_name
 from safetune.errors import InvalidSetting
+from safetune.kernel_source import is_interpreted
 from safetune.tuning.jobs import Limits
 
 
@@ -108,7 +109,7 @@ def take_over(kernel: Any) -> Any:
             "top_k": kernel.configs_top_k,
             "early_config_prune": kernel.early_config_prune,
         },
-        do_bench=None if deprecated and interpreted(kernel.fn) else kernel._do_bench,
+        do_bench=None if deprecated and is_interpreted(kernel.fn) else kernel._do_bench,
     )
     # Given as parameters they would warn of their deprecation a second time.
     tuner.num_warmups, tuner.num_reps = kernel.num_warmups, kernel.num_reps

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
-from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, device
-from safetune.kernel_source import base_function
+from safetune.kernel_source import is_interpreted
 from safetune.scratch import scratch_allocator
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any])
     configs = view.prune_configs(kwargs)
     if len(configs) == 1:
         return configs[0]
-    if tuner.hooks.do_bench is None and isinstance(base_function(tuner.fn)[0], InterpretedFunction):
+    if tuner.hooks.do_bench is None and is_interpreted(tuner.fn):
         view.do_bench = _wall_clock
     start = time.perf_counter()
     announce.count_tuning()

@@ -47,6 +47,14 @@ def base_function(kernel: Any) -> tuple[Any, FunctionType]:
     return inner, inner.fn
 
 
+def is_interpreted(kernel: Any) -> bool:
+    """Return whether a kernel, or what it decorates, runs in Triton's interpreter."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")  # what is not imported ran nothing
+    return interpreter is not None and isinstance(
+        base_function(kernel)[0], interpreter.InterpretedFunction
+    )
+
+
 def source_of(jit: Any) -> str | None:
     """Return the text of a jit or constexpr function from `def` on, or None where it has none."""
     text = getattr(jit, "_src", None) or getattr(jit, "src", None)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
-from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce, call_form, canonical, device, fallback
 from safetune.agreement import remember
 from safetune.config import check_conflicts, config_digest, config_record, config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.inline import tune_inline, why_not_isolated
-from safetune.kernel_source import base_function, kernel_identity
+from safetune.kernel_source import is_interpreted, kernel_identity
 from safetune.key import KernelIdentity, TuningKey
 from safetune.settings import Mode, Settings
 from safetune.specialisation import specialisation
@@ -125,8 +124,7 @@ class Miss:
         )
 
     def _device_index(self) -> int:
-        jit, _ = base_function(self.tuner.fn)
-        if isinstance(jit, InterpretedFunction):
+        if is_interpreted(self.tuner.fn):
             return -1
         index = call_form.device_index(tuple(self._named.values()), self._passed)
         return index if index >= 0 else int(device.active_driver().get_current_device())
@@ -167,12 +165,12 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     if postponed is not None and not postponed.due(settings):
         return postponed.config
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
-    miss = Miss(tuner, args, kwargs)
     if tunes and tuner.isolation == "inline":
-        return _inline(miss, key, args, kwargs)
+        return _inline(tuner, key, args, kwargs)
+    miss = Miss(tuner, args, kwargs)
     if tunes and (reason := why_not_isolated(miss.call)):
         _warn_once(reason)
-        return _inline(miss, key, args, kwargs)
+        return _inline(tuner, key, args, kwargs)
     request = miss.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
@@ -194,10 +192,10 @@ def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str
     return _tune(miss, key, request, lookup.store, settings)
 
 
-def _inline(miss: Miss, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+def _inline(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
     with contextlib.suppress(Exception):  # tuning raises it, or needs nothing of it
-        remember(miss.tuner, key, miss.request())
-    return miss.tuner.adopt(key, tune_inline(miss.tuner, args, kwargs))
+        remember(tuner, key, Miss(tuner, args, kwargs).request())
+    return tuner.adopt(key, tune_inline(tuner, args, kwargs))
 
 
 @contextlib.contextmanager

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from triton.runtime.autotuner import Heuristics
-from triton.runtime.interpreter import InterpretedFunction
 
 from safetune import announce
 from safetune.autotuner import Autotuner
 from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
 from safetune.inline import why_not_isolated
-from safetune.kernel_source import base_function
+from safetune.kernel_source import is_interpreted
 from safetune.miss import Miss
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_store
@@ -38,7 +37,7 @@ class OfflineKernel:
     @property
     def interpreted(self) -> bool:
         """Whether it was decorated under TRITON_INTERPRET=1."""
-        return isinstance(base_function(self.tuner.fn)[0], InterpretedFunction)
+        return is_interpreted(self.tuner.fn)
 
 
 @dataclass(frozen=True)
