@@ -88,3 +88,21 @@ def ones(*shape: int) -> torch.Tensor:
 def test_bad_shapes_are_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_orders_of_rows_do_not_disagree(
+    device: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Which rows are in which partial sum is each config's own affair: no result of the kernel."""
+    kernel = kernel_of("layer_norm_backward_kernel")
+    in_turns = [config for config in kernel.configs if config.kwargs["IN_TURNS"]]
+    monkeypatch.setattr(kernel, "configs", [kernel.configs[0], in_turns[0]])
+    x = torch.randn(60, 512, device=device, requires_grad=True)
+    weight, bias = (torch.randn(512, device=device, requires_grad=True) for _ in range(2))
+    y = layer_norm(x, weight, bias)
+    monkeypatch.setenv("SAFETUNE_MODE", "tune")
+
+    y.sum().backward()
+
+    assert len(kernel.configs_timings) == 2, "both are tuned"
+    assert not [str(each.message) for each in recwarn if "disagree" in str(each.message)]
