@@ -28,7 +28,6 @@ from safetune.settings import Mode, Settings
 from safetune.store.guarded import GuardedStore
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.store.shared_record import space_of
 from safetune.tuning.jobs import TuningRequest, key_record
 
 if TYPE_CHECKING:
@@ -125,7 +124,8 @@ def _all_known() -> Iterator[tuple[Autotuner, Any, Known]]:
 def _candidates(
     settings: Settings, known: Iterable[tuple[Autotuner, Any, Known]]
 ) -> dict[str, Candidate]:
-    from safetune.store import adoption  # no launch needs it
+    from safetune.store import adoption  # no launch needs these
+    from safetune.store.shared_record import space_of
 
     found: dict[str, Candidate] = {}
     lookup, now, spaces = None, time.time(), set()

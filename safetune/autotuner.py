@@ -33,12 +33,12 @@ from safetune.settings import (
     parse_optional,
 )
 from safetune.tuning.jobs import Hooks, Limits
-from safetune.workload import DeclaredWorkload, WorkloadFunction
 
 if TYPE_CHECKING:
     from safetune.capture import CapturedMiss
     from safetune.fallback import Postponed
     from safetune.resolved import Resolved
+    from safetune.workload import DeclaredWorkload, WorkloadFunction
 
 ISOLATIONS = ("worker", "config", "inline")
 
@@ -200,6 +200,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             dtypes: names of the torch dtypes to tune for, e.g. `("float16", "float32")`. Default:
                 float32 in the interpreter, bfloat16 on a GPU.
         """
+
+        from safetune.workload import DeclaredWorkload
 
         def register(declared: WorkloadFunction) -> WorkloadFunction:
             self.workloads.append(DeclaredWorkload(declared, tuple(dtypes)))

@@ -7,10 +7,11 @@ A store that cannot be opened costs one warning, one that fails later one line i
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,12 @@ from safetune.errors import StoreError
 from safetune.settings import Mode
 from safetune.store import place
 from safetune.store.guarded import GuardedStore
-from safetune.store.packs import Packs, shipped
 from safetune.store.sqlite import DATABASE_NAME, Store
 
 if TYPE_CHECKING:
     from safetune.key import TuningKey
     from safetune.settings import Settings
+    from safetune.store.packs import Packs
     from safetune.store.records import ChoiceRecord, KinChoice
     from safetune.store.shared import SharedStore
 
@@ -40,15 +41,20 @@ class Lookup:
     picked up in the middle of a run.
     """
 
-    def __init__(self, store: Store, packs: Packs | None = None) -> None:
+    def __init__(self, store: Store, directories: Sequence[Path] | None = None) -> None:
+        """Look in this store, and in the packs of these directories and of safetune itself.
+
+        Args:
+            directories: None for no packs at all.
+        """
         self.store = store
-        self._packs = Packs(()) if packs is None else packs
+        self._directories = directories
         self._memory: dict[tuple[str, str], ChoiceRecord] = {}
         self._layers: tuple[Layer, ...] = (
             self._in_memory,
             self._in_store,
             self._in_shared,
-            self._packs.find,
+            self._in_packs,
         )
 
     def find(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
@@ -92,6 +98,18 @@ class Lookup:
         shared = self.store.shared
         return None if shared is None else shared.choice(_space_of(key), key.digest, declared)
 
+    def _in_packs(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
+        return self._packs.find(key, declared)
+
+    @functools.cached_property
+    def _packs(self) -> Packs:
+        from safetune.store.packs import Packs, shipped  # not where the store has all
+
+        if self._directories is None:
+            return Packs(())
+        last = shipped()
+        return Packs(self._directories if last is None else (*self._directories, last))
+
 
 def open_lookup(settings: Settings) -> Lookup:
     """Return this process's `Lookup` for the settings.
@@ -119,9 +137,7 @@ def open_lookup(settings: Settings) -> Lookup:
             from safetune.store.shared_layer import SharedLayer
 
             store.shared = SharedLayer(backend, store.connection)
-        last = shipped()
-        packs = Packs(settings.packs if last is None else (*settings.packs, last))
-        lookup = _lookups[identity] = Lookup(store, packs)
+        lookup = _lookups[identity] = Lookup(store, settings.packs)
     if problem is not None:
         warnings.warn(
             f"safetune: {problem}; choices are kept in memory, for this process only",
