@@ -159,7 +159,7 @@ class ForkServer:
             )
         except OSError as error:
             ours.close()
-            self._output.close()
+            self._close_output()
             raise WorkerUnavailable(f"no tuning process could be started: {error}") from error
         finally:
             theirs.close()
@@ -184,6 +184,12 @@ class ForkServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(_ANSWER_S)
         self._process = None
+        self._close_output()
+
+    def _close_output(self) -> None:
+        if self._output is not None:
+            self._output.close()
+            self._output = None
 
     def _forget(self) -> None:
         """In a forked copy of the parent: the server and the lock's state are not ours."""
@@ -191,6 +197,7 @@ class ForkServer:
         if self._control is not None:
             self._control.close()
         self._control = self._process = None
+        self._close_output()
 
 
 server = ForkServer(("triton", "torch", "safetune.tuning.child", "safetune.tuning.session"))
