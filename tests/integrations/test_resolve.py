@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,17 +42,7 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture
 def module(tmp_path: Path) -> Any:
-    return load(tmp_path / "scale_resolved.py", traced.SOURCE)
-
-
-def load(path: Path, text: str) -> Any:
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return traced.load(tmp_path / "scale_resolved.py", traced.SOURCE)
 
 
 def abstract(n: int, dtype: Any = "float32") -> Any:
@@ -109,7 +98,9 @@ class TestResolve:
             "FACTOR * tl.load(src + offset, mask=offset < n)",
             "tl.load(src + offset, mask=offset < n).to(KIND)",
         )
-        tuner = traced.kernel(load(Path(module.__file__).with_name("kinds.py"), text), key=["KIND"])
+        tuner = traced.kernel(
+            traced.load(Path(module.__file__).with_name("kinds.py"), text), key=["KIND"]
+        )
         x = torch.zeros(8)
         traced.choose(tuner, tuner.configs[1], x, x, 8, KIND=torch.float32)
 
@@ -173,7 +164,7 @@ class TestResolve:
         text = traced.SOURCE.replace("n, BLOCK", "n, NB: tl.constexpr, BLOCK")
         with pytest.warns(UserWarning, match="NB"):
             tuner = traced.kernel(
-                load(Path(module.__file__).with_name("dropped.py"), text), key=["n", "NB"]
+                traced.load(Path(module.__file__).with_name("dropped.py"), text), key=["n", "NB"]
             )
         x = torch.zeros(100)
         traced.choose(tuner, tuner.configs[0], x, x, 100, 5)
@@ -186,7 +177,7 @@ class TestResolve:
 
     def test_another_body_is_another_kernel(self, module: Any) -> None:
         """B7: a choice for one `scale_kernel` is none for a second of that name."""
-        other = load(
+        other = traced.load(
             Path(module.__file__).with_name("other.py"), traced.SOURCE.replace("FACTOR *", "3 +")
         )
         tuner, second = traced.kernel(module), traced.kernel(other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,17 +40,7 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture
 def module(tmp_path: Path) -> Any:
-    return load(tmp_path / "scale.py", traced.SOURCE)
-
-
-def load(path: Path, text: str) -> Any:
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return traced.load(tmp_path / "scale.py", traced.SOURCE)
 
 
 def lookup_now() -> Lookup:
@@ -124,7 +113,9 @@ def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
 def test_the_nearest_choice_of_two_names(module: Any) -> None:
     """Two values are unknown: each combination of regions has the nearest stored choice."""
     text = traced.SOURCE.replace("n, BLOCK", "n, m, BLOCK").replace("offset < n", "offset < n + m")
-    tuner = traced.kernel(load(Path(module.__file__).with_name("two.py"), text), key=["n", "m"])
+    tuner = traced.kernel(
+        traced.load(Path(module.__file__).with_name("two.py"), text), key=["n", "m"]
+    )
     for n, m, place in ((16, 16, 0), (16, 4096, 1), (4096, 16, 1), (4096, 4096, 2)):
         x = torch.zeros(n, m)
         traced.choose(tuner, tuner.configs[place], x, x, n, m)
@@ -212,7 +203,7 @@ def test_pruned_configs_are_not_fallen_back_to(module: Any) -> None:
         return [config for config in configs if config.kwargs["BLOCK"] >= named["least"]]
 
     text = traced.SOURCE.replace("n, BLOCK", "n, least, BLOCK")
-    module = load(Path(module.__file__).with_name("pruned.py"), text)
+    module = traced.load(Path(module.__file__).with_name("pruned.py"), text)
     tuner = traced.kernel(module, prune_configs_by={"early_config_prune": only_large})
     graphs = traced.Graphs()
 

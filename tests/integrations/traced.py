@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +33,17 @@ def scale_kernel(dst, src, n, BLOCK: tl.constexpr, FACTOR: tl.constexpr = 2):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(dst + offset, FACTOR * tl.load(src + offset, mask=offset < n), mask=offset < n)
 """
+
+
+def load(path: Path, text: str) -> Any:
+    """Write a module, and import it: Triton reads a kernel's source from its file."""
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _Driver:

@@ -6,7 +6,6 @@ the process of a test: Triton's interpreter leaves its language changed there.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -51,18 +50,6 @@ def compiled_by_transformer_engine(
     return made
 
 
-def scale_kernel_module(folder: str) -> Any:
-    """The module of the kernel, in a file: Triton reads its source."""
-    path = Path(folder) / "scale_resolved.py"
-    path.write_text(traced.SOURCE)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def resolved(module: Any) -> Any:
     """The one-config tuner of the kernel, whose choice is stored."""
     tuner = traced.kernel(module, configs=traced.configs(64, 128, num_warps=8, num_stages=2))
@@ -75,7 +62,7 @@ def resolved(module: Any) -> Any:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        module = scale_kernel_module(folder)
+        module = traced.load(Path(folder) / "scale_resolved.py", traced.SOURCE)
         if sys.argv[1] == "resolved":
             kernel = resolved(module)
         else:
