@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 from safetune.errors import StoreError
@@ -24,7 +25,7 @@ _FILE = re.compile(
 )
 
 
-class RecordFiles:
+class RecordFiles(ABC):
     """Publishing records as files. A subclass says where, and how one is written."""
 
     place: str
@@ -46,9 +47,9 @@ class RecordFiles:
     def close(self) -> None:
         """Do nothing: nothing is held open between calls."""
 
+    @abstractmethod
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
         """Write a record, not over a valid one; return what is there now."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def _failures(self, action: str) -> Iterator[None]:
