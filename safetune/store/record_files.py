@@ -44,7 +44,7 @@ class RecordFiles(ABC):
         """Return a lease that keeps nobody away."""
         return NoLease()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Do nothing: nothing is held open between calls."""
 
     @abstractmethod
