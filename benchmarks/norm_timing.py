@@ -19,6 +19,9 @@ Call = Callable[[], object]
 REPLAY_S = 4e-3
 MOST_CALLS = 400
 
+#: How long a GPU works before anything is timed: one that was idle has not its clocks yet.
+WARM_UP_S = 0.1
+
 
 class Replay:
     """Some calls, captured once and replayed; in the interpreter they are run, and timed, as is."""
@@ -58,6 +61,12 @@ class Replay:
             call()
         self.stream.synchronize()
         return (time.perf_counter() - began) / len(self.calls)
+
+    def warm_up(self, seconds: float = WARM_UP_S) -> None:
+        """Replay for so long, untimed."""
+        began = time.perf_counter()
+        while self.graph is not None and time.perf_counter() - began < seconds:
+            self.microseconds()
 
     def microseconds(self) -> float:
         """Replay once and return the mean time of a call."""

@@ -114,6 +114,8 @@ def measure(part: str, ops: Sequence[str], systems: Sequence[str], replays: int)
         except Exception as error:
             text = f"{type(error).__name__}: {str(error)[:300]}"
             found += [{"system": system, "op": op, "error": text} for op in ops]
+    for replay in ready.values():
+        replay.warm_up()
     times: dict[tuple[str, str], list[float]] = {case: [] for case in ready}
     for _ in range(replays):
         for case, replay in ready.items():
@@ -211,7 +213,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--ops", nargs="+", default=list(MATRICES), choices=list(MATRICES))
-    parser.add_argument("--replays", type=int, default=7)
+    parser.add_argument("--replays", type=int, default=15)
     options = parser.parse_args(argv)
     if options.quick:
         options.replays = 2

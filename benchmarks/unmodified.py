@@ -3,7 +3,8 @@
 `tests/gpu/scripts/fla_layers.py` (layer norm, GLA, delta rule, forward and backward) in a fresh
 process: `cold` with empty caches of its own, `warm` with what the cold one left there: Triton's
 compile cache, the timings that FLA has Triton keep beside it, safetune's store. One run of each,
-not several in turn: a cold one of triton.autotune takes over three minutes on an H100.
+not several in turn: a cold one of triton.autotune takes over three minutes on an H100. `off` is by
+how much results differ from those of the first process, over each one's largest value.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def figures(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def first_step(tuner: str) -> dict[str, Any]:
+def first_step(tuner: str, results: Path) -> dict[str, Any]:
     """In a fresh process: run the layers; say how long the first and both steps took."""
     installation = None
     if tuner == "safetune":
         import safetune
 
         installation = safetune.install()
-    sys.argv = [str(STEP)]
+    sys.argv = [str(STEP), "--save", str(results)]
     found = runpy.run_path(str(STEP), run_name="__main__")
     report = {name: found[name] for name in ("first_s", "both_s")}
     if installation is None:
@@ -58,19 +59,34 @@ def first_step(tuner: str) -> dict[str, Any]:
     return {**report, "tunings": installation.tunings(), "launches": installation.launches}
 
 
-def run_part(tuner: str) -> list[Row]:
+def run_part(tuner: str, folder: Path) -> list[Row]:
     """Run one tuner's two processes, one after the other, with caches of its own."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
-        folder = Path(name)
-        caches = {"TRITON_CACHE_DIR": folder / "triton", "SAFETUNE_CACHE_DIR": folder / "store"}
-        for state in STATES:
-            task = ["--task", tuner]
-            report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
-            row = {"part": tuner, "state": state, "tuner": tuner, **report}
-            print(f"{tuner} {state}: {row['first_s']:.2f} s", flush=True)
-            rows.append(row)
+    caches = {
+        "TRITON_CACHE_DIR": folder / tuner / "triton",
+        "SAFETUNE_CACHE_DIR": folder / tuner / "store",
+    }
+    for state in STATES:
+        results = folder / f"{tuner}-{state}.pt"
+        task = ["--task", tuner, "--results", str(results)]
+        report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
+        row = {"part": tuner, "state": state, "tuner": tuner, **report, "off": _off(results)}
+        print(f"{tuner} {state}: {row['first_s']:.2f} s, off by {row['off']:.1e}", flush=True)
+        rows.append(row)
     return rows
+
+
+def _off(results: Path) -> float:
+    """Return the largest difference from the results that were saved first, for its tensor."""
+    import torch
+
+    first = min(results.parent.glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)
+    wanted, found = torch.load(first), torch.load(results)
+    assert wanted.keys() == found.keys()
+    return max(
+        ((found[name].float() - want.float()).abs().max() / want.float().abs().max()).item()
+        for name, want in wanted.items()
+    )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -78,6 +94,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -85,18 +102,19 @@ def main() -> None:
     """Run the task of a measuring process, or the parts that are still missing."""
     options = parse()
     if options.task:
-        options.report.write_text(json.dumps(first_step(options.task)))
+        options.report.write_text(json.dumps(first_step(options.task, options.results)))
         return
     recording.require_device()
     folder = recording.output_folder(options)
     result = recording.begin("unmodified")
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
-    for tuner in recording.parts_to_run(TUNERS, result.rows, options, PART_S):
-        result.rows += run_part(tuner)
-        result.save(folder, figures)
+    with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
+        for tuner in recording.parts_to_run(TUNERS, result.rows, options, PART_S):
+            result.rows += run_part(tuner, Path(name))
+            result.save(folder, figures)
     path = result.save(folder, figures)
-    columns = ["tuner", "state", "first_s", "both_s", "process_s", "tunings", "launches"]
+    columns = ["tuner", "state", "first_s", "both_s", "process_s", "off", "tunings", "launches"]
     print(recording.table(result.rows, columns))
     print()
     print(recording.figures_table(result, path))

@@ -125,12 +125,12 @@ def programs_per_sm(columns: int) -> float:
 
     As many as keep enough loads under way; each has partial sums of its own, so long rows get few.
     Up to 1024 columns the numbers are those that were fastest on an H100 (benchmarks/norms.py
-    --sweep): rows of 512 columns are slower with two, shorter ones with four.
+    --sweep): rows of 512 columns are slower with two, shorter ones with more.
     """
     if columns > LONG_SLICE:
         return 1 / max(2, triton.cdiv(columns, WIDEST_TILE))
     padded = triton.next_power_of_2(columns)
-    return 4 if padded == 512 else max(1, min(2, 4096 // padded))
+    return 5 if padded == 512 else max(1, min(2, 4096 // padded))
 
 
 def prune_configs(

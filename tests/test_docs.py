@@ -99,7 +99,8 @@ class TestBlocks:
     @pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.stem)
     def test_python(self, page: Path, tmp_path: Path, fresh_process: FreshProcess) -> None:
         """All blocks of a page in one file and process, at the line numbers of the page."""
-        script = write_python(page, tmp_path)
+        # As jax.py it would be what its own `import jax` finds.
+        script = write_python(page, tmp_path).rename(tmp_path / "page.py")
 
         result = fresh_process(script, env=INTERPRETER)
 

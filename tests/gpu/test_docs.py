@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def written(import_file: Any, tmp_path: Path) -> Any:
     """A function that writes the Python blocks of a page to a file, and returns that."""
     docs = import_file("documentation_tests", ROOT / "tests" / "test_docs.py")
-    return lambda page: docs.write_python(ROOT / page, tmp_path)
+
+    def write(page: str) -> Path:
+        # As jax.py it would be what its own `import jax` finds.
+        script: Path = docs.write_python(ROOT / page, tmp_path)
+        return script.rename(tmp_path / "page.py")
+
+    return write
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/cuda_graphs.md", "docs/torch_compile.md"])

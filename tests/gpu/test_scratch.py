@@ -264,11 +264,12 @@ class TestUnderCapture:
 class TestTwoCards:
     def test_on_the_card_that_is_made_current(self) -> None:
         tiles = Tiles(True, True)
+        before = torch.cuda.current_device()
         with torch.cuda.device(1):
             tiles.check(device="cuda:1")
             block = scratch.allocate(4096, 128, torch.cuda.current_stream().cuda_stream)
             assert _segment(block.data_ptr())["device"] == 1
-        assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_device() == before
 
     def test_on_a_card_that_is_not_current(self) -> None:
         """Triton launches on the current one, which sees the other's memory once torch says so."""

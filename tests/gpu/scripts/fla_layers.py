@@ -53,12 +53,16 @@ LAYERS: dict[str, Callable[[], Any]] = {
 
 
 def step(layers: list[str]) -> dict[str, torch.Tensor]:
-    """One forward and backward of each layer, from the same bits each time."""
+    """One forward and backward of each layer, from the same bits each time.
+
+    The loss has a target: without, a norm's gradient is that of a sum of squares which it keeps as
+    it is, and so nothing but what was rounded.
+    """
     found: dict[str, torch.Tensor] = {}
     for layer in layers:
         torch.manual_seed(0)
         output, leaves = LAYERS[layer]()
-        output.float().square().mean().backward()
+        (output.float() - torch.randn_like(output, dtype=torch.float32)).square().mean().backward()
         found[f"{layer} output"] = output.detach()
         found.update({f"{layer} d{name}": value.grad for name, value in leaves.items()})
     torch.cuda.synchronize()
