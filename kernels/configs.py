@@ -21,6 +21,10 @@ TALL_TILE = 4096
 #: Rows are not cut in slices shorter than this; and only the longer ones are cut at all.
 LONG_SLICE = 8192
 
+#: Four warps with more than three stages are for longer rows. Up to here they look fastest on an
+#: H100 when a launch is timed by itself, and are 3 % slower in one backward pass after another.
+SHORT_ROW = 256
+
 #: The most elements in a tile of the backward kernel: a program keeps sums of so many columns.
 WIDEST_TILE = 16384
 
@@ -160,6 +164,8 @@ def prune_backward_configs(
 ) -> list[Config]:
     """Return those of them that give every multiprocessor a program, or that cut no row in place.
 
+    And that are not for longer rows: see `SHORT_ROW`.
+
     Raises:
         ValueError: rows that no config leaves whole are to be written in place.
     """
@@ -176,4 +182,5 @@ def prune_backward_configs(
         config
         for config, count in zip(left, slices, strict=True)
         if (count == 1 if IN_PLACE else count * per_sm >= 1)
+        and (COLUMNS > SHORT_ROW or config.num_warps > 4 or config.kwargs["PIPELINE_STAGES"] < 4)
     ]

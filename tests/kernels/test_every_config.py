@@ -303,6 +303,12 @@ def test_pruning_leaves_whole_rows_or_long_slices(columns: int) -> None:
             assert elements <= TALL_TILE or tile_rows(elements, columns) == 1
 
 
+@pytest.mark.parametrize(("columns", "are_tried"), [(50, False), (256, False), (257, True)])
+def test_four_warps_with_four_stages_are_for_longer_rows(columns: int, are_tried: bool) -> None:
+    left = prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=False)
+    assert any(c.num_warps == 4 and c.kwargs["PIPELINE_STAGES"] == 4 for c in left) == are_tried
+
+
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_rows_written_in_place_are_not_cut(columns: int) -> None:
     """dx may be stored over dy up to 16384 columns; longer rows are refused, not spoilt."""
