@@ -79,9 +79,7 @@ def lead(request: TuningRequest, store: Store, patience: Patience) -> Iterator[L
         yield leading
         return
     _start_heartbeat(lease, leading.ended)
-    interrupted = (
-        False  # if so, the next node takes over; else each of them finds what this one has
-    )
+    interrupted = False  # where it is, the next node takes over; else each finds what this one has
     try:
         yield leading
     except BaseException as error:
