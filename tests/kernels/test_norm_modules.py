@@ -293,7 +293,7 @@ def test_autocast_changes_nothing(random: Any) -> None:
         (RMSNormLinear(8), "RMSNormLinear(8, eps=1e-05)", ["weight"]),
         (
             GroupNormLinear(2, 8, bias=True, is_rms_norm=True),
-            "GroupNormLinear(2, 8, eps=1e-05, is_rms_norm=True)",
+            "GroupNormLinear(2, 8, is_rms_norm=True, eps=1e-05)",
             ["weight", "bias"],
         ),
         (
