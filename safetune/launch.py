@@ -32,8 +32,9 @@ def first(tuner: Autotuner, grid: Any, args: Args, kwargs: Kwargs) -> Any:
     if launch is None:
         return by_triton(tuner, args, complete)[0]
     said: Kwargs = {}
+    plain = not launch.plan.in_the_way()  # which something may be for this launch alone
     kernel, config = by_triton(tuner, args, complete, said)
-    if config is not None:
+    if plain and config is not None:
         launch.plan.remember(args, kwargs, config, kernel, said)
     return kernel
 

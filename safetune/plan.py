@@ -49,6 +49,7 @@ class Plan:
 
     Attributes:
         launch: (grid, args, kwargs) → the compiled kernel that was launched, or None.
+        in_the_way: whether no launch is the plan's as things are.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Plan:
         exec(_compiled(source.text()), names)
         self.launch: Launch = names["launch"]
         self._choice_key: Callable[..., Any] = names["choice_key"]
-        self._in_the_way: Callable[[], bool] = names["in_the_way"]
+        self.in_the_way: Callable[[], bool] = names["in_the_way"]
         self.launch.__dict__["plan"] = self
 
     def remember(
@@ -94,7 +95,7 @@ class Plan:
                 time they may say something else.
         """
         tuner = self._tuner
-        if type(kernel) is not CompiledKernel or config.pre_hook is not None or self._in_the_way():
+        if type(kernel) is not CompiledKernel or config.pre_hook is not None or self.in_the_way():
             return
         if len(tuner.configs) > 1 and tuner.cache.get(self._form.key(args, kwargs)) is not config:
             return  # not the key's choice: it is rejected, or captured without one

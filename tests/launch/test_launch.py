@@ -196,6 +196,21 @@ class TestInTheWay:
         assert not goes_by_triton(kernel)
         assert machine.launches[-1] == machine.launches[0]
 
+    def test_a_switch_that_was_on_for_one_launch(
+        self, kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call(kernel)
+        monkeypatch.setattr(knobs.runtime, "debug", True)
+
+        def off(meta: dict[str, Any]) -> tuple[int]:
+            knobs.runtime.debug = False
+            return (1,)
+
+        call(kernel, n=64, grid=off)
+        assert goes_by_triton(kernel, n=64)
+        _, second, third = machine.launches
+        assert second[0] != third[0]
+
     def test_a_switch_in_the_environment(
         self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
     ) -> None:
