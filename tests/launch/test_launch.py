@@ -634,7 +634,7 @@ class TestHeuristicsBelow:
         assert [launch[8] for launch in (first, second)] == [4, 16]
         assert first[0] == third[0] != second[0]
 
-    def test_they_are_asked_once_for_a_launch(
+    def test_they_are_not_asked_after_the_launch(
         self, machine: Machine, tuned: type[Tuned], kernels: Any
     ) -> None:
         """Nothing of theirs is raised for a kernel that has run."""
