@@ -108,21 +108,18 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.tuning_phases: dict[str, float] = {}
         hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
+        self._forms = call_form.Forms(self)
         self._remember_nothing()
-        pruning.show_one_config(self)
+        _alive.add(pruning.show_one_config(self))
 
     def __copy__(self) -> Autotuner:
-        """A tuner with the same choices, which knows no launches; each has its own from then on."""
+        """A tuner that shares the choices; as it is not told of changes, it knows no launches."""
         made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        made._remember_nothing()
-        made.cache.update(self.cache)
+        vars(made).update(vars(self), _plans={})
         return made
 
     def _remember_nothing(self) -> None:
-        _alive.add(self)
-        self._forms = call_form.Forms(self)
-        self.cache = Choices(self._forget_launches)
+        self.cache = Choices(self)
         self._key_locks: dict[Any, threading.RLock] = {}
         self.rejections: dict[Any, rejection.Rejections] = {}
         self.postponed: dict[Any, Postponed] = {}

@@ -122,6 +122,8 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None
+    if getattr(tuner.cache, "tuner", None) is not tuner:
+        return None  # a copy, or a cache of the user's: nobody says when a choice changes
     if _nvidia_driver() is None:
         return None
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

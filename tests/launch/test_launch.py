@@ -367,12 +367,12 @@ class TestChanges:
         self, machine: Machine, kernels: Any, count: int
     ) -> None:
         """A new config may be where a dead one was in memory."""
-        configs = [triton.Config({"BLOCK": 16}) for _ in range(count)]
+        configs = [triton.Config({"BLOCK": 1 << place}) for place in range(count)]
         tuner = safetune(configs=configs, key=["n"])(machine.kernel_of(kernels.scale))
         del configs
         tuner._miss = lambda key, *_: tuner.adopt(key, tuner.configs[0])
         for block in (16, 32, 64, 128, 256, 512):
-            tuner.configs = [triton.Config({"BLOCK": block}) for _ in range(count)]
+            tuner.configs = [triton.Config({"BLOCK": block << place}) for place in range(count)]
             tuner.cache.clear()
             for _ in range(2):
                 tuner[(1,)](X, OUT, 32, 0.5, 7, D=4)
@@ -408,19 +408,26 @@ class TestChanges:
             assert not goes_by_triton(kernel)
 
     def test_a_copy_of_a_tuner(self, kernel: Tuned, machine: Machine) -> None:
+        """It shares the choices, whoever of the two makes or changes them."""
         call(kernel)
         original, other = kernel.tuner, copy.copy(kernel.tuner)
         (key,) = original.cache
-        other.adopt(key, CONFIGS[3])
-        for tuner, config in ((other, CONFIGS[3]), (original, CONFIGS[0])) * 2:
-            kernel.tuner = tuner
+        for number, maker in enumerate((original, other, original), 1):
+            for tuner in (original, other) * 2:
+                kernel.tuner = tuner
+                call(kernel)
+                assert tuner.best_config is tuner.cache[key] is CONFIGS[number - 1]
+                assert machine.launches[-1][BLOCK] == tuner.best_config.kwargs["BLOCK"]
+            maker.adopt(key, CONFIGS[number])
+
+    def test_a_cache_of_the_user_s(self, kernel: Tuned, machine: Machine) -> None:
+        kernel.tuner.cache = {}
+        for config in CONFIGS[:2] + CONFIGS[:1]:
             call(kernel)
-            assert machine.launches[-1][BLOCK] == config.kwargs["BLOCK"]
-            assert tuner.best_config is config
-            assert tuner.cache == {key: config}
-        original.cache.clear()
-        call(kernel)
-        assert other.best_config is CONFIGS[3]
+            assert machine.launches[-1][BLOCK] == kernel.tuner.best_config.kwargs["BLOCK"]
+            assert kernel.tuner.best_config is config
+            (key,) = kernel.tuner.cache
+            kernel.tuner.cache[key] = CONFIGS[1 - CONFIGS.index(config)]
 
     def test_best_config_is_the_last_launch_s(self, kernel: Tuned) -> None:
         for n in (32, 64, 32, 64):
