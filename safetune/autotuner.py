@@ -115,7 +115,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def __copy__(self) -> Autotuner:
         """A tuner that shares the choices; as it is not told of changes, it knows no launches."""
         made = object.__new__(type(self))
-        vars(made).update(vars(self), _plans={})
+        made.__dict__.update(self.__dict__, _plans={})
         return made
 
     def _remember_nothing(self) -> None:

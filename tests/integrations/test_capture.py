@@ -168,7 +168,7 @@ class TestFallback:
             return run(*args, BLOCK=BLOCK, **kwargs)
 
         monkeypatch.setattr(copy.tuner.fn, "run", too_large)
-        with pytest.warns(UserWarning, match=r"BLOCK=16.* cannot be launched"):
+        with warned(), pytest.warns(UserWarning, match=r"BLOCK=16.* cannot be launched"):
             assert not _waits(capturing, gate), "for the thread that tunes"
         tuning.join(SOON_S)
         assert captured == [32]
