@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
-from safetune import call_form, inductor, launch, pruning
+from safetune import call_form, inductor, launch, pruning, rejection
 from safetune.choices import Choices
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.kernel_source import is_interpreted
 from safetune.phantom import KeyReport, classify
-from safetune.rejection import Rejections
 from safetune.settings import (
     CaptureMissPolicy,
     PhantomPolicy,
@@ -110,14 +109,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)
-        self._options = {id(config): config.all_kwargs() for config in self.configs}
         self._remember_nothing()
         _alive.add(pruning.show_one_config(self))
 
+    def __copy__(self) -> Autotuner:
+        """A tuner that shares the choices; as it is not told of changes, it knows no launches."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, _plans={})
+        return made
+
     def _remember_nothing(self) -> None:
-        self.cache = Choices(self._forget_launches)
+        self.cache = Choices(self)
         self._key_locks: dict[Any, threading.RLock] = {}
-        self.rejections: dict[Any, Rejections] = {}
+        self.rejections: dict[Any, rejection.Rejections] = {}
         self.postponed: dict[Any, Postponed] = {}
         self.captured: dict[Any, CapturedMiss] = {}
         self.needs_scratch = False  # until a launch says so
@@ -246,29 +250,21 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             from safetune import capture
 
             capture.adopted(self, key, config)
-        rejections = self.rejections.get(key)
-        if rejections is None or rejections.allow(config):
-            self.cache[key] = config
-        else:
-            rejections.choice = config
+        with rejection.noting:
+            rejections = self.rejections.get(key)
+            if rejections is None or rejections.allow(config):
+                self.cache[key] = config
+            else:
+                rejections.choice = config
         return config
 
     def postpone(self, key: Any, postponed: Postponed) -> None:
         """Have this memory key missed by each call until its tuning is due again."""
         self.postponed[key] = postponed
-        self.cache.pop(key, None)
-        if key in self.rejections:
-            self.rejections[key].choice = None
-
-    def reject(self, key: Any, specialisation: Any, config: Config) -> Rejections:
-        """Take this memory key off the fast path: some calls of it cannot launch `config`."""
-        with self._key_locks.setdefault(key, threading.RLock()):
-            rejections = self.rejections.setdefault(key, Rejections())
-            rejections.reject(specialisation, config)
-            if self.cache.get(key) is config:
-                rejections.choice = self.cache.pop(key)
-        self._key_locks.pop(key, None)
-        return rejections
+        with rejection.noting:
+            self.cache.pop(key, None)
+            if key in self.rejections:
+                self.rejections[key].choice = None
 
     def _miss(
         self, key: Any, form: call_form.CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]

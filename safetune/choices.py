@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
+if TYPE_CHECKING:
+    from safetune.autotuner import Autotuner
+
 
 class Choices(dict[Any, Config]):
-    """The config of each memory key; `changed` is called when a key gets another one, or none."""
+    """The config of each memory key; `tuner` forgets its launches when it changes."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, tuner: Autotuner) -> None:
         super().__init__()
-        self._changed = changed
+        self.tuner = tuner
 
     def __setitem__(self, key: Any, config: Config) -> None:
         before = self.get(key, config)
         super().__setitem__(key, config)
         if before is not config:
-            self._changed()
+            self.tuner._forget_launches()
 
 
 def _telling(name: str) -> Any:
     def change(self: Choices, *args: Any, **kwargs: Any) -> Any:
         result = getattr(dict, name)(self, *args, **kwargs)
-        self._changed()
+        self.tuner._forget_launches()
         return result
 
     return change

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
-from triton.runtime.autotuner import Config
+from triton.runtime.autotuner import Config, Heuristics
 
 from safetune import inductor, plan, scratch
 from safetune.rejection import CLEAN_FAILURES, is_callers, relaunch
@@ -30,33 +31,43 @@ def first(tuner: Autotuner, grid: Any, args: Args, kwargs: Kwargs) -> Any:
     launch = plans[kind]
     if launch is None:
         return by_triton(tuner, args, complete)[0]
-    with _no_collection_under_capture():  # it may compile
-        kernel, config = by_triton(tuner, args, complete)
-    if config is not None:
-        launch.plan.remember(grid, args, kwargs, config, kernel)
+    said: Kwargs = {}
+    plain = not launch.plan.in_the_way()  # which something may be for this launch alone
+    kernel, config = by_triton(tuner, args, complete, said)
+    if plain and config is not None:
+        launch.plan.remember(args, kwargs, config, kernel, said)
     return kernel
 
 
-def by_triton(tuner: Autotuner, args: Args, kwargs: Kwargs) -> tuple[Any, Config | None]:
+def by_triton(
+    tuner: Autotuner, args: Args, kwargs: Kwargs, said: Kwargs | None = None
+) -> tuple[Any, Config | None]:
     """Launch with the chosen config, tuning first if there is none.
+
+    Args:
+        said: gets what each of the tuner's heuristics says for this launch, by name.
 
     Returns:
         What Triton returns, and the config; None for one that is used for want of another.
     """
     form = tuner._forms.of(args, kwargs)
-    if len(tuner.configs) == 1:
-        return _run(tuner, None, form, tuner.configs[0], args, kwargs)
-    key = form.key(args, kwargs)
-    config = tuner.cache.get(key)
-    if config is not None:
-        return _run(tuner, key, form, config, args, kwargs)
-    with _no_collection_under_capture():
-        config = tuner._miss(key, form, args, kwargs)
-        return _run(tuner, key, form, config, args, kwargs)
+    said = {} if said is None else said
+    with _no_collection_under_capture():  # Triton may compile, whether the choice is known or not
+        if len(tuner.configs) == 1:
+            return _run(tuner, None, form, tuner.configs[0], args, kwargs, said)
+        key = form.key(args, kwargs)
+        config = tuner.cache.get(key) or tuner._miss(key, form, args, kwargs)
+        return _run(tuner, key, form, config, args, kwargs, said)
 
 
 def _run(
-    tuner: Autotuner, key: Any, form: CallForm, config: Config, args: Args, kwargs: Kwargs
+    tuner: Autotuner,
+    key: Any,
+    form: CallForm,
+    config: Config,
+    args: Args,
+    kwargs: Kwargs,
+    said: Kwargs,
 ) -> tuple[Any, Config | None]:
     tuner.best_config = config
     if config.pre_hook is not None:
@@ -65,23 +76,34 @@ def _run(
     given_args, given_kwargs = args, kwargs
     if form.pins:
         args, kwargs = form.pinned(args, kwargs)
-    options = tuner._options.get(id(config)) or config.all_kwargs()
+    run = functools.partial(_below_heuristics, tuner.fn, said)
+    options = config.all_kwargs()
     try:
         if tuner.needs_scratch:
-            return scratch.launch(tuner.fn.run, *args, **kwargs, **options), config
-        return tuner.fn.run(*args, **kwargs, **options), config
+            return scratch.launch(run, *args, **kwargs, **options), config
+        return run(*args, **kwargs, **options), config
     except RuntimeError as error:
         if tuner.needs_scratch or not scratch.is_missing(error):
             inductor.refuse_vmap(tuner.base_fn.__name__, given_args)
             raise
         tuner.needs_scratch = True
-        return scratch.launch(tuner.fn.run, *args, **kwargs, **options), config
+        return scratch.launch(run, *args, **kwargs, **options), config
     except CLEAN_FAILURES as error:
         if Settings.current().mode is Mode.OFF or len(tuner.configs) == 1:
             raise
         if is_callers(error, tuner, given_kwargs):
             raise
         return relaunch(tuner, key, form, config, error, (given_args, given_kwargs)), None
+
+
+def _below_heuristics(kernel: Any, said: Kwargs, /, *args: Any, **kwargs: Any) -> Any:
+    """Launch as `Heuristics.run` does, and note what they say: it decides the binary."""
+    while type(kernel) is Heuristics:
+        for name, heuristic in kernel.values.items():
+            named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+            said[name] = kwargs[name] = heuristic(named)
+        kernel = kernel.fn
+    return kernel.run(*args, **kwargs)
 
 
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:

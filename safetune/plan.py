@@ -49,6 +49,7 @@ class Plan:
 
     Attributes:
         launch: (grid, args, kwargs) → the compiled kernel that was launched, or None.
+        in_the_way: whether no launch is the plan's as things are.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Plan:
         self._form = form
         defaults = {parameter.name: parameter.default for parameter in jit.params}
         self._absent = {name: defaults[name] for name in source.absent}
+        self._jit = jit
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._chosen: dict[Any, dict[str, Any]] = {}  # for heuristics, which see a config's options
-        self._heuristics = bool(heuristics)
+        self._heuristics = tuple(heuristics)
         names = {
             **_names(tuner, jit),
             "known": self._known,
@@ -75,30 +77,44 @@ class Plan:
         exec(_compiled(source.text()), names)
         self.launch: Launch = names["launch"]
         self._choice_key: Callable[..., Any] = names["choice_key"]
-        self._key: Callable[..., Any] = names["key"]
-        self._in_the_way: Callable[[], bool] = names["in_the_way"]
+        self.in_the_way: Callable[[], bool] = names["in_the_way"]
         self.launch.__dict__["plan"] = self
 
     def remember(
-        self, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config: Config, kernel: Any
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        config: Config,
+        kernel: Any,
+        said: Mapping[str, Any],
     ) -> None:
-        """Launch this kernel for such calls from here on, if that can be done without Triton."""
+        """Launch this kernel for such calls from here on, if that can be done without Triton.
+
+        Args:
+            said: what the heuristics said for the launch that Triton made the kernel for. Another
+                time they may say something else.
+        """
         tuner = self._tuner
-        if type(kernel) is not CompiledKernel or config.pre_hook is not None or self._in_the_way():
+        if type(kernel) is not CompiledKernel or config.pre_hook is not None or self.in_the_way():
             return
         if len(tuner.configs) > 1 and tuner.cache.get(self._form.key(args, kwargs)) is not config:
             return  # not the key's choice: it is rejected, or captured without one
         options = config.all_kwargs()
         rest = [options.get(name, default) for name, default in self._absent.items()]
-        key, how = self._key(grid, args, kwargs, options), _launcher(kernel)
+        key, how = self._choice_key(args, kwargs), _launcher(kernel)
         if key is None or how is None:
             return
+        made_in = self._jit.device_caches.get(key[0])
         if len(self._known) >= _MOST_LAUNCHES:
             self._known.clear()
             self._chosen.clear()
-        self._known[key] = (kernel, config, *how, rest)
         if self._heuristics:
-            self._chosen[self._choice_key(args, kwargs)] = options
+            plain = plan_source.plain_types().issuperset(map(type, said.values()))
+            if not plain or tuple(said) != self._heuristics:
+                return
+            self._chosen[key] = options
+            key = (key, *(part for value in said.values() for part in (value, value.__class__)))
+        self._known[key] = (kernel, config, made_in, *how, rest)
 
 
 def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
@@ -106,6 +122,8 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None
+    if getattr(tuner.cache, "tuner", None) is not tuner:
+        return None  # a copy, or a cache of the user's: nobody says when a choice changes
     if _nvidia_driver() is None:
         return None
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

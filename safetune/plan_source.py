@@ -96,12 +96,6 @@ def choice_key(a, k):
 {self._unpack()}
     return {self._key()}
 
-def key(grid, a, k, options):
-{self._unpack()}
-    key = {self._key()}
-{self._set_by_heuristics()}
-    return key
-
 def launch(grid, a, k):
     if {_IN_THE_WAY}:
         return None
@@ -114,8 +108,8 @@ def launch(grid, a, k):
     found = known.get(key)
     if found is None:
         return None
-    kernel, config, run, head, together, rest = found
-    if config.pre_hook is not None{single}:
+    kernel, config, made_in, run, head, together, rest = found
+    if config.pre_hook is not None or jit.device_caches.get(device) is not made_in{single}:
         return None
     {f"{absent}= rest" if absent else ""}
     stream = active.get_current_stream(device)

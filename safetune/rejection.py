@@ -8,6 +8,8 @@ shared memory for the next.
 from __future__ import annotations
 
 import functools
+import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
 CLEAN_FAILURES = (OutOfResources, CompilationError, CompileTimeAssertionFailure, PTXASError)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: Held while a key's choice and its rejections are noted together, and no longer: a call under
+#: capture must not wait for a thread that tunes the key.
+noting = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=noting.acquire, after_in_parent=noting.release, after_in_child=noting.release
+    )
 
 
 class Rejections:
@@ -84,7 +94,7 @@ def relaunch(
     """
     args, kwargs = call
     kind = specialisation(tuner, form, args, kwargs)
-    rejections = tuner.reject(key, kind, config)
+    rejections = _reject(tuner, key, kind, config)
     reason = _text(error)
     for other in _candidates(tuner, args, kwargs):
         if other in rejections.reject(kind, config):
@@ -121,6 +131,16 @@ def is_callers(error: Exception, tuner: Autotuner, kwargs: Mapping[str, Any]) ->
             return True
         trace = trace.tb_next
     return False
+
+
+def _reject(tuner: Autotuner, key: Any, specialisation: Any, config: Config) -> Rejections:
+    """Take a memory key off the fast path: some calls of it cannot launch `config`."""
+    with noting:
+        rejections = tuner.rejections.setdefault(key, Rejections())
+        rejections.reject(specialisation, config)
+        if tuner.cache.get(key) is config:
+            rejections.choice = tuner.cache.pop(key)
+    return rejections
 
 
 def _candidates(

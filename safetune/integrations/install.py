@@ -10,11 +10,13 @@ says on stderr what came of it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -84,11 +86,11 @@ def install() -> Installation:
     A tuner of Triton's own class, or of a library's on top of it, is reached where it launches.
     """
     global _installation
-    if _installation is not None:
-        return _installation
-    import triton
+    import triton  # which may install, where `when_triton_is_imported` was called
     import triton.runtime.autotuner as triton_autotuner
 
+    if _installation is not None:
+        return _installation
     from safetune import announce
     from safetune.autotuner import Autotuner
     from safetune.integrations import companion
@@ -168,20 +170,31 @@ def when_triton_is_imported() -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it has Triton's own loader call `install` once it is done."""
+    """Finds nothing itself: it has Triton's own loader call `install` once it is done.
+
+    A search need not end in an import: torch asks whether there is a Triton and leaves it at that.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "triton":
+        if name != "triton" or vars(self._thread).get("searching"):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._thread.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._thread.searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
+                with contextlib.suppress(ValueError):  # another thread's import has done it
+                    sys.meta_path.remove(self)
                 install()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -24,18 +24,42 @@ MODES = ("global", "thread_local", "relaxed")
 
 
 class Adds:
-    """A tuner of `add_kernel` with static tensors for a graph; BLOCK=512 is to win."""
+    """A tuner of `add_kernel` with static tensors for a graph; BLOCK=512 is to win.
 
-    def __init__(self, kernels: Any, n: int = N, **options: Any) -> None:
-        configs = [triton.Config({"BLOCK": block}, pre_hook=_noting(block)) for block in (256, 512)]
-        self.tuner = safetune.safetune(configs=configs, key=["n"], do_bench=_bench, **options)(
-            kernels.add_kernel
-        )
+    Args:
+        hooked: whether the configs have a `pre_hook`, so that each launch is Triton's own. Without,
+            the tuner has one, which runs where configs are measured and nowhere else.
+
+    Attributes:
+        by_triton: how many launches of the kernel went through Triton's own path.
+    """
+
+    def __init__(self, kernels: Any, n: int = N, hooked: bool = False, **options: Any) -> None:
+        config_hook, tuner_hook = (_note, None) if hooked else (None, _note)
+        configs = [triton.Config({"BLOCK": block}, pre_hook=config_hook) for block in (256, 512)]
+        options = {"key": ["n"], "pre_hook": tuner_hook, "do_bench": _bench, **options}
+        self.tuner = safetune.safetune(configs=configs, **options)(kernels.add_kernel)
+        self.by_triton = 0
+        self._count(kernels.add_kernel)
         self.n = n
         self.x, self.y = (torch.randn(n, device="cuda") for _ in range(2))
         self.out = torch.zeros(n, device="cuda")
         (self.x + self.y).mul_(2)  # what the tests use of torch is loaded
         torch.cuda.synchronize()
+
+    def _count(self, jit: Any) -> None:
+        create_binder = jit.device_caches.default_factory
+
+        def counting() -> Any:
+            *rest, binder = create_binder()
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                self.by_triton += 1
+                return binder(*args, **kwargs)
+
+            return *rest, counted
+
+        jit.device_caches.default_factory = counting
 
     def launch(self) -> None:
         n = self.n
@@ -60,13 +84,10 @@ class Adds:
         return int(self.tuner.best_config.kwargs["BLOCK"])
 
 
-def _noting(block: int) -> Any:
-    def note(arguments: dict[str, Any]) -> None:
-        import builtins
+def _note(arguments: dict[str, Any]) -> None:
+    import builtins
 
-        builtins.safetune_test_block = block  # of the process that measures
-
-    return note
+    builtins.safetune_test_block = arguments["BLOCK"]  # of the process that measures
 
 
 def _bench(launch: Any, quantiles: Any) -> list[float]:
@@ -77,6 +98,13 @@ def _bench(launch: Any, quantiles: Any) -> list[float]:
 
 
 CAPTURES = (*(f"torch-{mode}" for mode in MODES), "side-stream", *(f"raw-{m}" for m in MODES))
+
+#: Every kind of capture, with launches that are past Triton's own path once they are known; and
+#: two with a hook that keeps them on it.
+LAUNCHES = [
+    *(pytest.param(way, False, id=way) for way in CAPTURES),
+    *(pytest.param(way, True, id=f"{way}-hooked") for way in ("torch-global", "raw-global")),
+]
 
 
 @pytest.fixture
@@ -112,11 +140,11 @@ def _unaffected_by_other_tests() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("way", CAPTURES)
+@pytest.mark.parametrize(("way", "hooked"), LAUNCHES)
 def test_a_hit_only_launches(
-    kernels: Any, begun: Any, way: str, monkeypatch: pytest.MonkeyPatch, parent: Any
+    kernels: Any, begun: Any, way: str, hooked: bool, monkeypatch: pytest.MonkeyPatch, parent: Any
 ) -> None:
-    adds = Adds(kernels)
+    adds = Adds(kernels, hooked=hooked)
     adds.launch()
     torch.cuda.synchronize()
 
@@ -125,6 +153,7 @@ def test_a_hit_only_launches(
 
     monkeypatch.setattr(type(adds.tuner), "_miss", never)
     compiled, loaded = len(parent.compiled), len(parent.loaded)
+    by_triton = adds.by_triton
     context, replay = begun(way)
     with context:
         # From in here: the process's first capture allocates torch's own random number state.
@@ -133,19 +162,22 @@ def test_a_hit_only_launches(
         grown = torch.cuda.memory_allocated() - allocated
     assert grown == 0
     assert (len(parent.compiled), len(parent.loaded)) == (compiled, loaded)
+    assert adds.by_triton - by_triton == int(hooked), "launches by Triton's own path"
+    assert adds.block == 512
     adds.check(replay)
 
 
-@pytest.mark.parametrize("way", CAPTURES)
+@pytest.mark.parametrize(("way", "hooked"), LAUNCHES)
 def test_a_miss_is_captured_with_the_fallback(
     kernels: Any,
     begun: Any,
     way: str,
+    hooked: bool,
     trials: Callable[[], list[Any]],
     tunings: Callable[[], list[str]],
 ) -> None:
     """Compiled and loaded on the spot. The next call that is not captured tunes."""
-    adds = Adds(kernels)
+    adds = Adds(kernels, hooked=hooked)
     context, replay = begun(way)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -156,6 +188,7 @@ def test_a_miss_is_captured_with_the_fallback(
     assert len(told) == 1, [str(each.message) for each in caught]
     assert f"n={N}" in told[0]
     assert adds.block == 256, "the first config"
+    assert adds.by_triton == 2, "a fallback is not remembered"
     assert len(capture.misses()) == 1
     assert tunings() == []
     adds.check(replay)
@@ -166,6 +199,10 @@ def test_a_miss_is_captured_with_the_fallback(
     assert adds.block == 512
     assert [miss.outdated for miss in capture.misses()] == [True]
     adds.check(replay)  # the graph keeps what it has
+
+    by_triton = adds.by_triton
+    adds.launch()
+    assert adds.by_triton - by_triton == int(hooked), "the choice's launch is known now"
 
 
 @pytest.mark.parametrize("way", ["torch-global", "raw-global"])

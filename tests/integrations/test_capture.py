@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from safetune import CaptureMiss, InvalidSetting, background, capture
 from safetune.tuning import cuda_driver
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0
+#: For what must not wait for a thing that does not happen; only a failure takes so long.
+WAITED_S = 20.0
 
 
 def warned() -> Any:
@@ -96,16 +99,14 @@ class TestFallback:
         with driver.capturing(7), pytest.warns(UserWarning, match="BLOCK=32"):
             assert copy(101) == 32
 
-    def test_a_hit_asks_neither_the_driver_nor_the_store(
+    def test_a_hit_does_not_ask_the_store(
         self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         copy = copies()
         chosen = copy(100)
         monkeypatch.setattr(capture, "open_lookup", _never)
-        asked = driver.questions
         with driver.capturing(7):
             assert copy(100) == chosen
-        assert driver.questions == asked
 
     def test_each_capture_has_one_config_for_a_key_and_counts_for_itself(
         self, copies: type[Copies], driver: Driver
@@ -143,6 +144,34 @@ class TestFallback:
         gate.open()
         tuning.join(SOON_S)
         assert copy(100) in chosen
+
+    def test_nor_where_the_fallback_cannot_be_launched(
+        self, copies: type[Copies], driver: Driver, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The config that takes its place is settled while the other thread still tunes."""
+        copy = copies(gate.hook(), None)
+        tuning = threading.Thread(target=copy, args=(100,))
+        tuning.start()
+        gate.reached()
+        captured: list[int] = []
+
+        def capture_one() -> None:
+            with driver.capturing(7):
+                captured.append(copy(100))
+
+        capturing = threading.Thread(target=capture_one)
+        run = copy.tuner.fn.run
+
+        def too_large(*args: Any, BLOCK: int, **kwargs: Any) -> Any:
+            if BLOCK == 16 and threading.current_thread() is capturing:
+                raise OutOfResources(2, 1, "shared memory")
+            return run(*args, BLOCK=BLOCK, **kwargs)
+
+        monkeypatch.setattr(copy.tuner.fn, "run", too_large)
+        with warned(), pytest.warns(UserWarning, match=r"BLOCK=16.* cannot be launched"):
+            assert not _waits(capturing, gate), "for the thread that tunes"
+        tuning.join(SOON_S)
+        assert captured == [32]
 
     def test_the_stream_is_the_one_of_the_launching_thread(
         self, copies: type[Copies], driver: Driver, tried: Callable[[], list[str]]
@@ -276,6 +305,16 @@ def _capture_each(numbers: Iterable[int], copy: Copies, driver: Driver) -> None:
     for number in numbers:
         with driver.capturing(number):
             copy(100)
+
+
+def _waits(thread: threading.Thread, gate: Gate) -> bool:
+    """Run a thread to its end; whether it was only done once the gate had opened."""
+    thread.start()
+    thread.join(WAITED_S)
+    waited = thread.is_alive()
+    gate.open()
+    thread.join(SOON_S)
+    return waited
 
 
 def _never(*_: Any, **__: Any) -> Any:

@@ -139,6 +139,37 @@ class TestVariable:
         assert done.stdout.split() == [OURS], done.stderr
         assert len(reports(done.stderr)) == 2  # and none of the measuring process
 
+    def test_a_search_for_triton_is_no_import(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """torch.cuda makes one when it is initialised, and others ask whether they can use it."""
+        done = fresh_process(
+            "import safetune, sys\n"
+            "from importlib.util import find_spec\n"
+            "print(*(find_spec('triton') is not None for _ in range(2)), 'triton' in sys.modules)\n"
+            "import lib; print(lib.add())\n"
+            "print(*(type(each).__name__ for each in sys.meta_path))",
+            cwd=library(),
+            env={"SAFETUNE_INSTALL": "1"},
+        )
+        searches, kind, finders = done.stdout.splitlines()
+        assert searches == "True True False"
+        assert kind == OURS
+        assert "_Waiting" not in finders
+        assert len(reports(done.stderr)) == 2
+
+    def test_install_as_well(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """There is one installation, however many asked for it."""
+        done = fresh_process(
+            "import safetune; safetune.install()\n"
+            "import triton; print(hasattr(triton.autotune.__wrapped__, '__wrapped__'))",
+            cwd=library(),
+            env={"SAFETUNE_INSTALL": "1"},
+        )
+        assert done.stdout.split() == ["False"], done.stderr
+
     def test_alone_it_imports_nothing(self, fresh_process: FreshProcess) -> None:
         done = fresh_process(
             "import safetune, sys; print('triton' in sys.modules, 'torch' in sys.modules)",
@@ -193,6 +224,22 @@ class TestRun:
         done = fresh_process(RUN, "run", "-m", "launcher", cwd=here)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"spawned {OURS}", f"worker {OURS}"]
+
+    def test_the_workers_of_torchrun(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        pytest.importorskip("torch.distributed.run")
+        here = library()
+        (here / "train.py").write_text(
+            "import lib, os, sys\n"
+            "kind = type(lib.add_kernel).__module__\n"
+            "sys.stdout.write(f\"rank {os.environ['RANK']} {kind}\\n\")\n"
+        )
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        done = fresh_process(RUN, "run", *launcher, here / "train.py", cwd=here)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"rank 0 {OURS}", f"rank 1 {OURS}"]
+        assert len([line for line in reports(done.stderr) if "1 kernels" in line]) == 2
 
     def test_a_sitecustomize_that_was_there_still_runs(
         self, library: Callable[..., Path], fresh_process: FreshProcess, tmp_path: Path

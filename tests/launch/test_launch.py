@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -21,7 +22,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import TracingError, capture, plan, plan_source, scratch
+from safetune import TracingError, capture, plan, plan_source, safetune, scratch
 from safetune.call_form import PIN
 from safetune.phantom import PhantomKeyWarning
 
@@ -33,6 +34,9 @@ pytestmark = pytest.mark.internals
 OLD = triton.__version__.startswith("3.6")
 LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "20000"))
 
+
+#: Where the config's constant is in a launch of `scale`.
+BLOCK = -2
 
 CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps) for block in (16, 32) for warps in (1, 2)
@@ -192,6 +196,21 @@ class TestInTheWay:
         assert not goes_by_triton(kernel)
         assert machine.launches[-1] == machine.launches[0]
 
+    def test_a_switch_that_was_on_for_one_launch(
+        self, kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call(kernel)
+        monkeypatch.setattr(knobs.runtime, "debug", True)
+
+        def off(meta: dict[str, Any]) -> tuple[int]:
+            knobs.runtime.debug = False
+            return (1,)
+
+        call(kernel, n=64, grid=off)
+        assert goes_by_triton(kernel, n=64)
+        _, second, third = machine.launches
+        assert second[0] != third[0]
+
     def test_a_switch_in_the_environment(
         self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -343,6 +362,73 @@ class TestChanges:
         call(kernel)
         assert kernel.tuner.best_config is CONFIGS[2]
 
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_configs_replaced_again_and_again(
+        self, machine: Machine, kernels: Any, count: int
+    ) -> None:
+        """A new config may be where a dead one was in memory."""
+        configs = [triton.Config({"BLOCK": 1 << place}) for place in range(count)]
+        tuner = safetune(configs=configs, key=["n"])(machine.kernel_of(kernels.scale))
+        del configs
+        tuner._miss = lambda key, *_: tuner.adopt(key, tuner.configs[0])
+        for block in (16, 32, 64, 128, 256, 512):
+            tuner.configs = [triton.Config({"BLOCK": block << place}) for place in range(count)]
+            tuner.cache.clear()
+            for _ in range(2):
+                tuner[(1,)](X, OUT, 32, 0.5, 7, D=4)
+                assert machine.launches[-1][BLOCK] == block
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_a_config_changed_in_place(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any, count: int
+    ) -> None:
+        """It counts once the choices are cleared."""
+        configs = [triton.Config({"BLOCK": 16 << place}) for place in range(count)]
+        kernel = tuned(machine.kernel_of(kernels.scale), configs, key=["n"])
+        kernel.tuner._miss = lambda key, *_: kernel.tuner.adopt(key, configs[0])
+        call(kernel)
+        configs[0].kwargs["BLOCK"] = 128
+        kernel.tuner.cache.clear()
+        for _ in range(2):
+            call(kernel)
+            assert machine.launches[-1][BLOCK] == 128
+        assert kernel.by_triton == 2
+
+    def test_the_binaries_are_taken_away(self, kernel: Tuned, machine: Machine) -> None:
+        """Triton compiles again, and so does a tuner that knows the launch."""
+        for other in ({}, {"n": 64}):  # Triton makes the device's entry again for the second
+            call(kernel)
+            kernel.jit.device_caches.clear()
+            compiled = len(machine.compiled)
+            if other:
+                call(kernel, **other)
+                compiled = len(machine.compiled)
+            assert call(kernel) is call(kernel)
+            assert len(machine.compiled) == compiled + 1
+            assert not goes_by_triton(kernel)
+
+    def test_a_copy_of_a_tuner(self, kernel: Tuned, machine: Machine) -> None:
+        """It shares the choices, whoever of the two makes or changes them."""
+        call(kernel)
+        original, other = kernel.tuner, copy.copy(kernel.tuner)
+        (key,) = original.cache
+        for number, maker in enumerate((original, other, original), 1):
+            for tuner in (original, other) * 2:
+                kernel.tuner = tuner
+                call(kernel)
+                assert tuner.best_config is tuner.cache[key] is CONFIGS[number - 1]
+                assert machine.launches[-1][BLOCK] == tuner.best_config.kwargs["BLOCK"]
+            maker.adopt(key, CONFIGS[number])
+
+    def test_a_cache_of_the_user_s(self, kernel: Tuned, machine: Machine) -> None:
+        kernel.tuner.cache = {}
+        for config in CONFIGS[:2] + CONFIGS[:1]:
+            call(kernel)
+            assert machine.launches[-1][BLOCK] == kernel.tuner.best_config.kwargs["BLOCK"]
+            assert kernel.tuner.best_config is config
+            (key,) = kernel.tuner.cache
+            kernel.tuner.cache[key] = CONFIGS[1 - CONFIGS.index(config)]
+
     def test_best_config_is_the_last_launch_s(self, kernel: Tuned) -> None:
         for n in (32, 64, 32, 64):
             call(kernel, n=n)
@@ -366,6 +452,37 @@ class TestChanges:
         running[0] = 0
         call(kernel)
         assert kernel.tuner.best_config is CONFIGS[0]
+
+
+class TestUnderCapture:
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Gets a line each time that the driver is asked for a capture; there is one."""
+        asked: list[int] = []
+        monkeypatch.setattr(capture, "under_way", lambda: asked.append(7) or 7)
+        return asked
+
+    def test_a_known_launch_asks_the_driver_nothing(self, kernel: Tuned, asked: list[int]) -> None:
+        kernel.tuner._miss(kernel_key(kernel), None, (), {})
+        call(kernel)
+        asked.clear()
+        assert not goes_by_triton(kernel)
+        assert asked == []
+
+    @pytest.mark.parametrize("hook", [None, lambda named: None], ids=["plain", "pre_hook"])
+    def test_a_compilation_for_a_choice_that_is_known(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any, asked: list[int], hook: Any
+    ) -> None:
+        """An older graph that is collected meanwhile would make the capture invalid."""
+        configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in (16, 32)]
+        kernel = tuned(machine.kernel_of(kernels.scale), configs, key=["n"])
+        call(kernel)
+        collecting = []
+        kernel.jit.add_pre_run_hook(lambda *_, **__: collecting.append(gc.isenabled()))
+        call(kernel, D=8)
+        assert len(machine.compiled) == 2
+        assert collecting == [False]
+        assert gc.isenabled()
 
 
 def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,6 +621,44 @@ class TestHeuristicsBelow:
         for _ in range(2):
             assert goes_by_triton(kernel)
         assert [launch[8] for launch in machine.launches] == [9, 9]
+
+    def test_what_was_said_for_the_launch_counts(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        """And not what they would say after it, as when another thread sets what they read."""
+        said = [4]
+        kernel = self.tuned(machine, tuned, kernels, {"D": lambda named: said[0]})
+
+        def grid(named: dict[str, Any]) -> tuple[int]:
+            said[0] = 16
+            return (1,)
+
+        assert self.launch(kernel, grid=grid)
+        assert self.launch(kernel), "this one is not known yet"
+        said[0] = 4
+        assert not self.launch(kernel)
+        first, second, third = machine.launches
+        assert [launch[8] for launch in (first, second)] == [4, 16]
+        assert first[0] == third[0] != second[0]
+
+    def test_they_are_not_asked_after_the_launch(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any
+    ) -> None:
+        """Nothing of theirs is raised for a kernel that has run."""
+        asked = []
+
+        def once(named: dict[str, Any]) -> int:
+            asked.append(named["n"])
+            if len(asked) > 1:
+                raise ValueError("the heuristic's own")
+            return 4
+
+        kernel = self.tuned(machine, tuned, kernels, {"D": once})
+        self.launch(kernel)
+        assert asked == [32]
+        with pytest.raises(ValueError, match="the heuristic's own"):
+            self.launch(kernel)
+        assert len(machine.launches) == 1
 
     def test_options_and_the_grid(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
         """One may set what is no argument; the grid sees what they say."""
