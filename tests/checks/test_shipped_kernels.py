@@ -220,7 +220,7 @@ def test_rounds_of_low_tiles(launched: Launches, tokens: int) -> None:
     assert rounds >= 4
     for in_turns in (False, True):
         options = {"TILE_ELEMENTS": 128, "PIPELINE_STAGES": 1, "LOAD_AGAIN": False}
-        is_owned(launch.check(triton.Config({**options, "IN_TURNS": in_turns, "STREAM": False})))
+        is_owned(launch.check(triton.Config({**options, "IN_TURNS": in_turns})))
 
 
 @pytest.mark.internals
