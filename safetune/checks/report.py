@@ -174,10 +174,9 @@ class OverlapReport:
         if math.prod(self.grid) and not any(item.written for item in self.written):
             notes.append("no argument is written")
         if idle := len(self.idle_programs):
+            programs = f"{idle} of {math.prod(self.grid)} programs"
             first = _ids(self.idle_programs[0])
-            notes.append(
-                f"{idle} of {math.prod(self.grid)} programs write nothing, the first of them {first}"
-            )
+            notes.append(f"{programs} write nothing, the first of them {first}")
         return tuple(notes)
 
 

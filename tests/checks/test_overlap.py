@@ -390,6 +390,29 @@ class TestOrder:
         races = [("mixed", "sums"), ("mixed", "counter"), ("read_write", "sums")]
         assert kinds == ([] if sem == "acq_rel" else races)
 
+    @pytest.mark.parametrize("stores", [False, True])
+    @pytest.mark.parametrize("forgets", [-1, 0, 1])
+    def test_one_that_adds_and_does_not_count(self, forgets: int, stores: bool) -> None:
+        """The last one has not seen its sum: that is the first atomic on it, or the last."""
+
+        @triton.jit
+        def split(sums, counter, FORGETS: tl.constexpr, STORES: tl.constexpr):
+            offsets, program = tl.arange(0, 16), tl.program_id(0)
+            if program < 2:
+                tl.atomic_add(sums + offsets, 1.0)
+            if program != FORGETS and tl.atomic_add(counter, 1) == 2 - (FORGETS >= 0):
+                if STORES:
+                    tl.store(sums + offsets, 0.0)
+                else:
+                    tl.load(sums + offsets)
+
+        counter = zeros(1, dtype=torch.int32)
+        report = check_overlap(split, (3,), zeros(16), counter, forgets, stores)
+
+        found = report.find("mixed" if stores else "read_write", "sums")
+        assert report.ok == (forgets < 0)
+        assert report.ok or found.places[0].programs == ((forgets, 0, 0), (2, 0, 0))
+
     def test_an_atomic_before_the_stores_orders_nothing(self) -> None:
         @triton.jit
         def ticket(y, counter):
