@@ -68,6 +68,8 @@ def figures(rows: Sequence[Row]) -> Figures:
         if not shape:
             for system, microseconds in by_system.items():
                 found[f"host_us_{op}_{system}_{norm}"] = microseconds
+            if {"ours", "fla"} <= by_system.keys():
+                found[f"host_{op}_vs_fla_{norm}"] = by_system["fla"] / by_system["ours"]
             continue
         if "ours" not in by_system:
             continue

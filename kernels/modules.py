@@ -152,9 +152,11 @@ class _Grouped(_Norm):
         self.is_rms_norm = is_rms_norm
 
     def extra_repr(self) -> str:
-        """Return the arguments, those that have their default left out."""
-        kind = ", is_rms_norm=True" if self.is_rms_norm else ""
-        return f"{self.num_groups}, {super().extra_repr()}{kind}"
+        """Return the arguments in FLA's order, those that have their default left out."""
+        text = super().extra_repr()
+        if self.is_rms_norm:
+            text = text.replace("eps=", "is_rms_norm=True, eps=")
+        return f"{self.num_groups}, {text}"
 
 
 class LayerNorm(_Norm):

@@ -90,8 +90,13 @@ def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor
         num_groups=ctx.num_groups,
         deterministic=ctx.deterministic,
     )
-    dres_in = None if dres_in is None else in_shape(dres_in, ctx.shape)
-    return in_shape(dx, ctx.shape), dw, db, dres_in, *not_tensors
+    shaped = in_shape(dx, ctx.shape)
+    if dres_in is dx:
+        # As one object: autograd takes two for memory of their own, and adds to each in place.
+        dres_in = shaped
+    elif dres_in is not None:
+        dres_in = in_shape(dres_in, ctx.shape)
+    return shaped, dw, db, dres_in, *not_tensors
 
 
 _gradients_once = torch.autograd.function.once_differentiable(_gradients)

@@ -153,7 +153,7 @@ def group_norm_linear(
     is as for `group_norm`.
     """
     kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind)
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     output, residual_out, _, _ = norm_linear_forward(
         x,

@@ -12,9 +12,11 @@ from torch import Tensor
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
-def launches_directly(*operands: Tensor | None) -> bool:
+def launches_directly(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels are launched on the operands, rather than through an operator of `ops`."""
-    return not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, operands))
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    return type(x) in _PLAIN and _PLAIN.issuperset(map(type, others))
 
 
 def as_rows(x: Tensor, num_groups: int) -> Tensor:

@@ -206,6 +206,8 @@ def _store(
     agreed: Mapping[str, Candidate],
 ) -> None:
     """Keep what was taken from other ranks, so that the next run begins with it."""
+    if settings.mode is Mode.FROZEN:
+        return
     taken = []
     for _, _, each in known:
         winner = agreed.get(each.identity)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 #: Triton's short dtype names, spelled as torch and numpy spell them.
 _TRITON_DTYPES = {
@@ -75,6 +75,24 @@ def encode(value: Any) -> Any:
 def dumps(data: Any) -> str:
     """Return the one JSON text of plain data: sorted keys, no spaces, ASCII, finite numbers."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def loads(text: str | bytes) -> Any:
+    """Return the plain data of a JSON text; raises `ValueError` on what `dumps` never writes."""
+    return json.loads(text, parse_constant=no_number, parse_float=finite)
+
+
+def finite(text: str) -> float:
+    """Return the number in a JSON text; raises `ValueError` where it is too large for a float."""
+    number = float(text)
+    if not math.isfinite(number):
+        no_number(text)
+    return number
+
+
+def no_number(text: str) -> NoReturn:
+    """Raise `ValueError`: this is no finite number."""
+    raise ValueError(f"{text[:20]} is no finite number")
 
 
 def digest(data: Any) -> str:

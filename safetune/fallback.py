@@ -126,7 +126,8 @@ def pairs_of(values: Any) -> list[list[Any]]:
 
 def _logarithm(number: float) -> float:
     """Of a number that may be zero or negative, so that 0 and 1 are as far apart as 1 and 3."""
-    return math.copysign(math.log2(1 + abs(number)), number)
+    size = math.log2(1 + abs(number))  # an int of any size has one; copysign would make it a float
+    return -size if number < 0 else size
 
 
 def failed(outcomes: list[tuple[Config, Outcome]]) -> list[Config]:

@@ -215,7 +215,14 @@ def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
     choice = lookup.find(request.key, request.declared)
     configs = {config_digest(config): config for config in request.configs}
-    if choice is None or choice.config_digest not in configs:
+    if choice is None:
+        return None
+    if choice.config_digest not in configs:
+        logger.info(
+            "not using a stored choice of %s for %s: its config is none of those to choose from",
+            request.key.kernel.name,
+            request.key,
+        )
         return None
     config = configs[choice.config_digest]
     if canonical.dumps(choice.config) != canonical.dumps(config_record(config)):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import platformdirs
 
@@ -130,11 +129,19 @@ def check_url(url: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """Return a URL as a message may show it: without user, password and parameters."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    path = parts.path if host else parts.path.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{path}" if parts.scheme else path
+    """Return a URL as a message may show it: without user, password and parameters.
+
+    A password may hold any character, so where it could begin or end in two ways, nothing is shown.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "…" if re.search("[@=]", url) else url
+    if scheme == "file":
+        return url
+    before, _, place = rest.rpartition("@")
+    if re.search("[?#]", before):
+        return f"{scheme}://…"
+    return f"{scheme}://{re.split('[?#]', place)[0]}"
 
 
 @dataclass(frozen=True)

@@ -499,7 +499,12 @@ NORM_ROWS = [
     ),
     {"part": "ln-450x256", "norm": "ln", "shape": "450x256", "op": "forward", "system": "liger",
      "error": "ImportError"},
-    {"part": "host-ln", "norm": "ln", "op": "forward", "system": "ours", "microseconds": 9.0},
+    *(
+        {"part": f"host-{norm}", "norm": norm, "op": op, "system": system, "microseconds": us}
+        for norm in ("ln", "rms")
+        for op in ("forward", "backward")
+        for system, us in (("ours", 9.0), ("fla", 18.0), ("torch", 3.0))
+    ),
 ]  # fmt: skip
 
 
@@ -512,6 +517,7 @@ def test_figures_of_the_norms() -> None:
         found["backward_vs_best_peer_D1024_rms"] == found["forward_vs_best_peer_450x256_ln"] == 1.5
     )
     assert found["host_us_forward_ours_ln"] == 9.0
+    assert found["host_backward_vs_fla_rms"] == 2.0
     assert "forward_share_D256_ln" in found
     assert "forward_share_450x256_ln" not in found
 
@@ -570,7 +576,7 @@ def test_what_is_good_is_small_or_great(bars: ModuleType) -> None:
     assert found["share_within_1pct"].verdict(0.5) == "no bar"
     assert found["backward_share_D1024_rms"].bar == 0.80
     assert found["backward_vs_best_peer_D32768_ln"].bar == 0.85
-    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * 4
+    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * 4 + 4
 
 
 def write_figures(folder: Path, bench: str, **figures: float) -> None:

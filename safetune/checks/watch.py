@@ -52,7 +52,7 @@ class Clash(Enum):
 
 
 #: What an access must not follow, by the arrays of `Times`, if that was another program's.
-_RIVALS = {
+_RIVALS: dict[Access, dict[Clash, tuple[str, ...]]] = {
     Access.READ: {Clash.READ_WRITE: ("stored", "first_update", "last_update")},
     Access.STORE: {
         Clash.OVERLAP: ("stored",),

@@ -136,7 +136,7 @@ def open_lookup(settings: Settings) -> Lookup:
         if backend is not None:
             from safetune.store.shared_layer import SharedLayer
 
-            store.shared = SharedLayer(backend, store.connection)
+            store.shared = SharedLayer(backend, store.connection, writes=not frozen)
         lookup = _lookups[identity] = Lookup(store, settings.packs)
     if problem is not None:
         warnings.warn(

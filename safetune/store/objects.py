@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
+from safetune.settings import place_of
 from safetune.store import shared_record
 from safetune.store.record_files import RecordFiles, content, file_name, name_in
 from safetune.store.records import StoredChoice
@@ -24,10 +25,20 @@ _TOGETHER = 200
 class Objects(RecordFiles):
     """The records below a path of an fsspec file system."""
 
-    def __init__(self, filesystem: Any, root: str, place: str) -> None:
-        self.place = place
-        self._filesystem = filesystem
-        self._root = f"{root.rstrip('/')}/{shared_record.FORMAT}"
+    def __init__(self, url: str) -> None:
+        self.place = place_of(url)
+        self._url = url
+
+    @property
+    def _at(self) -> tuple[Any, str]:
+        """The file system, which may ask the network for credentials, and the path of our records.
+
+        fsspec keeps file systems, for one process each.
+        """
+        import fsspec
+
+        filesystem, root = fsspec.core.url_to_fs(self._url)
+        return filesystem, f"{root.rstrip('/')}/{shared_record.FORMAT}"
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace; raises `StoreError`."""
@@ -44,7 +55,7 @@ class Objects(RecordFiles):
         for start in range(0, len(wanted), _TOGETHER):
             paths = {listing[name]: name for name in wanted[start : start + _TOGETHER]}
             with self._failures("read"):
-                texts = self._filesystem.cat(list(paths), on_error="omit")
+                texts = self._at[0].cat(list(paths), on_error="omit")
             if isinstance(texts, bytes):  # fsspec's answer for a list of one, in some back ends
                 texts = dict.fromkeys(paths, texts)
             for path, text in texts.items():
@@ -59,31 +70,35 @@ class Objects(RecordFiles):
         return max(found, key=lambda stored: stored.choice.generation, default=None)
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
+        filesystem, root = self._at
         name = shared_record.name_of(record)
-        path = f"{self._root}/{namespace}/{file_name(record)}"
+        path = f"{root}/{namespace}/{file_name(record)}"
         data = shared_record.encode(record).encode()
         try:
-            self._filesystem.pipe_file(path, data, mode="create")
+            filesystem.pipe_file(path, data, mode="create")
         except FileExistsError:
-            if stored := self._read(path, name):
+            if stored := _read(filesystem, path, name):
                 return stored
-            self._filesystem.pipe_file(path, data)  # what is there is no record
-        return self._read(path, name) or record
-
-    def _read(self, path: str, name: Name) -> StoredChoice | None:
-        try:
-            return _decoded(self._filesystem.cat_file(path), name)
-        except FileNotFoundError:
-            return None
+            filesystem.pipe_file(path, data)  # what is there is no record
+        return _read(filesystem, path, name) or record
 
     def _listing(self, namespace: str) -> dict[Name, str]:
-        self._filesystem.invalidate_cache()
+        filesystem, root = self._at
+        filesystem.invalidate_cache()
         try:
-            paths = self._filesystem.ls(f"{self._root}/{namespace}", detail=False)
+            entries = filesystem.ls(f"{root}/{namespace}", detail=True)
         except FileNotFoundError:
             return {}
-        names = [(name_in(path.rpartition("/")[2]), path) for path in paths]
+        small = [e["name"] for e in entries if (e.get("size") or 0) <= shared_record.MAX_BYTES]
+        names = [(name_in(path.rpartition("/")[2]), path) for path in small]
         return {name: path for name, path in names if name}
+
+
+def _read(filesystem: Any, path: str, name: Name) -> StoredChoice | None:
+    try:
+        return _decoded(filesystem.cat_file(path), name)
+    except FileNotFoundError:
+        return None
 
 
 def _decoded(data: bytes, name: Name) -> StoredChoice | None:

@@ -50,7 +50,8 @@ def _objects(url: str) -> SharedStore:
     try:
         import fsspec
 
-        filesystem, root = fsspec.core.url_to_fs(url)
+        for protocol in url.partition("://")[0].split("::"):
+            fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         raise InvalidSetting(
             f"SAFETUNE_SHARED={place_of(url)!r} cannot be opened: {error}; "
@@ -58,4 +59,4 @@ def _objects(url: str) -> SharedStore:
         ) from error
     from safetune.store.objects import Objects
 
-    return Objects(filesystem, root, place_of(url))
+    return Objects(url)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Any, NoReturn
+from typing import Any
 
+from safetune import canonical
 from safetune.device import Toolchain
 from safetune.errors import PackError
 
@@ -28,8 +28,8 @@ def parsed(data: bytes) -> Any:
     try:
         return json.loads(
             data.decode("utf-8"),
-            parse_constant=_no_number,
-            parse_float=_finite,
+            parse_constant=canonical.no_number,
+            parse_float=canonical.finite,
             object_pairs_hook=_no_duplicates,
         )
     except (ValueError, RecursionError) as error:
@@ -144,13 +144,3 @@ def _no_duplicates(named: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(named):
         raise ValueError("a name is there twice in one object")
     return found
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number in a pack")
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is too large for a number")
-    return number

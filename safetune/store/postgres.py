@@ -42,14 +42,15 @@ _OF_NAME = "namespace = %s AND key = %s AND declared = %s AND generation = %s"
 _SELECT = f"SELECT record FROM safetune.choice WHERE {_OF_NAME}"
 _REPLACE = f"UPDATE safetune.choice SET record = %s WHERE {_OF_NAME} AND record = %s"
 _NAMES = "SELECT key, declared, generation FROM safetune.choice WHERE namespace = %s"
-_PULL = """
+_PULL = f"""
 SELECT record FROM safetune.choice
 JOIN unnest(%s::text[], %s::text[], %s::integer[]) AS wanted(key, declared, generation)
-USING (key, declared, generation) WHERE namespace = %s
+USING (key, declared, generation)
+WHERE namespace = %s AND octet_length(record) <= {shared_record.MAX_BYTES}
 """
-_GET = """
+_GET = f"""
 SELECT record FROM safetune.choice WHERE namespace = %s AND key = %s AND declared = %s
-ORDER BY generation DESC
+AND octet_length(record) <= {shared_record.MAX_BYTES} ORDER BY generation DESC
 """
 
 # The clock is the server's; the token goes up with each holder, and an old one's is worth nothing.

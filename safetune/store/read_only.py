@@ -60,6 +60,12 @@ class ReadOnlyConnection(Connection):
         raise StoreError(f"the store {self.path} is only read here")
         yield
 
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Raises `StoreError`."""
+        raise StoreError(f"the store {self.path} is only read here")
+        yield
+
     def open(self) -> None:
         """See whether it can be read; raises `StoreError`."""
         with self.reading():

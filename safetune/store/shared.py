@@ -7,6 +7,7 @@ does, is the business of `shared_layer`, which calls it from a thread of its own
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 from safetune.errors import StoreError
@@ -85,3 +86,18 @@ class NoLease:
 
     def release(self, published: bool = True) -> None:
         """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What came of wanting to tune a key.
+
+    Attributes:
+        lease: the right to tune it; None while another node has it.
+        stored: what another node has chosen meanwhile.
+        problem: why nothing can be written.
+    """
+
+    lease: Lease | None = None
+    stored: StoredChoice | None = None
+    problem: Unwritable | None = None

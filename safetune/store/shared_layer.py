@@ -21,7 +21,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from safetune import canonical
@@ -30,7 +29,7 @@ from safetune.store import adoption, node
 from safetune.store.budget import BUDGET_S, RETRY_S, Budget
 from safetune.store.courier import Courier, Late
 from safetune.store.node import Turn
-from safetune.store.shared import Lease, NoLease, SharedStore, Unwritable
+from safetune.store.shared import Claim, Lease, NoLease, SharedStore, Unwritable
 from safetune.store.shared_record import Name, name_of
 
 if TYPE_CHECKING:
@@ -51,21 +50,6 @@ _SLICE_S = 0.2
 _layers: weakref.WeakSet[SharedLayer] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What came of wanting to tune a key.
-
-    Attributes:
-        lease: the right to tune it; None while another node has it.
-        stored: what another node has chosen meanwhile.
-        problem: why nothing can be written.
-    """
-
-    lease: Lease | None = None
-    stored: StoredChoice | None = None
-    problem: Unwritable | None = None
-
-
 class SharedLayer:
     """A shared store behind a local one. No method raises, and none waits for long."""
 
@@ -74,8 +58,16 @@ class SharedLayer:
         backend: SharedStore,
         local: Connection,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        writes: bool = True,
     ) -> None:
+        """Put `backend` behind `local`.
+
+        Args:
+            writes: False to publish nothing and make no file beside the local database.
+        """
         self._backend = backend
+        self._writes = writes
         self._local = local
         self._courier = Courier("safetune-shared")
         self._clock = clock
@@ -142,7 +134,7 @@ class SharedLayer:
 
         That is `stored` itself where no answer comes in time; it is published later then.
         """
-        if not self.is_on or self._clock() < self._unwritable_until:
+        if not (self.is_on and self._writes) or self._clock() < self._unwritable_until:
             return stored
         found = self._ask(lambda: self._deliver(space, [stored]), [stored])
         return found[0] if found else stored
@@ -218,7 +210,8 @@ class SharedLayer:
         """Take over what is new and publish what is missing; yield whether all is there."""
         connection, backend, problem = self._local, self._backend, None
         name = canonical.digest([backend.place, space])[:16]
-        with node.turn(connection.path, name, since, wait_s) as turn:
+        database = connection.path if self._writes else None
+        with node.turn(database, name, since, wait_s) as turn:
             if turn is Turn.MINE:
                 names = backend.names(space)
                 missing = names - adoption.adopted(connection)
@@ -227,7 +220,7 @@ class SharedLayer:
                     self._keep(batch)
                     yield False
                 try:
-                    if self._clock() >= self._unwritable_until:
+                    if self._clock() >= self._unwritable_until and self._writes:
                         self._deliver(space, adoption.unpublished(connection, space, names))
                 except Unwritable as error:
                     problem = error
@@ -241,8 +234,8 @@ class SharedLayer:
             lease = self._backend.lease(key)
         except Unwritable as error:
             lease, problem = NoLease(), error
-        stored = None if force else self._get(space, key, declared)
-        if stored is None:
+        stored = self._get(space, key, declared)  # also with force: its generation is the next one
+        if stored is None or force:
             return Claim(lease, problem=problem)
         if lease is not None:
             lease.release()

@@ -8,7 +8,6 @@ its type (`CorruptRowError`). The checksum is against bit rot, not against write
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +79,7 @@ class Table:
     def _value(self, name: str, kind: type, value: Any) -> Any:
         if value is None and name in self.nullable:
             return None
-        data = value if kind in (str, int, float) else json.loads(value)
+        data = value if kind in (str, int, float) else canonical.loads(value)
         if kind is tuple and isinstance(data, list) and all(type(item) is str for item in data):
             return tuple(data)
         if type(data) is not kind:

@@ -287,6 +287,7 @@ class _Tuning:
             ),
             self._lease,
         )
-        stored = self._cluster.agreed(stored, self._outcomes[best])
+        if stored.config_digest in self._digests:  # else what is there is nobody's to launch
+            stored = self._cluster.agreed(stored, self._outcomes[best])
         known = stored.config_digest in self._digests
         return self._digests.index(stored.config_digest) if known else best

@@ -15,6 +15,7 @@ from safetune.kernels import (
     LayerNorm,
     LayerNormLinear,
     RMSNorm,
+    RMSNormLinear,
     group_norm,
     group_norm_linear,
     layer_norm,
@@ -188,6 +189,18 @@ def test_an_operator_and_the_plain_function_agree_to_the_bit(
     for mine, theirs in zip(found, right, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
+
+
+def test_on_the_meta_device() -> None:
+    """Shapes without memory, as large models are laid out before they have any."""
+    x = torch.empty(2, 3, 24, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    module = RMSNorm(24, device="meta")
+    y, residual_out = module(x, torch.empty_like(x), prenorm=True)
+    weight = torch.empty(8, 24, device="meta")
+    z = RMSNormLinear(24, device="meta")(y, weight, None)
+    z.sum().backward()
+    assert (z.shape, y.shape, residual_out.shape) == ((2, 3, 8), x.shape, x.shape)
+    assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
 
 
 def test_a_fake_weight_is_enough(random: Any) -> None:

@@ -195,6 +195,21 @@ def test_the_unused_residuals_gradient_is_not_made(
     assert torch.equal(dresidual, residual_out)
 
 
+@pytest.mark.parametrize("shape", [(6, 24), (2, 3, 24)], ids=str)
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_gradients_of_x_and_residual_are_added_up_apart(
+    random: Any, shape: tuple[int, ...], num_groups: int
+) -> None:
+    """One tensor is both; autograd adds the next backward pass to each leaf's in place."""
+    x, residual = random(*shape), random(*shape)
+    dy = random(*shape)
+    for _ in range(2):
+        group_norm(x, None, None, residual, num_groups=num_groups).backward(dy)
+    y = group_norm(x, None, None, residual, num_groups=num_groups)
+    for leaf, once in zip((x, residual), torch.autograd.grad(y, (x, residual), dy), strict=True):
+        torch.testing.assert_close(leaf.grad, 2 * once)
+
+
 class TestWeightOffset:
     @kinds
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -278,7 +293,7 @@ def test_autocast_changes_nothing(random: Any) -> None:
         (RMSNormLinear(8), "RMSNormLinear(8, eps=1e-05)", ["weight"]),
         (
             GroupNormLinear(2, 8, bias=True, is_rms_norm=True),
-            "GroupNormLinear(2, 8, eps=1e-05, is_rms_norm=True)",
+            "GroupNormLinear(2, 8, is_rms_norm=True, eps=1e-05)",
             ["weight", "bias"],
         ),
         (

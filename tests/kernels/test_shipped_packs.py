@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.config import config_digest
+from safetune.config import config_digest, config_record
 from safetune.miss import declared_by, identity_of
 from safetune.offline import OfflineKernel, find_kernels
 from safetune.store import pack_format
@@ -51,6 +51,10 @@ def _problems_of(entry: Any, kernel: OfflineKernel | None) -> list[str]:
         return [f"the configs of {kernel.name} have changed since: tune and export it again"]
     if entry.choice.config_digest not in map(config_digest, kernel.tuner.configs):
         return [f"{kernel.name} has no such config"]
+    prune, values = kernel.tuner.pruning[0], dict(entry.key.call["values"])
+    left = prune(kernel.tuner.configs, {}, **values) if prune else kernel.tuner.configs
+    if entry.choice.config_digest not in map(config_digest, left):
+        return [f"{kernel.name} does not try that config for such a key: tune and export it again"]
     return []
 
 
@@ -63,14 +67,14 @@ def test_every_pack_is_of_a_kernel_as_it_is() -> None:
 def choices_for() -> Any:
     """A choice for a shipped kernel, as a tuning on a card would leave it."""
     from safetune import canonical
-    from safetune.config import config_record
     from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
     def make(kernel: OfflineKernel, **changes: Any) -> StoredChoice:
         identity, config = identity_of(kernel.tuner), kernel.tuner.configs[1]
         device = {"name": "GPU", "capability": "90", "sm_count": 1, "shared_memory_bytes": 1}
         toolchain = {"triton": "3.6.0", "backend": "b", "target": "t", "environment": {}}
-        call = {"values": [["COLUMNS", 256]], "dtypes": [], "options": []}
+        values = [["COLUMNS", 256], ["IN_PLACE", False]]
+        call = {"values": values, "dtypes": [], "options": []}
         facts = {"kernel_digest": identity.digest, "declared": declared_by(kernel.tuner)}
         facts |= {"config": config_record(config), **changes}
         key = KeyRecord(
@@ -107,6 +111,14 @@ def test_it_can_fail(choices_for: Any, tmp_path: Path, changes: Any, problem: st
     (tmp_path / pack_format.name_of(entry)).write_text(pack_format.dump([entry]))
     found = problems(tmp_path)
     assert [problem in text for text in found] == [True] if problem else found == []
+
+
+def test_a_choice_of_what_is_not_tried_any_more(choices_for: Any, tmp_path: Path) -> None:
+    kernel = shipped_kernels()["layer_norm_backward_kernel"]
+    (wide,) = (c for c in kernel.tuner.configs if c.num_warps == 16 and c.kwargs["LOAD_AGAIN"])
+    entry = choices_for(kernel, config=config_record(wide))
+    (tmp_path / pack_format.name_of(entry)).write_text(pack_format.dump([entry]))
+    assert ["does not try that config" in text for text in problems(tmp_path)] == [True]
 
 
 def test_other_ways_to_fail(choices_for: Any, tmp_path: Path) -> None:

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import triton
 
+import safetune
 from safetune.errors import StoreError
+from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store import exchange
 from safetune.store.lookup import open_lookup
+from safetune.store.opening import open_shared
 from safetune.store.packs import read_pack
 from safetune.store.read_only import open_read_only
+from safetune.store.records import TrialRecord
+from safetune.store.shared_record import namespace
 from safetune.store.sqlite import Store
 
 if TYPE_CHECKING:
@@ -290,6 +295,39 @@ def test_nothing_is_written_through_a_read_only_store(cache_dir: Path) -> None:
     store = open_read_only(cache_dir / "safetune.db", Store)
     with pytest.raises(StoreError, match="is only read here"):
         store.clear("add")
+
+
+def test_a_shared_store_is_only_read(
+    copies: Any, packed: Any, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has is launched; what this node measured is not given to it, nor written here."""
+    made, folder = copies(blocks=BLOCKS), tmp_path / "shared"
+    (theirs,), (_, ours) = read_pack(packed(made, 32)), read_pack(packed(made, 64, n=101))
+    monkeypatch.delenv("SAFETUNE_PACKS")
+    monkeypatch.setenv("SAFETUNE_SHARED", f"file://{folder}")
+    space = namespace(theirs.key.device, theirs.key.toolchain)
+    open_shared(f"file://{folder}").publish(space, [theirs])
+    store = Store.open(cache_dir)
+    store.put_key(ours.key)
+    store.put_trial(
+        TrialRecord(
+            key=ours.key.digest,
+            config_digest=ours.choice.config_digest,
+            config=ours.choice.config,
+            generation=1,
+            outcome=Outcome(Verdict.OK, Timing(1.0, 1.0, 1.0, 9, "final")),
+            created=1.0,
+        )
+    )
+    store.put_choice(ours.choice)
+    store.close()
+    before = state(cache_dir), sorted(folder.rglob("*.json"))
+
+    assert [made(), made(101)] == [32, 64]
+    safetune.sync()
+
+    assert (state(cache_dir), sorted(folder.rglob("*.json"))) == before
+    assert len(before[1]) == 1
 
 
 def test_offline_tuning_tunes(copies: Any, cache_dir: Path) -> None:

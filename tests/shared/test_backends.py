@@ -180,10 +180,28 @@ def test_a_url_that_nothing_can_open() -> None:
 def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://someone:secret@127.0.0.1:1/db?password=secret"
     assert place_of(url) == "postgresql://127.0.0.1:1/db"
-    monkeypatch.setenv("SAFETUNE_SHARED", "nothing:secret@host")
-    with pytest.raises(InvalidSetting) as caught:
-        Settings.current()
-    assert "secret" not in str(caught.value)
+    for none in ("nothing:secret@host", "host=127.0.0.1 password=secret"):
+        monkeypatch.setenv("SAFETUNE_SHARED", none)
+        with pytest.raises(InvalidSetting) as caught:
+            Settings.current()
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("postgresql://u:se/cret@host/db", "postgresql://host/db"),
+        ("postgresql://u:[secret@host:5432/db", "postgresql://host:5432/db"),
+        ("postgresql://u:se@cret@host/db?sslmode=require", "postgresql://host/db"),
+        ("postgresql://u:se?cret@host/db", "postgresql://…"),
+        ("postgresql://u:secret#x@host/db", "postgresql://…"),
+        ("postgresql://host/db?password=se@cret", "postgresql://…"),
+        ("s3://key:secret@bucket/folder", "s3://bucket/folder"),
+        ("file:///data/team@lab/cache", "file:///data/team@lab/cache"),
+    ],
+)
+def test_a_password_of_any_characters(url: str, place: str) -> None:
+    assert place_of(url) == place
 
 
 def test_a_file_name_is_one_whatever_the_kernel_is_called() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetune.store.shared_layer import SharedLayer
 from safetune.tuning import cluster
 from safetune.tuning.flight import Patience
 from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.tuner import tune
 
 from .conftest import choice
 
@@ -88,6 +90,22 @@ def test_who_publishes_second_launches_the_first(node: Node, request_: TuningReq
         other = cluster.Lead(request_, second.shared)
         assert other.agreed(best(request_, 2), OK) == best(request_, 2)
         assert leading.agreed(best(request_, 1), OK) == best(request_, 2)
+
+
+def test_force_counts_on_from_what_others_have_published(
+    node: Node, request_: TuningRequest
+) -> None:
+    """Also on a node that has none of it yet; else its choice would be the second of its name."""
+    others, fresh = node(), node()
+    for generation in (1, 2, 3):
+        record = replace(best(request_, 1), generation=generation)
+        cluster.Lead(request_, others.shared).agreed(record, OK)
+    result = tune(replace(request_, force=True), fresh)
+    assert result.measured == len(request_.configs)
+    found = fresh.choice(request_.key.digest)
+    assert (found.generation, found.config_digest) == (4, config_digest(result.choice))
+    with cluster.lead(request_, others, NOW) as following:
+        assert following.choice == found
 
 
 def test_a_node_that_is_interrupted_lets_one_other_take_over(

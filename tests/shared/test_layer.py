@@ -138,6 +138,14 @@ class TestBroken:
         assert seconds < BUDGET_S + SLACK_S
         assert len(told) == 1
 
+    def test_a_file_system_that_connects_when_it_is_made(self, layer_of: MakeLayer) -> None:
+        """Some ask the network for credentials: not on the thread that launches."""
+        pytest.importorskip("fsspec")
+        seconds, told = everything(layer_of("ftp://127.0.0.1:1/folder"))
+        assert seconds < BUDGET_S + SLACK_S
+        assert len(told) == 1
+        assert "ftp://127.0.0.1:1/folder" in told[0]
+
     def test_a_dead_mount(self, local: GuardedStore, clock: Clock, tmp_path: Path) -> None:
         """A call that never returns, as on a hard NFS mount: opening a FIFO that nobody writes."""
         shared = open_shared(f"file://{tmp_path}/shared")

@@ -29,6 +29,7 @@ from safetune.store import collect, exchange, lookup, pack_format, rows
 from safetune.store.records import ChoiceRecord
 from safetune.store.rows import CHOICE, KEY, TRIAL
 from safetune.store.table import Table
+from safetune.tuning.jobs import key_record
 
 BLOCKS = (16, 32, 64)
 
@@ -64,6 +65,12 @@ names = st.sampled_from(
 configs = st.sampled_from(
     [canonical.dumps(config_record(config)) for config in REQUEST.configs]
     + ['{"BLOCK":16,"ir_override":"/tmp/evil.ptx"}', '{"pre_hook":"os.system"}', "{}"]
+    + ['{"BLOCK":NaN}', '{"BLOCK":1e999}', '{"BLOCK":%s}' % ("9" * 400)]
+)
+CALL = canonical.dumps(REQUEST.key.record())
+#: Calls that a key may be of: those whose values have the request's names and types can be near it.
+calls = st.sampled_from(["9" * 400, "-" + "9" * 400, "Infinity", "0", "true"]).map(
+    lambda number: CALL.replace("64", number)
 )
 
 
@@ -72,7 +79,7 @@ def row_of(table: Table) -> st.SearchStrategy[dict[str, Any]]:
     right = {"key": st.just(REQUEST.key.digest), "declared": st.just(REQUEST.declared)}
     right |= {"kernel": st.just(REQUEST.key.kernel.digest), "config": configs}
     right |= {"device": st.just(REQUEST.key.device.digest), "generation": st.integers(1, 3)}
-    right |= {"config_digest": st.sampled_from(DIGESTS), "marks": st.just("[]")}
+    right |= {"config_digest": st.sampled_from(DIGESTS), "marks": st.just("[]"), "call": calls}
     return st.fixed_dictionaries(
         {name: right.get(name, names) | anything for name, _ in table.columns}
     )
@@ -156,6 +163,8 @@ def put(opened: lookup.Lookup, **changes: Any) -> None:
         ({"config": '{"BLOCK":32,"ir_override":"/tmp/evil.ptx"}'}, "values are not those"),
         ({"config": '{"BLOCK":4096}'}, "values are not those"),
         ({"config": "[32]"}, "config is no dict"),
+        ({"config": '{"BLOCK":NaN}'}, "no finite number"),
+        ({"config": '{"BLOCK":1e999}'}, "no finite number"),
         ({"generation": 2**62}, "generation is 4611686018427387904"),
         ({"generation": 0}, "generation is 0"),
         ({"measured": -1}, "measured is -1"),
@@ -178,6 +187,21 @@ def test_what_no_tuning_writes_is_ignored_and_reported(
         assert stored(MISS, REQUEST, opened) is None
     assert reported in caplog.text
     opened.store.close()
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400])
+def test_a_key_of_a_number_of_any_size(opened, number: str) -> None:
+    """How far another key is from the one that is missed: of it, a fallback is taken."""
+    put(opened, key="other")
+    key = next(row for table, row in rows.key_rows(key_record(REQUEST.key)) if table is KEY)
+    connection = sqlite3.connect(opened.store.path)
+    with connection:
+        for table, row in rows.key_rows(key_record(REQUEST.key)):
+            if table is not KEY:
+                insert(connection, table, row)
+        insert(connection, KEY, {**key, "digest": "other", "call": CALL.replace("64", number)})
+    connection.close()
+    assert fallback.fallback(REQUEST, opened.store) is REQUEST.configs[1]
 
 
 ENDLESS = (

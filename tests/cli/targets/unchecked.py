@@ -39,7 +39,7 @@ def launches(device, dtype):
     yield Workload("grid", lambda meta: (meta["COUNT"],), (y, 128))
     yield Workload("prune", grid, (y, 1024))
     yield Workload("sparse", grid, (y.to_sparse(), 128))
-    yield Workload("misspelt", grid, (y,), {"n": 128, "m": 1})
+    yield Workload("misspelt", grid, (y, 128), {"m": 1})
 
 
 @fill.workload
