@@ -217,24 +217,20 @@ def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     configs = {config_digest(config): config for config in request.configs}
     if choice is None:
         return None
-    if choice.config_digest not in configs:
-        logger.info(
-            "not using a stored choice of %s for %s: its config is none of those to choose from",
-            request.key.kernel.name,
-            request.key,
-        )
+    config, kernel = configs.get(choice.config_digest), request.key.kernel.name
+    if config is None:
+        text = "not using a stored choice of %s for %s: it is none of the configs to choose from"
+        logger.info(text, kernel, request.key)
         return None
-    config = configs[choice.config_digest]
     if canonical.dumps(choice.config) != canonical.dumps(config_record(config)):
         logger.warning(
             "ignoring a stored choice of %s for %s: its values are not those of the config that it "
             "names",
-            request.key.kernel.name,
+            kernel,
             request.key,
         )
         return None
     lookup.adopt(choice)
-    kernel = request.key.kernel.name
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     known = fallback.known_outcomes(request, lookup.store)
     announce.report(miss.tuner, miss.readable_key(), config, announce.timings_of(known))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from safetune.errors import StoreError
 from safetune.outcome import Mark
 from safetune.store import rows
+from safetune.store.connection import BUSY_TIMEOUT_S, Connection
 from safetune.store.records import ChoiceRecord, StoredChoice
 from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
 from safetune.store.shared_record import Name, encode, name_of, namespace
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import sqlite3
 
     from safetune.outcome import Outcome
-    from safetune.store.connection import Connection
 
 logger = logging.getLogger("safetune")
 
@@ -71,10 +71,12 @@ def adopted(connection: Connection) -> set[Name]:
         return set()
 
 
-def adopt(connection: Connection, stored: Iterable[StoredChoice]) -> None:
+def adopt(
+    connection: Connection, stored: Iterable[StoredChoice], wait_s: float = BUSY_TIMEOUT_S
+) -> None:
     """Write choices that were made elsewhere, in one transaction; raises `StoreError`."""
     prepared = [(rows.key_rows(each.key), rows.choice_row(each.choice)) for each in stored]
-    with connection.transaction() as sqlite:
+    with connection.transaction(wait_s) as sqlite:
         for key, choice in prepared:
             for table, row in key:  # what this node knows of a kernel is more
                 _insert(sqlite, "INSERT OR IGNORE", table, row)

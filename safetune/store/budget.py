@@ -33,6 +33,10 @@ class Budget:
             self._at = now
             return self._left_s
 
+    def start_over(self) -> None:
+        """Forget the lock, in a fork: a thread of the parent may have held it."""
+        self._lock = threading.Lock()
+
     def refill(self) -> None:
         """Have it all back."""
         self._left_s = BUDGET_S

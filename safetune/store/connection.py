@@ -2,6 +2,7 @@
 
 The threads of a process share one connection under a lock. Every statement is one indexed row and
 takes microseconds, and a connection per thread would leave one behind for each thread that ended.
+Who waits for another process to write does not hold that lock: the other threads go on reading.
 No connection is carried across a fork: it is closed before, and each side opens its own at its
 next use. In memory there is nothing to open again: a forked child starts with an empty database.
 A database that was deleted or replaced is opened anew, one that is damaged is moved aside.
@@ -16,6 +17,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +36,12 @@ logger = logging.getLogger("safetune")
 #: Device and inode; None where nothing can take the file's place.
 Identity = tuple[int, int] | None
 
-_BUSY_TIMEOUT_S = 30.0
+#: How long a writer waits for others, in seconds.
+BUSY_TIMEOUT_S = 30.0
+
+#: A writer tries again after so long, as SQLite itself does while it waits.
+_PAUSE_S = 0.001
+_MAX_PAUSE_S = 0.1
 
 #: How long a fork waits for a statement of another thread before it leaves the connection open.
 _FORK_WAIT_S = 1.0
@@ -69,21 +76,28 @@ class Connection:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Database]:
         """One transaction on the connection, committed at the end; raises `StoreError`."""
-        with self._alone() as connection, self._failures("write to"):
+        with self._failures("write to"):
             from sqlite_utils import Database
 
-            with migrations.immediate(connection):
-                yield Database(connection, execute_plugins=False, recursive_triggers=False)
+        with self.transaction() as connection:
+            yield Database(connection, execute_plugins=False, recursive_triggers=False)
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """One transaction for plain statements, committed at the end; raises `StoreError`."""
-        with (
-            self._alone() as connection,
-            self._failures("write to"),
-            migrations.immediate(connection),
-        ):
-            yield connection
+    def transaction(self, wait_s: float = BUSY_TIMEOUT_S) -> Iterator[sqlite3.Connection]:
+        """One transaction for plain statements, committed at the end; raises `StoreError`.
+
+        Args:
+            wait_s: how long to wait while other processes write, in seconds.
+        """
+        end, pause_s = time.monotonic() + wait_s, _PAUSE_S
+        while True:
+            with self._alone() as connection, self._failures("write to"):
+                if _begin(connection, must=time.monotonic() >= end):
+                    with migrations.ending(connection):
+                        yield connection
+                    return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def open(self) -> None:
         """Open the database now instead of at the first use; raises `StoreError`."""
@@ -216,8 +230,22 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
 
 def _plain(path: Path | str) -> sqlite3.Connection:
     return sqlite3.connect(
-        path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
     )
+
+
+def _begin(connection: sqlite3.Connection, must: bool) -> bool:
+    """Take the write lock, without waiting; False (or an error) while another process has it."""
+    connection.execute("PRAGMA busy_timeout=0")
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if must or str(error) != "database is locked":
+            raise
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000:.0f}")
+    return True
 
 
 def _prepared(

@@ -194,6 +194,13 @@ def immediate(connection: sqlite3.Connection) -> contextlib.AbstractContextManag
 @contextlib.contextmanager
 def _transaction(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
     connection.execute(begin)
+    with ending(connection):
+        yield
+
+
+@contextlib.contextmanager
+def ending(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit the transaction that is open, or roll it back where something is raised."""
     try:
         yield
         connection.execute("COMMIT")

@@ -7,6 +7,7 @@ that start together share a hundred connections, with a few tries each.
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
@@ -75,6 +76,9 @@ _OWNER = "SELECT owner FROM safetune.lease WHERE key = %s"
 _UNSHARED = "unshared"
 _UNSHARED_S = 600.0
 
+#: A parent's connections, in a fork: to close one would end the parent's session.
+_abandoned: list[psycopg.Connection[Any]] = []
+
 
 class Postgres:
     """The records in a database. For one thread at a time."""
@@ -84,6 +88,7 @@ class Postgres:
         self.url = url
         self._lease_s = lease_s
         self._connection: psycopg.Connection[Any] | None = None
+        self._pid = os.getpid()
         self._prepared = False
 
     def names(self, namespace: str) -> set[Name]:
@@ -138,6 +143,7 @@ class Postgres:
 
     def close(self) -> None:
         """Close the connection, until the next use."""
+        self._notice_fork()
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
@@ -161,6 +167,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def _transaction(self, action: str) -> Iterator[psycopg.Connection[Any]]:
+        self._notice_fork()
         try:
             if self._connection is None:
                 self._connection = server.connect(self.url)
@@ -177,6 +184,13 @@ class Postgres:
             kind = Unwritable if isinstance(error, _UNWRITABLE) else StoreError
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise kind(f"cannot {action} the shared store {self.place}: {lines[0]}") from error
+
+    def _notice_fork(self) -> None:
+        """Leave the parent's connection, and the lock in it that its thread may hold, alone."""
+        if self._pid != os.getpid():
+            if self._connection is not None:
+                _abandoned.append(self._connection)
+            self._connection, self._pid = None, os.getpid()
 
 
 class PostgresLease:

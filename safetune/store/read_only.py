@@ -61,7 +61,7 @@ class ReadOnlyConnection(Connection):
         yield
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, wait_s: float = 0.0) -> Iterator[sqlite3.Connection]:
         """Raises `StoreError`."""
         raise StoreError(f"the store {self.path} is only read here")
         yield

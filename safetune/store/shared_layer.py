@@ -43,7 +43,8 @@ Answer = TypeVar("Answer")
 #: How old the local copy may be when a key is missed in it.
 REFRESH_S = 60.0
 
-#: Pulled choices are written in transactions of so many, and for so long until another errand.
+#: Pulled choices are written in transactions of so many, and for so long until another errand. So
+#: long each waits for other processes that write; then what it has is kept in memory.
 _BATCH = 200
 _SLICE_S = 0.2
 
@@ -264,7 +265,7 @@ class SharedLayer:
     def _keep(self, records: Sequence[StoredChoice]) -> None:
         try:
             if records:
-                adoption.adopt(self._local, records)
+                adoption.adopt(self._local, records, _SLICE_S)
         except StoreError as error:
             logger.info("%s; what was pulled is kept in memory", error)
             for stored in sorted(records, key=lambda each: each.choice.generation):
@@ -280,6 +281,7 @@ def _after_fork_in_child() -> None:
     """What the parent has to publish is the parent's to publish."""
     for layer in tuple(_layers):
         layer._unsent.clear()
+        layer._budget.start_over()
 
 
 atexit.register(_flush_all)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from safetune.errors import StoreError
+from safetune.errors import LeaseLost, NoWorkingConfig, StoreError, WorkerUnavailable
 from safetune.outcome import Outcome
 from safetune.store.adoption import shareable
 from safetune.store.records import ChoiceRecord, StoredChoice
@@ -79,16 +79,22 @@ def lead(request: TuningRequest, store: Store, patience: Patience) -> Iterator[L
         yield leading
         return
     _start_heartbeat(lease, leading.ended)
-    interrupted = True  # then the next node takes over; else each of them finds what this one has
+    interrupted = False  # where it is, the next node takes over; else each finds what this one has
     try:
         yield leading
-        interrupted = False
-    except Exception:
-        interrupted = False
+    except BaseException as error:
+        interrupted = _may_pass(error)
         raise
     finally:
         leading.ended.set()
         leading.shared.release(lease, leading.published or interrupted)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether what ended a tuning says nothing of how another node would fare."""
+    if isinstance(error, NoWorkingConfig):
+        return error.transient
+    return isinstance(error, (WorkerUnavailable, LeaseLost)) or not isinstance(error, Exception)
 
 
 def _wait(leading: Lead, shared: SharedLayer, patience: Patience) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from safetune.config import config_digest, config_record
-from safetune.errors import Busy
+from safetune.errors import Busy, LeaseLost, NoMemory, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.guarded import GuardedStore
 from safetune.store.opening import open_shared
@@ -108,12 +108,29 @@ def test_force_counts_on_from_what_others_have_published(
         assert following.choice == found
 
 
+def none_works(verdict: Verdict) -> NoWorkingConfig:
+    return NoWorkingConfig("add_kernel", "a key", [("BLOCK=64", Outcome(verdict))])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        WorkerUnavailable("no process"),
+        Busy("another process compiles"),
+        NoMemory("others have it"),
+        LeaseLost("taken for dead"),
+        none_works(Verdict.NO_MEMORY),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_node_that_is_interrupted_lets_one_other_take_over(
-    node: Node, request_: TuningRequest
+    node: Node, request_: TuningRequest, error: BaseException
 ) -> None:
+    """Whatever says something of this node alone: the others need not tune all at once."""
     first, second, third = node(), node(), node()
-    with pytest.raises(KeyboardInterrupt), cluster.lead(request_, first, NOW):
-        raise KeyboardInterrupt
+    with pytest.raises(type(error)), cluster.lead(request_, first, NOW):
+        raise error
     first.shared.flush()
     with (
         cluster.lead(request_, second, NOW),
@@ -123,7 +140,7 @@ def test_a_node_that_is_interrupted_lets_one_other_take_over(
         pass
 
 
-@pytest.mark.parametrize("how", ["timed beside the program", "failed"])
+@pytest.mark.parametrize("how", ["timed beside the program", "failed", "none works"])
 def test_what_is_not_shared_is_tuned_by_all_at_once(
     node: Node, request_: TuningRequest, how: str
 ) -> None:
@@ -133,9 +150,11 @@ def test_what_is_not_shared_is_tuned_by_all_at_once(
         with cluster.lead(request_, first, NOW) as leading:
             if how == "failed":
                 raise ValueError
+            if how == "none works":
+                raise none_works(Verdict.COMPILE_ERROR)
             contended = Outcome(Verdict.OK, marks=(Mark.CONTENDED.value,))
             assert leading.agreed(best(request_, 1), contended) == best(request_, 1)
-    except ValueError:
+    except (ValueError, NoWorkingConfig):
         pass
     first.shared.flush()
     with (

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import sqlite3
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +39,18 @@ def wait_until_on(layer: SharedLayer, within_s: float = 30.0) -> None:
 
 #: What a loaded machine may add to any wait.
 SLACK_S = 1.5
+
+
+@contextlib.contextmanager
+def ends(within_s: int) -> Iterator[None]:
+    """End a forked child here, with a status that says whether all went well."""
+    signal.alarm(within_s)
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 class Clock:
@@ -303,6 +319,24 @@ class TestExchange:
         assert found == choice(0, 128, 2)
         store.close()
 
+    def test_a_local_store_that_others_write_for_long(
+        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        """What is stored is found at once, and nobody says that the shared store is slow."""
+        url = f"file://{tmp_path}/shared"
+        open_shared(url).publish(SPACE, [stored(1)])
+        tuned(local, 0)
+        local.shared = layer_of(url)
+        other = sqlite3.connect(local.path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = [Lookup(local).find(key(number), LIST) for number in range(2)]
+        assert found == [choice(0), choice(1)]
+        assert not said
+        assert local.shared.is_on
+        other.close()
+
     def test_ten_thousand_bytes_of_source_stay_here(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
@@ -423,3 +457,47 @@ def test_a_fork_starts_afresh(database: str, local: GuardedStore) -> None:
         key(0).digest,
         key(1).digest,
     }
+
+
+def test_a_fork_during_a_query(database: str, local: GuardedStore) -> None:
+    """Regression: the child waited for the lock of its parent's connection, and closed that."""
+    import psycopg
+
+    shared = open_shared(database)
+    shared.publish(SPACE, [stored(0)])
+    backend: Any = open_shared(database)
+    layer = SharedLayer(backend, local.connection)
+    answers: list[Any] = []
+
+    def query() -> None:
+        with backend.reading() as connection:
+            answers.append(connection.execute("SELECT pg_advisory_lock(1)").fetchall())
+            answers.append(connection.execute("SELECT 1").fetchall())
+
+    with psycopg.connect(database, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(1)")
+        layer._courier.send(lambda: layer._errand(query))
+        while other.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is None:
+            other.execute("SELECT pg_sleep(0.01)")
+        pid = os.fork()
+        if pid == 0:
+            with ends(20):
+                claim = layer.claim(SPACE, key(0).digest, LIST, force=False)
+                assert claim.stored == stored(0)
+                assert layer.is_on
+        status = os.waitpid(pid, 0)[1]
+    assert layer._courier.flush(20)
+    assert status == 0
+    assert answers == [[("",)], [(1,)]]
+
+
+def test_a_fork_while_a_thread_counts_what_is_left(tmp_path: Path, layer_of: MakeLayer) -> None:
+    """Regression: the lock that it held was held in the child for ever."""
+    layer = layer_of(f"file://{tmp_path}/shared")
+    with layer._budget._lock:
+        pid = os.fork()
+        if pid == 0:
+            with ends(20):
+                assert layer.publish(SPACE, stored(0)) == stored(0)
+                assert layer.is_on
+    assert os.waitpid(pid, 0)[1] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,25 @@ def test_no_connection_is_held_between_errands(database: str, shared: Postgres) 
                 break
             connection.execute("SELECT pg_sleep(0.01)")
     assert count == 0
+
+
+def test_a_fork_between_two_statements(shared: Postgres) -> None:
+    """Regression: the child asked over its parent's connection, and then closed it."""
+    shared.publish(SPACE, [stored()])
+    with shared.reading() as connection:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                shared.close()
+                found = shared.get(SPACE, key().digest, LIST)
+                shared.close()
+                os._exit(0 if found == stored() else 1)
+            finally:
+                os._exit(2)
+        status = os.waitpid(pid, 0)[1]
+        assert connection is not None
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+    assert status == 0
 
 
 class TestLeases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sqlite3
+import threading
 
 from safetune.store.sqlite import Store
 
@@ -71,11 +72,34 @@ def test_a_reader_is_not_blocked_by_a_writer(store, records):
     other.close()
 
 
-AFTER_FORK = """
+def test_a_reader_is_not_blocked_by_a_thread_that_waits_to_write(store, records):
+    """Regression: it held what the threads of a process share, for as long as it waited."""
+    store.put_choice(records.choice())
+    other = sqlite3.connect(store.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    tries = threading.Semaphore(0)
+    store.connection._sqlite.set_trace_callback(
+        lambda statement: tries.release() if statement.startswith("BEGIN") else None
+    )
+    writer = threading.Thread(target=store.put_trial, args=(records.trial("late"),))
+    writer.start()
+    tries.acquire()
+    assert store.choice("key") == records.choice()
+    other.execute("ROLLBACK")
+    other.close()
+    writer.join()
+    assert [each.config_digest for each in store.trials("key")] == ["late"]
+
+
+FILES = """
 def files():
     names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     return [name for name in names if name.startswith(str(directory.resolve()))]
+"""
 
+AFTER_FORK = (
+    FILES
+    + """
 store = Store.open(directory)
 store.put_choice(choice("c1"))
 store.put_trial(trial("parent"))
@@ -92,6 +116,7 @@ assert [each.config_digest for each in store.trials("key", 1)] == ["parent", "ch
 store.put_trial(trial("after"))
 print(len(store.trials("key", 1)))
 """
+)
 
 
 def test_a_forked_child_opens_its_own_connection(tmp_path, children):
@@ -164,37 +189,73 @@ print(sum(name.startswith("child-") for name in found))
     assert output == "20\n"
 
 
-def test_a_fork_does_not_wait_for_a_blocked_writer(tmp_path, children):
-    """Another process writes for long: the fork gives up closing, the child starts afresh."""
+def test_a_fork_does_not_wait_for_a_writer_that_waits(store, records, children):
+    """Another process writes for long: the connection is closed for the fork all the same."""
+    store.put_choice(records.choice())
+    child = children.start(
+        FILES
+        + """
+import signal, threading
+store = Store.open(directory)
+tries = threading.Semaphore(0)
+store.connection._sqlite.set_trace_callback(
+    lambda statement: tries.release() if statement.startswith("BEGIN") else None
+)
+thread = threading.Thread(target=store.put_trial, args=(trial("late"),))
+at_the_same_time()
+thread.start()
+tries.acquire()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    inherited = files()
+    os._exit(0 if store.choice("key").config_digest == "c1" and not inherited else 1)
+print(os.waitpid(pid, 0)[1], flush=True)
+thread.join()
+print([each.config_digest for each in store.trials("key", 1)])
+""",
+        store.path.parent,
+    )
+    assert child.stdout.readline() == "ready\n", child.communicate()[1]
+    other = sqlite3.connect(store.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "0\n"
+    other.execute("ROLLBACK")
+    other.close()
+    assert child.communicate() == ("['late']\n", "")
+
+
+def test_a_fork_does_not_wait_for_a_slow_write(tmp_path, children):
+    """A thread is in the middle of one: the fork gives up closing, the child starts afresh."""
     output = children.run(
         """
-import signal, sqlite3, threading
+import signal, threading
 store = Store.open(directory)
 store.put_choice(choice("c1"))
-other = sqlite3.connect(store.path, isolation_level=None)
-other.execute("BEGIN IMMEDIATE")
-waiting = threading.Event()
+begun, forked = threading.Event(), threading.Event()
 def write():
-    record = trial("late")
-    waiting.set()
-    store.put_trial(record)
+    with store.connection.transaction() as connection:
+        connection.execute("UPDATE kernel SET line = 1")
+        begun.set()
+        forked.wait()
 thread = threading.Thread(target=write)
 thread.start()
-waiting.wait()
-while store._connection._lock.acquire(blocking=False):
-    store._connection._lock.release()
+begun.wait()
 pid = os.fork()
 if pid == 0:
     signal.alarm(20)
     os._exit(0 if store.choice("key").config_digest == "c1" else 1)
 assert os.waitpid(pid, 0)[1] == 0
-other.execute("ROLLBACK")
+forked.set()
 thread.join()
+store.put_trial(trial("after"))
 print([each.config_digest for each in store.trials("key", 1)])
 """,
         tmp_path,
     )
-    assert output == "['late']\n"
+    assert output == "['after']\n"
 
 
 def test_a_fork_while_a_thread_opens_a_store(tmp_path, children):
