@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -153,8 +154,9 @@ class Settings:
         phantom: SAFETUNE_PHANTOM, default `drop`; a decorator's `phantom=` wins over it.
         capture_miss: SAFETUNE_CAPTURE_MISS, default `fallback`; a decorator's `capture_miss=` wins.
         cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
-        world_size: WORLD_SIZE, which torchrun sets: in a world of several processes, what one has
-            launched stays until `safetune.sync()`.
+        world_size: WORLD_SIZE, which torchrun sets, or that of torch.distributed where it is
+            initialised: in a world of several processes, what one has launched stays until
+            `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
         packs: SAFETUNE_PACKS, directories of packs, the first one first.
@@ -181,6 +183,7 @@ class Settings:
         """Read the environment; raises `InvalidSetting` on a value that means nothing."""
         env = os.environ
         explicit = env.get("SAFETUNE_CACHE_DIR")
+        world_size = max(_number(env.get("WORLD_SIZE")), _distributed_size())
         directory = Path(os.path.expanduser(explicit)) if explicit else _default_cache_dir()
         return cls(
             mode=parse_choice(Mode, "SAFETUNE_MODE", env.get("SAFETUNE_MODE") or "tune"),
@@ -188,7 +191,7 @@ class Settings:
                 PhantomPolicy, "SAFETUNE_PHANTOM", env.get("SAFETUNE_PHANTOM") or "drop"
             ),
             cache_dir=directory,
-            world_size=_number(env.get("WORLD_SIZE")),
+            world_size=world_size,
             capture_miss=parse_choice(
                 CaptureMissPolicy,
                 "SAFETUNE_CAPTURE_MISS",
@@ -197,7 +200,7 @@ class Settings:
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
             packs=_directories(env.get("SAFETUNE_PACKS") or ""),
             shared=check_url(env.get("SAFETUNE_SHARED") or ""),
-            local_world_size=_number(env.get("LOCAL_WORLD_SIZE") or env.get("WORLD_SIZE")),
+            local_world_size=_number(env.get("LOCAL_WORLD_SIZE") or str(world_size)),
             wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
         )
 
@@ -209,6 +212,16 @@ def installs() -> bool:
         InvalidSetting: it is neither `1` nor `0`.
     """
     return parse_switch("SAFETUNE_INSTALL", os.environ.get("SAFETUNE_INSTALL") or "0")
+
+
+def _distributed_size() -> int:
+    """How many ranks there are where no launcher says so, as under srun and MPI."""
+    if "torch.distributed" not in sys.modules:
+        return 1
+    from torch import distributed
+
+    available = distributed.is_available() and distributed.is_initialized()
+    return int(distributed.get_world_size()) if available else 1
 
 
 def _number(text: str | None) -> int:

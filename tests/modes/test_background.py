@@ -187,6 +187,23 @@ def test_in_a_world_of_several_nothing_changes_before_sync(
     assert made() == 32
 
 
+def test_a_world_that_no_launcher_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under srun: the program gives rank and world size to torch.distributed itself."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        found = Settings.current()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert Settings.current().local_world_size == 4
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (found.world_size, found.local_world_size) == (8, 8)
+    assert Settings.current().world_size == 1
+
+
 class TestMarks:
     def marks(self) -> set[tuple[str, ...]]:
         store = open_lookup(Settings.current()).store
