@@ -91,7 +91,7 @@ def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> 
 def _check_names(
     kernel_name: str, position: int, config: Config, parameters: Sequence[str]
 ) -> None:
-    unknown = [n for n in config.kwargs if n not in parameters and n not in _backend_options()]
+    unknown = [n for n in config.kwargs if n not in parameters and n not in backend_options()]
     if unknown:
         raise InvalidConfig(
             f"configs[{position}] of {kernel_name} sets {', '.join(map(repr, unknown))}, which is "
@@ -100,8 +100,8 @@ def _check_names(
 
 
 @functools.cache
-def _backend_options() -> frozenset[str]:
-    """The launch options of every installed back end; no driver is touched."""
+def backend_options() -> frozenset[str]:
+    """Return the launch options of every installed back end; no driver is touched."""
     import dataclasses
     import sys
 

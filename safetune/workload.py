@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,14 @@ class Workload:
         name: what `safetune tune --shape NAME` selects, e.g. `4096x1024`.
         grid: as in `kernel[grid](...)`: a tuple, or a function of the arguments.
         args, kwargs: exactly those of the launch, without what the configs set.
+        outputs: names of arguments of which each element must be written, for `safetune verify`.
     """
 
     name: str
     grid: Any
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence[str] = ()
 
 
 WorkloadFunction = Callable[..., Iterable[Workload]]

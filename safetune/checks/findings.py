@@ -70,7 +70,7 @@ def _clash(clash: Clash, name: str, view: View, watch: Watch) -> Finding | None:
 
 
 def _most(clash: Clash, view: View, watch: Watch) -> int:
-    """Return the largest number of programs in the log of an argument's granule."""
+    """Return the largest number of programs in the log of an argument's granule; 0 without log."""
     times = watch.times[view.region]
     inside = np.zeros(len(times.stored), dtype=bool)
     _strided(inside, view, times.granule)[...] = True
@@ -80,6 +80,8 @@ def _most(clash: Clash, view: View, watch: Watch) -> int:
             granules += [where, where]
             latest = np.full(len(where), now)
             programs += [watch.programs_at(prior), watch.programs_at(latest)]
+    if not granules:
+        return 0  # the log was full before
     found, numbers = np.concatenate(granules), np.concatenate(programs)
     pairs = np.unique(np.stack([found, numbers])[:, inside[found]], axis=1)
     return int(np.unique(pairs[0], return_counts=True)[1].max())
@@ -154,7 +156,7 @@ def _gap(memory: Memory, watch: Watch, number: int) -> Finding | None:
     places = []
     for granule in elements[:_MOST_PLACES]:
         index = _counted(memory, number, int(granule) * times.granule)
-        touched = sorted({int(times.stored[granule]), int(times.updated[granule])} - {NEVER})
+        touched = sorted({int(times.stored[granule]), int(times.last_update[granule])} - {NEVER})
         places.append(_place(index, touched, watch, "in its storage, in no argument"))
     return Finding(Kind.GAP, _region_name(memory, number), len(elements), 1, tuple(places))
 
@@ -171,7 +173,7 @@ def _region_name(memory: Memory, number: int) -> str:
 
 
 def _is_written(times: Times) -> np.ndarray:
-    return (times.stored != NEVER) | (times.updated != NEVER)
+    return (times.stored != NEVER) | (times.last_update != NEVER)
 
 
 def _elements(view: View, watch: Watch, flags: np.ndarray) -> np.ndarray:

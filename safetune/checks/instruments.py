@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -37,6 +38,7 @@ class Instruments:
             "create_masked_store": self.store,
             "create_atomic_cas": self.compare_and_swap,
             "create_atomic_rmw": self.update,
+            "create_descriptor_reduce": self.reduce,  # which Triton's interpreter does not have
         }
         if hasattr(self._builder, "create_atomic_store"):  # Triton 3.9
             found["create_atomic_store"] = self.atomic_store
@@ -72,6 +74,16 @@ class Instruments:
         real, allowed = self._watched(Access.ATOMIC, pointer, mask, **orders)
         real.data[~allowed.data] = self._nowhere.ctypes.data
         return self._rmw(op, real, value, allowed, sem, scope)
+
+    def reduce(self, kind: Any, block: Any, value: Any, offsets: Any) -> None:
+        """Add and so on through a descriptor: as atomics, of which none orders anything."""
+        pointers, mask = block.materialize_pointers(offsets)
+        operands = (
+            tl.tensor(handle, tl.block_type(handle.dtype, block.block_shape))
+            for handle in (pointers, value, mask)
+        )
+        update = getattr(interpreter.interpreter_semantic, f"atomic_{kind.name.lower()}")
+        update(*operands, sem="relaxed", scope="gpu")
 
     def _watched(self, access: Access, pointer: Any, mask: Any, **orders: bool) -> tuple[Any, Any]:
         """Record an operation; return the real pointer and mask."""

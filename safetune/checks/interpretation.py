@@ -78,7 +78,7 @@ def _run(kernel: Callable[..., Any], given: Mapping[str, Any], grid: tuple[int, 
     constants = interpreter.GridExecutor(kernel, names, grid).constexprs
     options = {name: value for name, value in given.items() if name in names}
     arguments = {
-        name: value if name in constants else interpreter._implicit_cvt(value)
+        name: value if name in constants else _argument(value)
         for name, value in inspect.getcallargs(kernel, **options).items()
     }
     builder = interpreter.interpreter_builder
@@ -86,6 +86,19 @@ def _run(kernel: Callable[..., Any], given: Mapping[str, Any], grid: tuple[int, 
     for program in itertools.product(*map(range, grid)):
         builder.set_grid_idx(*program)
         kernel(**arguments)
+
+
+def _argument(value: Any) -> Any:
+    """Return an argument as a compiled kernel has it: a number is a tensor, a float of 32 bits.
+
+    Triton's interpreter leaves floats as they are, which have no `to`; 3.6 refuses bools.
+    """
+    if isinstance(value, (bool, float)):
+        number, kind = (bool, tl.int1) if isinstance(value, bool) else (np.float32, tl.float32)
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=number), kind), kind)
+    if isinstance(value, tuple):
+        return interpreter._tuple_create(value, map(_argument, value))
+    return interpreter._implicit_cvt(value)
 
 
 class _Interpreted:

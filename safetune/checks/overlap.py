@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
@@ -20,14 +20,14 @@ from safetune.checks.interpretation import interpret, is_jit
 from safetune.checks.memory import Memory
 from safetune.checks.report import OverlapReport
 from safetune.checks.watch import Watch
-from safetune.config import check_conflicts, config_text
+from safetune.config import backend_options, check_conflicts, config_text
 from safetune.errors import InvalidConfig, InvalidSetting
 from safetune.kernel_source import base_function
 
 #: How long one launch may take in the interpreter unless `timeout_s` says otherwise.
 TIMEOUT_S = 600.0
 
-_OPTIONS = ("outputs", "reachable", "timeout_s")
+_OPTIONS = ("config", "outputs", "reachable", "timeout_s")
 
 
 def check_overlap(
@@ -46,7 +46,7 @@ def check_overlap(
     A finding is an element that is stored by two programs; or written by one and read by another;
     or stored by one and updated atomically by another; or that lies outside of every argument.
     Accesses that a lock or a counter orders do not count: atomics on one element that are not
-    relaxed. Of the reads of an element the first and the last are looked at.
+    relaxed. Of the reads and of the atomics on an element the first and the last are looked at.
 
     Args:
         kernel: under `@triton.jit`, `@triton.heuristics`, `@triton.autotune` or `@safetune`,
@@ -62,7 +62,8 @@ def check_overlap(
 
     Raises:
         InvalidConfig: `config` is missing, or sets what the call sets too.
-        InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid.
+        InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid; or
+            a name is neither a parameter of the kernel nor a launch option of Triton's.
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
     """
@@ -70,6 +71,7 @@ def check_overlap(
     if not is_jit(jit):
         raise InvalidSetting(f"{function.__name__} is a {type(jit).__name__}, not a triton.jit one")
     named = _named(kernel, args, kwargs)
+    _check_names(kernel, kwargs)
     memory = Memory(named, reachable)
     copies = {name: memory.copied(value) for name, value in named.items()}
     text = _apply_decorators(kernel, config, named, copies)
@@ -151,6 +153,7 @@ def _apply_decorators(
             text, added = config_text(config), config.all_kwargs()
             if config.pre_hook is not None:
                 config.pre_hook({**copies, **added})
+        _check_names(kernel, added)
         named.update(added)
         copies.update(added)
         kernel = kernel.fn
@@ -174,10 +177,22 @@ def _sizes(grid: Any, meta: dict[str, Any]) -> tuple[int, int, int]:
         listed = [int(size) for size in sizes]
     except TypeError:
         listed = []
-    if not 1 <= len(listed) <= 3:
-        raise InvalidSetting(f"grid={sizes!r} must be a tuple of one to three sizes")
+    if not 1 <= len(listed) <= 3 or min(listed) < 0:
+        raise InvalidSetting(f"grid={sizes!r} must be a tuple of one to three sizes of 0 or more")
     x, y, z = (*listed, 1, 1)[:3]
     return x, y, z
+
+
+def _check_names(kernel: Any, names: Iterable[str]) -> None:
+    """Raise `InvalidSetting` for what no launch takes; Triton itself raises when it compiles."""
+    parameters = kernel.arg_names
+    unknown = sorted(set(names) - {*parameters} - backend_options())
+    if unknown:
+        raise InvalidSetting(
+            f"{', '.join(unknown)}: no parameter of {base_function(kernel)[1].__name__} "
+            f"({', '.join(parameters)}), no launch option of Triton's (num_warps, ...), and none "
+            f"of check_overlap's ({', '.join(_OPTIONS)})"
+        )
 
 
 def _check_outputs(kernel: str, outputs: Sequence[str], memory: Memory) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -170,10 +171,12 @@ class OverlapReport:
             for item in self.written
             if item.written < item.elements and item.argument not in unwritten
         ]
+        if math.prod(self.grid) and not any(item.written for item in self.written):
+            notes.append("no argument is written")
         if idle := len(self.idle_programs):
-            count = self.grid[0] * self.grid[1] * self.grid[2]
+            programs = f"{idle} of {math.prod(self.grid)} programs"
             first = _ids(self.idle_programs[0])
-            notes.append(f"{idle} of {count} programs write nothing, the first of them {first}")
+            notes.append(f"{programs} write nothing, the first of them {first}")
         return tuple(notes)
 
 

@@ -7,8 +7,10 @@ counter by which the last program knows that it is the last, are made of these. 
 As with every checker of this kind, it is the order of the one run that was seen.
 
 Each access has a number, its time. Per granule of memory (the smallest element size in use) there
-are the times of the last plain store, the last atomic, and the first and the last read, so the cost
-of an access does not grow with the number of programs. Accesses that clash are logged.
+are the times of the last plain store, and of the first and the last atomic and read, so the cost of
+an access does not grow with the number of programs. Two stores must be in order, so the last one
+stands for all; atomics and reads need not be, and the last may be the program's own where the first
+is another's. Accesses that clash are logged.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from safetune.errors import NotInterpretable
 #: What stands for "never" where a time is expected.
 NEVER = -1
 
-#: Clashes beyond this are counted, and no longer kept one by one to name their programs.
+#: Clashes in a region beyond this are counted, and no longer kept to name their programs.
 _MAX_LOGGED = 1 << 22
 
 
@@ -49,6 +51,24 @@ class Clash(Enum):
     READ_WRITE = "read_write"
 
 
+#: What an access must not follow, by the arrays of `Times`, if that was another program's.
+_RIVALS: dict[Access, dict[Clash, tuple[str, ...]]] = {
+    Access.READ: {Clash.READ_WRITE: ("stored", "first_update", "last_update")},
+    Access.STORE: {
+        Clash.OVERLAP: ("stored",),
+        Clash.MIXED: ("first_update", "last_update"),
+        Clash.READ_WRITE: ("first_read", "last_read"),
+    },
+    Access.ATOMIC: {
+        Clash.MIXED: ("stored",),
+        Clash.READ_WRITE: ("first_read", "last_read"),
+    },
+}
+
+#: The arrays of `Times`.
+_MOMENTS = ("stored", "first_update", "last_update", "first_read", "last_read")
+
+
 class Times:
     """When each granule of a region was touched.
 
@@ -59,11 +79,12 @@ class Times:
     def __init__(self, nbytes: int, granule: int) -> None:
         self.granule = granule
         count = -(-nbytes // granule)
-        self.stored, self.updated, self.first_read, self.last_read = (
-            np.full(count, NEVER, dtype=np.int32) for _ in range(4)
+        self.stored, self.first_update, self.last_update, self.first_read, self.last_read = (
+            np.full(count, NEVER, dtype=np.int32) for _ in _MOMENTS
         )
         self.clashes = {kind: np.zeros(count, dtype=bool) for kind in Clash}
         self.log: list[tuple[Clash, np.ndarray, np.ndarray, int]] = []
+        self.logged = 0
 
     def indices(self, offsets: np.ndarray, itemsize: int) -> np.ndarray:
         """Return the granules of elements at byte offsets, finer ones from here on if need be."""
@@ -79,7 +100,7 @@ class Times:
 
     def _refine(self, granule: int) -> None:
         ratio = self.granule // granule
-        for name in ("stored", "updated", "first_read", "last_read"):
+        for name in _MOMENTS:
             setattr(self, name, np.repeat(getattr(self, name), ratio))
         self.clashes = {kind: np.repeat(flags, ratio) for kind, flags in self.clashes.items()}
         parts = np.arange(ratio)
@@ -131,7 +152,6 @@ class Watch:
         self._begins: list[int] = []
         self._seen: np.ndarray | None = None
         self._released: dict[int, np.ndarray] = {}
-        self._logged = 0
 
     def ids(self, program: int) -> tuple[int, int, int]:
         """Return a program's ids from its number."""
@@ -207,20 +227,16 @@ class Watch:
         if access is Access.POLL or not offsets.size:
             return
         where = times.indices(offsets, itemsize)
-        if access is Access.READ:
-            self._clash(Clash.READ_WRITE, times, where, times.stored, now)
-            self._clash(Clash.READ_WRITE, times, where, times.updated, now)
-            times.first_read[where[times.first_read[where] == NEVER]] = now
-            times.last_read[where] = now
+        for clash, earlier in _RIVALS[access].items():
+            for name in earlier:
+                self._clash(clash, times, where, getattr(times, name), now)
+        if access is Access.STORE:
+            times.stored[where] = now
             return
-        stores = access is Access.STORE
-        stored, updated = (Clash.OVERLAP, Clash.MIXED) if stores else (Clash.MIXED, None)
-        self._clash(stored, times, where, times.stored, now)
-        if updated is not None:
-            self._clash(updated, times, where, times.updated, now)
-        self._clash(Clash.READ_WRITE, times, where, times.first_read, now)
-        self._clash(Clash.READ_WRITE, times, where, times.last_read, now)
-        (times.stored if stores else times.updated)[where] = now
+        reads = access is Access.READ
+        first = times.first_read if reads else times.first_update
+        first[where[first[where] == NEVER]] = now
+        (times.last_read if reads else times.last_update)[where] = now
 
     def _clash(
         self, clash: Clash, times: Times, where: np.ndarray, earlier: np.ndarray, now: int
@@ -234,8 +250,8 @@ class Watch:
             clashing &= self._seen[self.programs_at(np.maximum(prior, 0))] < prior
         where, prior = where[clashing], prior[clashing]
         times.clashes[clash][where] = True
-        if self._logged < _MAX_LOGGED and where.size:
-            self._logged += where.size
+        if times.logged < _MAX_LOGGED and where.size:
+            times.logged += where.size
             times.log.append((clash, where, prior, now))
 
     def _acquire(self, address: int) -> None:

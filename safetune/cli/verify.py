@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli import targets
-from safetune.cli.messages import describe, plain_warnings
+from safetune.cli.messages import describe, place_of, plain_warnings, typed
 from safetune.cli.tables import empty_table, stdout_console
-from safetune.errors import NotInterpretable, TargetError
+from safetune.errors import SafetuneError, TargetError
 
 if TYPE_CHECKING:
     from triton.runtime.autotuner import Config
@@ -63,7 +63,7 @@ def verify_command(
 
 @dataclass(frozen=True)
 class _Row:
-    """One config of one task: a report, or why there is none."""
+    """One config of one task, or all of them: a report, or why there is none."""
 
     config: str
     report: OverlapReport | None
@@ -130,14 +130,27 @@ def _rows(task: Task) -> Iterator[_Row]:
 
     workload = task.workload
     launch = (task.kernel.outer, workload.grid, *workload.args)
-    configs: Sequence[Config] = pruned_configs(launch[0], workload.args, workload.kwargs)
+    configs: Sequence[Config] = ()
+    # A target's own functions may raise anything: a hook, a heuristic, the grid, pruning.
+    try:
+        configs = pruned_configs(launch[0], workload.args, workload.kwargs)
+    except Exception as error:
+        yield _Row("all configs", None, _reason(error))
     for config in configs:
         try:
-            report = check_overlap(*launch, config=config, **workload.kwargs)
-        except NotInterpretable as error:
-            yield _Row(config_text(config), None, describe(error))
+            report = check_overlap(
+                *launch, config=config, outputs=workload.outputs, **workload.kwargs
+            )
+        except Exception as error:
+            yield _Row(config_text(config), None, _reason(error))
         else:
             yield _Row(config_text(config), report, "")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, SafetuneError):
+        return describe(error)
+    return typed(error) + place_of(error)
 
 
 def _elements(task: Task) -> int:
@@ -185,8 +198,13 @@ def _print(verified: Sequence[_Verified]) -> None:
             console.print(f"  {configs[0]}" + (f", {len(configs) - 1} more" * (len(configs) > 1)))
             console.print("\n".join(f"    {line}" for line in text.splitlines()))
     rows = [row for one in verified for row in one.rows]
-    failed = sum(not row.ok for row in rows)
-    console.print(f"{len(rows)} launches checked, {failed} with findings")
+    reports = [row.report for row in rows if row.report is not None]
+    found = sum(not report.ok for report in reports)
+    missing = len(rows) - len(reports)
+    console.print(
+        f"{len(reports)} launches checked, {found} with findings"
+        + (f"; {missing} not checked" if missing else "")
+    )
 
 
 def _reasons(rows: Sequence[_Row]) -> dict[str, list[str]]:

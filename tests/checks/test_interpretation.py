@@ -123,6 +123,22 @@ def test_counters_of_loops(kind: Any) -> None:
 
 
 @kinds
+def test_numbers(kind: Any) -> None:
+    """Arguments are tensors, as in a compiled kernel: a float has 32 bits, in a tuple, too."""
+
+    def body(y, scale, flag, both):
+        tl.static_assert(scale.dtype == tl.float32 and both[1].dtype == tl.float32)
+        tl.static_assert(flag.dtype == tl.int1 and both[0].dtype == tl.int32)
+        tl.device_assert(scale.to(tl.float64) != 0.1)
+        tl.static_assert((scale * tl.full([4], 1, tl.float16)).dtype == tl.float32)
+        tl.store(y, scale.to(tl.float16), mask=flag)
+
+    report = check_overlap(kind(body), (1,), torch.zeros(1), 0.1, True, (1, 0.1), outputs=["y"])
+
+    assert report.ok
+
+
+@kinds
 def test_two_threads(kind: Any) -> None:
     """The interpreter's state is that of the process: a check waits for the other one."""
     reports: list[Any] = []

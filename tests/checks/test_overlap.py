@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
+from safetune.checks import watch
 from safetune.checks.overlap import check_configs, check_overlap
 from safetune.errors import InvalidConfig, InvalidSetting, NotInterpretable
 
@@ -122,6 +123,29 @@ class TestTwoStores:
         assert [place.index for place in found.places] == [(1,)]
         assert found.places[0].programs == ((0, 0, 0), (1, 0, 0))
 
+    @pytest.mark.parametrize("shared", [False, True], ids=["two storages", "one storage"])
+    def test_more_than_the_log_holds(self, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+        """What is found is reported all the same, and programs as far as they are known."""
+
+        @triton.jit
+        def both(first, second):
+            tl.store(first + tl.arange(0, 16), 1.0)
+            tl.store(second + tl.arange(0, 16), 1.0)
+
+        monkeypatch.setattr(watch, "_MAX_LOGGED", 16)
+        tensors = zeros(32).split(16) if shared else (zeros(16), zeros(16))
+        report = check_overlap(both, (3,), *tensors)
+
+        assert [(f.argument, f.elements) for f in report.findings] == [
+            ("first", 16),
+            ("second", 16),
+        ]
+        known = [(0, 0, 0), (1, 0, 0)]
+        found = report.find("overlap", "second")
+        assert list(found.places[0].programs) == ([] if shared else known)
+        assert found.most_programs == (0 if shared else 2)
+        assert list(report.find("overlap", "first").places[0].programs) == known
+
     def test_several_outputs(self) -> None:
         @triton.jit
         def two(good, bad):
@@ -221,6 +245,45 @@ class TestAtomics:
         assert found.places[0].programs == ((0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0))
         assert "stored and atomically updated by different programs" in str(found)
 
+    @pytest.mark.parametrize("sem", ["relaxed", "acq_rel"])
+    @pytest.mark.parametrize("reader", [0, 2, 4])
+    def test_one_of_those_that_add_reads_the_sums(self, reader: int, sem: str) -> None:
+        """Split-k whose last program is so by its id. A tile's atomics order nothing."""
+
+        @triton.jit
+        def split(out, sums, READER: tl.constexpr, SEM: tl.constexpr):
+            offsets = tl.arange(0, 16)
+            tl.atomic_add(sums + offsets, 1.0, sem=SEM)
+            if tl.program_id(0) == READER:
+                tl.store(out + offsets, 2 * tl.load(sums + offsets))
+
+        report = check_overlap(split, (5,), zeros(16), zeros(16), reader, sem)
+
+        found = report.find("read_write", "sums")
+        assert len(report.findings) == 1
+        assert found.elements == 16
+        assert {(0, 0, 0), (reader, 0, 0)} <= set(found.places[0].programs)
+        assert {line_of(split, "atomic_add"), line_of(split, "tl.load")} == set(
+            found.places[0].lines
+        )
+
+    @pytest.mark.parametrize("writer", [0, 2, 4])
+    @pytest.mark.parametrize("size", [1, 16])
+    def test_one_of_those_that_add_stores(self, size: int, writer: int) -> None:
+        @triton.jit
+        def reset(sums, SIZE: tl.constexpr, WRITER: tl.constexpr):
+            pointers = sums if SIZE == 1 else sums + tl.arange(0, SIZE)
+            tl.atomic_add(pointers, 1.0, sem="relaxed")
+            if tl.program_id(0) == WRITER:
+                tl.store(pointers, 0.0)
+
+        report = check_overlap(reset, (5,), zeros(size), size, writer)
+
+        found = report.find("mixed", "sums")
+        assert len(report.findings) == 1
+        assert found.elements == size
+        assert {(0, 0, 0), (writer, 0, 0)} <= set(found.places[0].programs)
+
     def test_compare_and_swap(self) -> None:
         @triton.jit
         def first_wins(y):
@@ -306,6 +369,49 @@ class TestOrder:
         found = report.find("read_write", "partials")
         assert report.ok == counted
         assert counted or found.elements == 4
+
+    @pytest.mark.parametrize("sem", ["acq_rel", "relaxed"])
+    def test_the_last_program_reads_and_resets_the_sums(self, sem: str) -> None:
+        """Split-k as it should be: the last one to add, by a counter, which it sets back, too."""
+
+        @triton.jit
+        def split(out, sums, counter, SEM: tl.constexpr):
+            offsets = tl.arange(0, 16)
+            tl.atomic_add(sums + offsets, 1.0, sem="relaxed")
+            if tl.atomic_add(counter, 1, sem=SEM) == tl.num_programs(0) - 1:
+                tl.store(out + offsets, 2 * tl.load(sums + offsets))
+                tl.store(sums + offsets, 0.0)
+                tl.store(counter, 0)
+
+        counter = zeros(1, dtype=torch.int32)
+        report = check_overlap(split, (5,), zeros(16), zeros(16), counter, sem, outputs=["out"])
+
+        kinds = [(f.kind.value, f.argument) for f in report.findings]
+        races = [("mixed", "sums"), ("mixed", "counter"), ("read_write", "sums")]
+        assert kinds == ([] if sem == "acq_rel" else races)
+
+    @pytest.mark.parametrize("stores", [False, True])
+    @pytest.mark.parametrize("forgets", [-1, 0, 1])
+    def test_one_that_adds_and_does_not_count(self, forgets: int, stores: bool) -> None:
+        """The last one has not seen its sum: that is the first atomic on it, or the last."""
+
+        @triton.jit
+        def split(sums, counter, FORGETS: tl.constexpr, STORES: tl.constexpr):
+            offsets, program = tl.arange(0, 16), tl.program_id(0)
+            if program < 2:
+                tl.atomic_add(sums + offsets, 1.0)
+            if program != FORGETS and tl.atomic_add(counter, 1) == 2 - (FORGETS >= 0):
+                if STORES:
+                    tl.store(sums + offsets, 0.0)
+                else:
+                    tl.load(sums + offsets)
+
+        counter = zeros(1, dtype=torch.int32)
+        report = check_overlap(split, (3,), zeros(16), counter, forgets, stores)
+
+        found = report.find("mixed" if stores else "read_write", "sums")
+        assert report.ok == (forgets < 0)
+        assert report.ok or found.places[0].programs == ((forgets, 0, 0), (2, 0, 0))
 
     def test_an_atomic_before_the_stores_orders_nothing(self) -> None:
         @triton.jit
@@ -453,6 +559,12 @@ class TestUnwritten:
 
         assert report.find("unwritten").elements == 4
 
+    def test_nothing_at_all(self) -> None:
+        report = check_overlap(add_kernel, (1,), zeros(4), zeros(4), 0, 16)
+
+        assert report.ok
+        assert report.notes == ("no argument is written",)
+
     def test_no_elements(self) -> None:
         report = check_overlap(add_kernel, (0,), zeros(0), zeros(0), 0, 16, outputs=["y"])
 
@@ -511,6 +623,28 @@ class TestPointers:
             "y: 32 of 56 elements are written",
             "1 of 2 programs write nothing, the first of them 1",
         )
+
+    @pytest.mark.parametrize(
+        ("name", "result"),
+        [("add", 8), ("min", 3), ("max", 5), ("and", 1), ("or", 7), ("xor", 6)],
+    )
+    def test_atomics_of_descriptors(self, name: str, result: int) -> None:
+        @triton.jit
+        def update(y, NAME: tl.constexpr, RESULT: tl.constexpr, STORES: tl.constexpr):
+            block = tl.make_tensor_descriptor(y, [7, 8], [8, 1], [4, 8])
+            row = tl.program_id(0) * 3
+            getattr(block, NAME)([row, 0], tl.full([4, 8], 3, tl.int32))
+            if row == 0:
+                tl.device_assert(tl.load(y) == RESULT)
+            elif STORES:
+                tl.store(y + row * 8 + tl.arange(0, 32), RESULT)
+
+        y = torch.full((7, 8), 5, dtype=torch.int32)
+        launch = (update, (2,), y, f"atomic_{name}", result)
+        assert check_overlap(*launch, False, outputs=["y"]).ok
+        found = check_overlap(*launch, True).find("mixed", "y")
+        assert (found.elements, found.places[0].index) == (8, (3, 0))
+        assert found.places[0].programs == ((0, 0, 0), (1, 0, 0))
 
     def test_a_table_of_addresses(self) -> None:
         @triton.jit
@@ -651,9 +785,28 @@ class TestErrors:
         with pytest.raises(InvalidSetting, match=r"decorate it with @triton\.jit first"):
             check_overlap(len, (1,))
 
-    def test_no_grid(self) -> None:
-        with pytest.raises(InvalidSetting, match="one to three sizes"):
-            check_overlap(store_at, (), zeros(1), 0, 1)
+    @pytest.mark.parametrize("sizes", [(), (1, 1, 1, 1), (-1,), 3])
+    def test_no_grid(self, sizes: Any) -> None:
+        with pytest.raises(InvalidSetting, match="one to three sizes of 0 or more"):
+            check_overlap(store_at, sizes, zeros(1), 0, 1)
+
+    @pytest.mark.parametrize(
+        ("named", "config"),
+        [({"output": ["y"]}, {}), ({"BLOK": 4}, {}), ({}, {"BLOK": 4})],
+        ids=["an option", "a parameter", "a config"],
+    )
+    def test_misspelt(self, named: dict[str, Any], config: dict[str, Any]) -> None:
+        tuner = triton.autotune(configs=[triton.Config(config)], key=[])(add_kernel)
+        (name,) = {**named, **config}
+
+        with pytest.raises(InvalidSetting, match=rf"^{name}: no parameter of add_kernel \(y, x, n"):
+            check_overlap(tuner, (1,), zeros(4), zeros(4), 4, 16, **named)
+
+    def test_launch_options(self) -> None:
+        options = {"num_warps": 8, "num_stages": 2, "num_ctas": 1, "maxnreg": 64}
+        report = check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, **options)
+
+        assert report.ok
 
     @pytest.mark.parametrize("outputs", [["n"], ["z"], "y"])
     def test_no_such_output(self, outputs: Any) -> None:

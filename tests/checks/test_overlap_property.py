@@ -1,7 +1,8 @@
-"""Random grids, tiles and views, against a count in plain NumPy of who writes what."""
+"""Random grids, tiles and views, and all short orders of accesses, against a plain count."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from safetune.checks import findings
 from safetune.checks.overlap import check_overlap
 
 pytestmark = pytest.mark.internals
@@ -145,3 +147,34 @@ def test_like_a_count_of_the_writers(case: Case) -> None:
             at = case.offset + row * y.stride(0) + column * y.stride(1)
             named = [i * case.grid[1] + j for i, j, _ in finding.places[0].programs]
             assert named == [program for program, atomic in writers[at] if not atomic]
+
+
+@triton.jit
+def accesses(y, todo, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """Each program makes STEPS accesses to each element: 1 loads it, 2 stores, 3 updates."""
+    elements = tl.arange(0, SIZE)
+    for step in range(STEPS):
+        access = tl.load(todo + (tl.program_id(0) * STEPS + step) * SIZE + elements)
+        tl.load(y + elements, mask=access == 1)
+        tl.store(y + elements, elements, mask=access == 2)
+        tl.atomic_add(y + elements, 1, mask=access == 3)
+
+
+def test_no_conflict_of_two_programs_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that three programs of two steps can do; two loads, or two updates, do not conflict."""
+    programs, steps = 3, 2
+    todo = np.array(list(itertools.product(range(4), repeat=programs * steps)), dtype=np.int32)
+    size = len(todo)
+    conflicts = {
+        element
+        for element, row in enumerate(todo.reshape(size, programs, steps).tolist())
+        for mine, theirs in itertools.combinations(row, 2)
+        for one, other in itertools.product(mine, theirs)
+        if one and other and (one != other or one == 2)
+    }
+    monkeypatch.setattr(findings, "_MOST_PLACES", size)
+    y = torch.zeros(size, 1, dtype=torch.int32)
+
+    report = check_overlap(accesses, (programs,), y, torch.from_numpy(todo.T.copy()), size, steps)
+
+    assert {place.index[0] for found in report.findings for place in found.places} == conflicts

@@ -61,6 +61,66 @@ class TestKernels:
         assert data["launches"][1]["report"] is None
 
 
+@pytest.fixture
+def unchecked(targets: Path) -> str:
+    return str(targets / "unchecked.py")
+
+
+class TestNotChecked:
+    """What a target's own functions raise is that launch's alone; the others are checked."""
+
+    def test_reasons(self, safetune: Any, unchecked: str) -> None:
+        launches = verified(safetune, unchecked)["launches"]
+        missing = [one for one in launches if one["verdict"] == "not checked"]
+        errors = {(one["shape"], one["config"][:8]): one["error"] for one in missing}
+
+        assert all(one["report"] is None for one in missing)
+        reasons = {
+            ("hook", "BLOCK=32"): f"RuntimeError: broken hook ({unchecked}:11)",
+            ("grid", "BLOCK=64"): f"KeyError: 'COUNT' ({unchecked}:39)",
+            ("prune", "all conf"): f"OSError: broken prune ({unchecked}:16)",
+            ("sparse", "BLOCK=64"): "a Tensor of shape (128,) on cpu has no plain storage to copy",
+            ("misspelt", "BLOCK=64"): "m: no parameter of fill (y, n, BLOCK)",
+            ("unknown", "BLOCK=64"): "outputs=['z'] must be a list of tensor arguments of fill",
+        }
+        for where, reason in reasons.items():
+            assert errors[where].startswith(reason), where
+        assert ("hook", "BLOCK=64") not in errors
+
+    def test_the_rest_is_checked(self, safetune: Any, unchecked: str) -> None:
+        result = safetune("verify", unchecked, "--shape", "hook", "--shape", "prune")
+
+        assert result.exit_code == 1
+        lines = [line.rstrip() for line in result.stdout.splitlines()]
+        assert lines[-1] == "1 launches checked, 0 with findings; 2 not checked"
+        assert f"    OSError: broken prune ({unchecked}:16)" in lines
+        row = next(line for line in lines if line.startswith("  all configs "))
+        assert row.split() == ["all", "configs", "not", "checked"]
+
+
+class TestOutputs:
+    """An element that is not written is a finding where the workload names the output."""
+
+    @pytest.mark.parametrize(
+        ("shape", "verdict", "unwritten"),
+        [
+            ("whole", "ok", 0),
+            ("part", "unwritten", 1),
+            ("nothing", "unwritten", 128),
+            ("undeclared", "ok", 0),
+        ],
+    )
+    def test_workloads(
+        self, safetune: Any, unchecked: str, shape: str, verdict: str, unwritten: int
+    ) -> None:
+        data = verified(safetune, unchecked, "--shape", shape)
+
+        (launch,) = [one for one in data["launches"] if one["config"].startswith("BLOCK=64")]
+        assert launch["verdict"] == verdict
+        findings = launch["report"]["findings"]
+        assert sum(finding["elements"] for finding in findings) == unwritten
+
+
 class TestSize:
     def test_large_workloads_are_skipped(self, safetune: Any, overlapping: str) -> None:
         data = verified(safetune, f"{overlapping}:fill", "--max-elements", 1000)
@@ -94,7 +154,7 @@ class TestTables:
         assert "    x: 1 element stored by several programs" in lines
         assert "        [63] programs 0, 1 at overlapping.py:26" in lines
         assert "x: 12 of 16 elements" not in result.stdout
-        assert lines[-1] == "4 launches checked, 2 with findings"
+        assert lines[-1] == "3 launches checked, 1 with findings; 1 not checked"
 
     def test_all_is_well(self, safetune: Any, targets: Path) -> None:
         result = safetune("verify", f"{targets / 'add.py'}:add_one")

@@ -202,7 +202,7 @@ def test_backward_in_turns(
     is_rms_norm: bool,
 ) -> None:
     """Rounds of four rows for each of four programs, with and without rows left over."""
-    options = {"TILE_ELEMENTS": 128, "PIPELINE_STAGES": 2, "LOAD_AGAIN": False, "STREAM": False}
+    options = {"TILE_ELEMENTS": 128, "PIPELINE_STAGES": 2, "LOAD_AGAIN": False}
     problem = Backward(random, tokens, 20, groups, is_rms_norm)
     plan = plan_grid(tokens, groups, 4 * groups, programs_per_sm=1)
     assert tokens // (plan.programs_per_group * 4) == rounds
