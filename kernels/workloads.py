@@ -14,13 +14,15 @@ another dtype, an output computed again for a linear layer, an output in place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from safetune import Workload
 from safetune.kernels.launches import (
+    Launch,
     backward_launch,
     backward_plan,
     finalize_launch,
@@ -47,6 +49,17 @@ GPU_SHAPES = (
     (32768, 16, 128),
 )
 INTERPRETER_SHAPES = ((33, 1, 50), (5, 3, 20))
+
+#: What each kernel writes, every element of it, where there is such an output.
+FORWARD_OUTPUTS = ("output", "residual_output", "mean", "rstd")
+BACKWARD_OUTPUTS = (
+    "input_gradient",
+    "residual_gradient",
+    "output",
+    "weight_partials",
+    "bias_partials",
+)
+FINALIZE_OUTPUTS = ("weight_gradient", "bias_gradient")
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,13 @@ def problems(device: torch.device, dtype: torch.dtype) -> Iterator[Problem]:
                 yield Problem(*shape, is_rms_norm, with_residual, device, dtype)
 
 
+def _workload(problem: Problem, kernel: Any, launch: Launch, outputs: Sequence[str]) -> Workload:
+    given = dict(zip(kernel.arg_names, launch.args, strict=False))
+    names = [f"{name}_pointer" for name in outputs]
+    made = [name for name in names if given[name] is not None]
+    return Workload(problem.name, *launch, outputs=made)
+
+
 @layer_norm_forward_kernel.workload
 def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for problem in problems(device, dtype):
@@ -106,7 +126,7 @@ def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Work
             is_rms_norm=problem.is_rms_norm,
             num_groups=problem.groups,
         )
-        yield Workload(problem.name, *launch)
+        yield _workload(problem, layer_norm_forward_kernel, launch, FORWARD_OUTPUTS)
 
 
 @layer_norm_backward_kernel.workload
@@ -127,7 +147,7 @@ def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
             x_dtype=None,
             recompute_output=False,
         )
-        yield Workload(problem.name, *launch)
+        yield _workload(problem, layer_norm_backward_kernel, launch, BACKWARD_OUTPUTS)
 
 
 @layer_norm_finalize_kernel.workload
@@ -140,4 +160,4 @@ def _finalize_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
         partials = torch.randn(plan.programs, problem.columns, device=device)
         bias_partials = torch.randn_like(partials) if bias is not None else None
         _, launch = finalize_launch(plan, partials, bias_partials, weight, bias)
-        yield Workload(problem.name, *launch)
+        yield _workload(problem, layer_norm_finalize_kernel, launch, FINALIZE_OUTPUTS)

@@ -57,6 +57,14 @@ def test_workloads_have_what_training_uses() -> None:
     assert forward["layer-residual-33x50"]["STORE_RESIDUAL"]
 
 
+def test_workloads_say_what_must_be_written() -> None:
+    """`safetune verify` then finds what is not."""
+    found = {w.name: w.outputs for w in workloads_of(kernel_of("layer_norm_backward_kernel"))}
+    names = ["input_gradient_pointer", "weight_partials_pointer", "bias_partials_pointer"]
+    assert found["layer-33x50"] == names
+    assert found["rms-33x50"] == names[:2]
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_key_is_what_the_code_depends_on(name: str) -> None:
     """No name that nothing reads, no constexpr left out, and nothing that counts rows."""
