@@ -101,8 +101,6 @@ class Forms:
     def __init__(self, tuner: Autotuner) -> None:
         self._tuner = tuner
         self._known: dict[Any, CallForm] = {}
-        options = [frozenset(config.all_kwargs()) for config in tuner.configs]
-        self._set_by_all = Config(dict.fromkeys(sorted(frozenset.intersection(*options))))
 
     def of(self, args: Args, kwargs: Kwargs) -> CallForm:
         """Return the form of a call, made at the first call of its kind.
@@ -119,7 +117,9 @@ class Forms:
     def _new(self, positional: int, keywords: tuple[str, ...]) -> CallForm:
         tuner = self._tuner
         passed = {*tuner.arg_names[:positional], *keywords}
-        check_conflicts(tuner.base_fn.__name__, self._set_by_all, passed)
+        options = [frozenset(config.all_kwargs()) for config in tuner.configs]
+        set_by_all = Config(dict.fromkeys(sorted(frozenset.intersection(*options))))
+        check_conflicts(tuner.base_fn.__name__, set_by_all, passed)
         return CallForm(tuner, positional, keywords)
 
 

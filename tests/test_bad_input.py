@@ -91,6 +91,12 @@ class TestConfigs:
 
         assert not hasattr(kernel, "configs_timings")
 
+    def test_configs_that_were_replaced_do_not_conflict(self, device: str) -> None:
+        kernel = safetune(configs=CONFIGS, key=["N"])(copy_kernel)
+        kernel.configs = [triton.Config({}, num_warps=2)]
+
+        assert launch(kernel, device, BLOCK=64)
+
     def test_a_config_that_pruning_removes_does_not_conflict(self, device: str) -> None:
         def prune(configs: list[triton.Config], named: dict[str, Any], **kwargs: Any) -> Any:
             return [config for config in configs if not config.kwargs]
