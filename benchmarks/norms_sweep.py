@@ -78,14 +78,14 @@ class Backward:
 BACKWARD: dict[int, list[Backward]] = {
     256: [
         Backward(4, 16, (1, 2, 3), (4, 6)),
-        Backward(4, 16, (4,), (4,), orders="turns"),
+        Backward(4, 16, (4,), (2, 4), orders="turns"),
         Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
         Backward(4, 8, (2, 3), (8,), 64),
         Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
     ],
     512: [
         Backward(4, 16, (1, 2, 3), (4, 5)),
-        Backward(4, 16, (4,), (4,), orders="turns"),
+        Backward(4, 16, (4,), (4, 5), orders="turns"),
         Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
         Backward(4, 8, (2, 3), (8,), 64),
         Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
