@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ISOLATIONS = ("worker", "config", "inline")
 
+#: What a tuner says of the last launch or tuning. No launch depends on it.
+_TOLD = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases", "_identity"})
 
 _alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
 
@@ -162,7 +164,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def __setattr__(self, name: str, value: Any) -> None:
         """Forget every launch when anything is changed that one may depend on."""
         object.__setattr__(self, name, value)
-        if name != "best_config":
+        if name not in _TOLD:
             self._forget_launches()
 
     def _forget_launches(self) -> None:

@@ -23,7 +23,15 @@ from typing import Any
 from safetune import canonical
 from safetune.errors import InvalidSetting
 from safetune.key import KernelIdentity
-from safetune.sources import MISSING, Scope, dotted, free_names, module_text, nodes_of
+from safetune.sources import (
+    MISSING,
+    Scope,
+    dotted,
+    free_names,
+    module_text,
+    nodes_of,
+    tree_of,
+)
 
 #: Packages whose functions are named in a digest, not read; the toolchain has their versions.
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"triton", "torch", "numpy", "jax"}
@@ -262,7 +270,7 @@ def _text_of(jit: Any, function: FunctionType) -> str | None:
 
 def _references(text: str, scope: Scope) -> dict[str, Any]:
     """Return what the free dotted names in `text` stand for, without those of the toolchain."""
-    tree = ast.parse(text if not text.startswith("lambda") else f"({text})")
+    tree = tree_of(text if not text.startswith("lambda") else f"({text})")
     return {str(dotted(node)): _resolve(node, scope) for node in free_names(tree)}
 
 

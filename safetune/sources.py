@@ -7,6 +7,7 @@ never from module objects: at decoration time the kernel's module is still being
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import linecache
@@ -17,6 +18,8 @@ from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+_PARSE_ATTEMPTS = 10
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -49,9 +52,21 @@ def module_text(function: FunctionType) -> ModuleText | None:
 def parse(text: str) -> ModuleText | None:
     """Return the tree of `text`, or None where it is not Python."""
     try:
-        return ModuleText(text, ast.parse(text))
+        return ModuleText(text, tree_of(text))
     except (SyntaxError, ValueError):
         return None
+
+
+def tree_of(text: str) -> ast.Module:
+    """Return the tree of `text`, as `ast.parse` does; raises what that raises.
+
+    Python up to 3.12 counts the depth of all trees that threads are making in one place (CPython's
+    issue 106905): one may fail for another, whoever makes that, and is made again.
+    """
+    for _ in range(_PARSE_ATTEMPTS - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(text)
+    return ast.parse(text)
 
 
 def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:

@@ -31,6 +31,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune.errors import KernelNotTransferable
 from safetune.kernel_source import is_foreign
+from safetune.sources import tree_of
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,7 @@ def _signature_globals(
     """
     if source is None:
         return {}
-    (definition,) = ast.parse(textwrap.dedent(source[0])).body
+    (definition,) = tree_of(textwrap.dedent(source[0])).body
     assert isinstance(definition, ast.FunctionDef)
     names = {n.id for n in ast.walk(definition.args) if isinstance(n, ast.Name)}
     return {name: function.__globals__[name] for name in names if name in function.__globals__}

@@ -22,7 +22,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import TracingError, capture, plan, plan_source, safetune, scratch
+from safetune import TracingError, announce, capture, miss, plan, plan_source, safetune, scratch
 from safetune.call_form import PIN
 from safetune.phantom import PhantomKeyWarning
 
@@ -532,6 +532,27 @@ def test_the_arguments_of_triton_s_own_launcher(machine: Machine) -> None:
     run(1, 2, 3, 100, 7, (4, 1, 0), None, None, None, 5, 6)
     first, second = calls
     assert first == second
+
+
+def test_what_is_told_of_a_tuning_is_nothing_that_launches_depend_on(
+    machine: Machine, tuned: type[Tuned], kernels: Any
+) -> None:
+    """Else the first launch after each tuning, and those of every other key, are Triton's again."""
+    kernel = tuned(machine.kernel_of(kernels.scale), CONFIGS, key=["n"])
+    choose = kernel.tuner._miss
+
+    def as_tuned(key: Any, *call: Any) -> triton.Config:
+        config: triton.Config = choose(key, *call)
+        miss.identity_of(kernel.tuner)
+        announce.report(kernel.tuner, key, config, {config: [1.0, 1.0, 1.0]}, seconds=1.0)
+        kernel.tuner.tuning_phases = {"screen": 1.0}
+        return config
+
+    kernel.tuner._miss = as_tuned
+    for n in (32, 48):
+        assert goes_by_triton(kernel, n=n)
+    for n in (32, 48):
+        assert not goes_by_triton(kernel, n=n)
 
 
 def test_a_kernel_without_parameters_but_its_config_s(
