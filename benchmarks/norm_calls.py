@@ -19,7 +19,8 @@ import norm_timing
 import recording
 from norm_systems import Operands
 
-#: These add a residual first.
+#: A forward pass and its backward pass; and those that add a residual first.
+OPS = ("forward", "backward")
 RESIDUAL_OPS = ("prenorm", "dresidual")
 
 
@@ -54,28 +55,20 @@ def operands_of(part: str) -> list[Operands]:
     return [Operands.random(height, columns, norm == "rms", device) for _ in range(count)]
 
 
-def op_pairs(ops: Sequence[str]) -> list[list[str]]:
-    """Return the operations that are wanted, those with a residual apart."""
-    pairs = [[op for op in ops if (op in RESIDUAL_OPS) == residual] for residual in (False, True)]
-    return [pair for pair in pairs if pair]
-
-
 def warm(part: str, ops: Sequence[str], systems: Sequence[str]) -> str:
     """Compile what a part needs, into the caches on disk, in a process of its own; time nothing.
 
     Our kernels are left out: their configs compile in parallel as it is.
     """
     operands, failed = operands_of(part)[:1], []
-    for pair in op_pairs(ops):
-        for system in (s for s in systems if s != "ours"):
-            try:
-                is_rms_norm = part.startswith("rms")
-                function = norm_systems.make(system, is_rms_norm, pair[0] in RESIDUAL_OPS)
-                for op in pair:
-                    calls_of(op, function, operands)[0]()
-                device_time.synchronize()
-            except Exception as error:
-                failed.append(f"{system}: {type(error).__name__}")
+    for system in (s for s in systems if s != "ours"):
+        try:
+            function = norm_systems.make(system, part.startswith("rms"), ops == RESIDUAL_OPS)
+            for op in ops:
+                calls_of(op, function, operands)[0]()
+            device_time.synchronize()
+        except Exception as error:
+            failed.append(f"{system}: {type(error).__name__}")
     return f"{part} {' '.join(failed)}"
 
 

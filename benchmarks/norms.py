@@ -1,9 +1,10 @@
 """Device time of layer and RMS norm, bf16: ours, torch, torch.compile, FLA, Liger, quack.
 
-Forward, backward, forward with a residual (prenorm) and its backward, all systems in one process,
-taking turns, as replays of CUDA graphs over rotating operands. Shares are of the bandwidth of
-`copy_`, measured in the same run; the bytes are those of the matrices that must be read or written
-once. Also what one call of a module costs the host.
+Forward and backward, all systems in one process, taking turns, as replays of CUDA graphs over
+rotating operands. Shares are of the bandwidth of `copy_`, measured in the same run; the bytes are
+those of the matrices that must be read or written once. `--residual` measures the forward pass that
+adds a residual (prenorm) and its backward pass instead, and has a result of its own,
+norms_residual.json. What a call costs the host is in norms_host.py.
 
 `--sweep` prints the time of each config of our kernels instead, with nothing tuned.
 """
@@ -13,14 +14,12 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-import device_time
 import norm_calls
 import norm_systems
 import norm_timing
@@ -32,9 +31,6 @@ from recording import Figures, Row
 LARGE = norms_sweep.SHAPES
 SMALL = ((450, 256), (4096, 4096))
 NORMS = ("ln", "rms")
-
-#: An operation and a system.
-Case = tuple[str, str]
 
 #: How many matrices each operation must read or write.
 MATRICES = {"forward": 2, "backward": 3, "prenorm": 4, "dresidual": 4}
@@ -50,11 +46,11 @@ WARM_PART_S = 15.0
 def parts() -> list[str]:
     """Return the names of all parts; those that bars ask for come first."""
     shapes = [f"{norm}-{rows}x{columns}" for rows, columns in LARGE + SMALL for norm in NORMS]
-    return ["copy", *shapes, *(f"host-{norm}" for norm in NORMS)]
+    return ["copy", *shapes]
 
 
 def figures(rows: Sequence[Row]) -> Figures:
-    """Return shares of copy bandwidth, ratios to the best peer, and the host's microseconds."""
+    """Return shares of copy bandwidth, and ratios to the best peer."""
     found: Figures = {}
     bandwidth = max((row["tb_per_s"] for row in rows if row["part"] == "copy"), default=0.0)
     if bandwidth:
@@ -62,15 +58,9 @@ def figures(rows: Sequence[Row]) -> Figures:
     times: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in rows:
         if "microseconds" in row:
-            case = (row["norm"], row.get("shape", ""), row["op"])
+            case = (row["norm"], row["shape"], row["op"])
             times.setdefault(case, {})[row["system"]] = row["microseconds"]
     for (norm, shape, op), by_system in times.items():
-        if not shape:
-            for system, microseconds in by_system.items():
-                found[f"host_us_{op}_{system}_{norm}"] = microseconds
-            if {"ours", "fla"} <= by_system.keys():
-                found[f"host_{op}_vs_fla_{norm}"] = by_system["fla"] / by_system["ours"]
-            continue
         if "ours" not in by_system:
             continue
         height, columns = map(int, shape.split("x"))
@@ -100,7 +90,7 @@ def copy_rows() -> list[Row]:
 def measure(part: str, ops: Sequence[str], systems: Sequence[str], replays: int) -> list[Row]:
     """Return a row for each operation and system: the median of replays in turns, or its error.
 
-    The operations are a forward pass and its backward pass: a system compiles and tunes once.
+    A system compiles and tunes once for a forward pass and its backward pass.
     """
     norm, shape = part.split("-")
     operands = norm_calls.operands_of(part)
@@ -136,72 +126,26 @@ def measure(part: str, ops: Sequence[str], systems: Sequence[str], replays: int)
     return [{"part": part, "norm": norm, "shape": shape, **row} for row in found]
 
 
-def host_rows(part: str, systems: Sequence[str]) -> list[Row]:
-    """Return what a forward and a backward call of a module on 16 rows cost the host."""
-    import torch
-
-    norm, device = part.split("-")[1], recording.torch_device()
-    rows: list[Row] = []
-    for system in [s for s in systems if s in ("ours", "torch", "fla")]:
-        common = {"part": part, "norm": norm, "system": system}
-        try:
-            module = norm_systems.make_module(system, 1024, norm == "rms", device)
-            x = torch.randn(16, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
-            y, leaves = module(x), [x, *module.parameters()]
-            dy = torch.randn_like(y)
-            backward = functools.partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
-            for op, call in (("forward", functools.partial(module, x)), ("backward", backward)):
-                rows.append({**common, "op": op, "microseconds": _host_us(call)})
-        except Exception as error:
-            rows.append({**common, "error": f"{type(error).__name__}: {str(error)[:300]}"})
-    return rows
-
-
-def _host_us(call: Callable[[], object], batches: int = 30, size: int = 100) -> float:
-    """Return the median host time of a call, over batches that start on an idle device."""
-    if recording.interpreted():
-        batches, size = 1, 1
-    times = []
-    for _ in range(batches):
-        call()
-        device_time.synchronize()
-        began = time.perf_counter()
-        for _ in range(size):
-            call()
-        times.append((time.perf_counter() - began) / size * 1e6)
-        device_time.synchronize()
-    return statistics.median(times)
-
-
-def unmeasured(part: str, options: argparse.Namespace, rows: Sequence[Row]) -> list[Case]:
-    """Return which operations, of which systems, a part has no rows of yet.
+def unmeasured(part: str, systems: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the systems that a part has no rows of yet.
 
     Rows of another command count, so what takes long can be measured by several.
     """
-    done = {(row.get("op"), row.get("system")) for row in rows if row["part"] == part}
-    if "x" not in part:
-        return [] if done else [("", "")]
-    every = itertools.product(options.ops, options.systems)
-    return [case for case in every if case not in done]
+    done = {row.get("system", "") for row in rows if row["part"] == part}
+    return [system for system in (systems if "x" in part else [""]) if system not in done]
 
 
-def run_part(part: str, cases: Sequence[Case], options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yield the rows of one part, as they come."""
+def run_part(part: str, systems: Sequence[str], options: argparse.Namespace) -> list[Row]:
+    """Return the rows of one part."""
     if part == "copy":
-        yield copy_rows()
-    elif part.startswith("host"):
-        yield host_rows(part, options.systems)
-    else:
-        for ops in norm_calls.op_pairs(options.ops):
-            systems = [s for s in options.systems if any((op, s) in cases for op in ops)]
-            if not systems:
-                continue
-            yield measure(part, ops, systems, options.replays)
-            gc.collect()
-            if not recording.interpreted():
-                import torch
+        return copy_rows()
+    found = measure(part, options.ops, systems, options.replays)
+    gc.collect()
+    if not recording.interpreted():
+        import torch
 
-                torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
+    return found
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -214,9 +158,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", help="kernels of the sweep")
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--ops", nargs="+", default=list(MATRICES), choices=list(MATRICES))
+    parser.add_argument("--residual", action="store_true", help="with a residual, into its file")
     parser.add_argument("--replays", type=int, default=15)
     options = parser.parse_args(argv)
+    options.ops = norm_calls.RESIDUAL_OPS if options.residual else norm_calls.OPS
     if options.quick:
         options.replays = 2
         options.systems = [s for s in options.systems if s != "compile_max"]
@@ -240,13 +185,13 @@ def main() -> None:
     if options.sweep:
         norms_sweep.sweep(options)
         return
-    result = recording.begin("norms")
+    result = recording.begin("norms_residual" if options.residual else "norms")
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
     path = result.save(folder, figures)
     wanted = wanted_parts(options)
-    cases = {part: unmeasured(part, options, result.rows) for part in wanted}
-    left = [part for part in wanted if cases[part]]
+    missing = {part: unmeasured(part, options.systems, result.rows) for part in wanted}
+    left = [part for part in wanted if missing[part]]
     if options.warm:
         # The longest to compile first.
         shapes = sorted((p for p in left if "x" in p), key=lambda p: -int(p.rpartition("x")[2]))
@@ -255,11 +200,11 @@ def main() -> None:
     print(f"{len(left)} parts left, of about {expected_s:.0f} s each at most", flush=True)
     for part in recording.parts_to_run(left, [], options, expected_s):
         began = time.monotonic()
-        for rows in run_part(part, cases[part], options):
-            columns = ["part", "op", "system", "microseconds", "least", "most", "error"]
-            print(recording.table(rows, columns) if part != "copy" else rows, flush=True)
-            result.rows += rows
-            result.save(folder, figures)
+        rows = run_part(part, missing[part], options)
+        columns = ["part", "op", "system", "microseconds", "least", "most", "error"]
+        print(recording.table(rows, columns) if part != "copy" else rows, flush=True)
+        result.rows += rows
+        result.save(folder, figures)
         print(f"{part} took {time.monotonic() - began:.1f} s", flush=True)
     print(recording.figures_table(result, path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import select
@@ -71,6 +72,25 @@ def raw_graph() -> Any:
 def scripts() -> Path:
     """The folder of programs that tests run in fresh processes."""
     return HERE / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def _unaffected_by_other_tests(device: str) -> Iterator[None]:
+    """No test's captures see the garbage of another, or what is left where one could not end."""
+    if device == "cpu":
+        yield
+        return
+    import torch
+
+    gc.collect()  # a graph that is destroyed during a capture makes that one invalid
+    torch.cuda.init()
+    stream, generator = torch.cuda.current_stream(), torch.cuda.default_generators[0]
+    yield
+    # A capture that could not be ended leaves torch's stream and random numbers in it.
+    torch.cuda.set_stream(stream)
+    generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
+    gc.collect()
+    torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)

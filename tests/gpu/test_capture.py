@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +125,8 @@ def begun(raw_graph: Any) -> Callable[[str], tuple[Any, Callable[[], None]]]:
 
 
 @pytest.fixture(autouse=True)
-def _unaffected_by_other_tests() -> Iterator[None]:
-    """No test sees the misses, the garbage or the broken captures of another."""
+def _no_misses_of_other_tests() -> None:
     capture._misses.clear()
-    gc.collect()  # a graph that is destroyed during a capture makes that one invalid
-    torch.cuda.init()
-    stream, generator = torch.cuda.current_stream(), torch.cuda.default_generators[0]
-    yield
-    # A capture that could not be ended leaves torch's stream and random numbers in it.
-    torch.cuda.set_stream(stream)
-    generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
-    gc.collect()
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(("way", "hooked"), LAUNCHES)

@@ -152,7 +152,7 @@ def test_beside_a_capture_in_global_mode(
     finally:
         tuned.set()
         thread.join(120)
-    assert not errors, errors
+    assert not errors, (errors, [str(each.message) for each in caught])
     assert [str(each.message) for each in caught if "not tuned" in str(each.message)] == []
     assert [trial.verdict for trial in trials()] == ["ok"] * len(configs)
     torch.cuda.synchronize()
