@@ -6,11 +6,13 @@ reads cannot change which config is best; each new value of it would only tune a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -258,13 +260,9 @@ def _announce(
     if phantom:
         _warn(facts, _phantom_text(report, phantom))
     if report.missing:
-        _log.info(
-            "%s: %s reads %s, which neither its key nor its configs set; "
-            'key="auto" would tell their values apart',
-            report.location,
-            report.kernel,
-            ", ".join(report.missing),
-        )
+        text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tell '
+        missing = ", ".join(report.missing)
+        _log.info(text + "their values apart", report.location, report.kernel, missing)
 
 
 def _phantom_text(report: KeyReport, phantom: Sequence[str]) -> str:
@@ -280,6 +278,21 @@ def _phantom_text(report: KeyReport, phantom: Sequence[str]) -> str:
     )
 
 
+_logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[None]:
+    """Log what would be warned of: whoever runs a library as it is cannot change its keys."""
+    token = _logged.set(True)
+    try:
+        yield
+    finally:
+        _logged.reset(token)
+
+
 def _warn(facts: _Kernel, message: str) -> None:
-    # At the kernel's own line: the decorator's caller may be any number of frames away.
-    warnings.warn_explicit(message, PhantomKeyWarning, facts.file, facts.line)
+    if _logged.get():
+        _log.info("%s", message)
+    else:  # at the kernel's own line: the decorator's caller may be any number of frames away
+        warnings.warn_explicit(message, PhantomKeyWarning, facts.file, facts.line)

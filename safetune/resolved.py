@@ -7,6 +7,9 @@ the key is the same for all, so a choice made through torch serves JAX, and the 
 from __future__ import annotations
 
 import functools
+import os
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -190,11 +193,28 @@ def _chosen(
         raise MissingChoice(
             f"{request.key.kernel.name} has no choice for {request.key} on "
             f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
-            "call it once with real arrays, or resolve it with them; or run offline "
-            f"`safetune tune {base_function(abstract.tuner.fn)[1].__module__} "
-            f"--kernel {request.key.kernel.name}`, or `safetune tune --recorded` for this very call"
+            f"call it once with real arrays, or resolve it with them{_or_offline(abstract)}"
         )
     return _tuned(abstract, args, kwargs, lookup), "tuned"
+
+
+def _or_offline(abstract: AbstractMiss) -> str:
+    """The commands that tune a recorded call, as a shell takes them; none without its file."""
+    _, function = base_function(abstract.tuner.fn)
+    place, script = function.__module__, ""
+    if place == "__main__":
+        main = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        place = shlex.quote(spec.name if spec else os.path.abspath(file) if file else "")
+        script = f" {place}"
+    if not place:
+        return ""
+    commands = [f"`safetune tune --recorded{script}` for this very call"]
+    if abstract.call.grid is None:
+        commands = [f"after resolving it with its grid, {commands[0]}"]
+    if abstract.tuner.workloads:
+        commands.append(f"`safetune tune {place}:{function.__name__}` for its workloads")
+    return f"; or run offline {', or '.join(commands)}"
 
 
 def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:

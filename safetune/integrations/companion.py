@@ -149,6 +149,7 @@ def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Aut
     from safetune.autotuner import kernel_name
     from safetune.decorator import take_over
     from safetune.errors import SafetuneError
+    from safetune.phantom import logged
 
     name = kernel_name(kernel)
     for part in _TUNING:
@@ -157,8 +158,9 @@ def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Aut
             installation.refused[name] = f"{type(kernel).__name__} has a {part} of its own"
             return None
     try:
-        tuner: Autotuner = take_over(kernel)
-    except (SafetuneError, TypeError, AttributeError) as error:
+        with logged():
+            tuner: Autotuner = take_over(kernel)
+    except (SafetuneError, TypeError, AttributeError, Warning) as error:
         installation.refused[name] = str(error).partition("\n")[0]
         return None
     return tuner

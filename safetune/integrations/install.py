@@ -15,6 +15,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 
 #: Made when `install` runs; what is counted, for the report.
 _installation: Installation | None = None
+_one_at_a_time = threading.Lock()
 
 
 class Installation:
@@ -40,9 +42,17 @@ class Installation:
         self.tuners: list[Any] = []
         self.refused: dict[str, str] = {}
         self.given: dict[str, int] = {}
+        self.begin(forked=False)
+
+    def begin(self, forked: bool = True) -> None:
+        """Count from nothing: this process is new, or has just been forked off."""
+        from safetune import announce
+
+        self.given.clear()
         self.launches = 0
         self.misses = 0
-        self._tunings_before = 0
+        self._tunings_before = announce.tunings_begun()
+        self._forked, self._reported = forked, False
 
     def count_given(self, kernel: str) -> None:
         """Count a launch with a config that is not of safetune's choice."""
@@ -50,18 +60,22 @@ class Installation:
 
     def dropped(self) -> dict[str, tuple[str, ...]]:
         """Return the key names that were dropped, by kernel."""
-        found = {}
-        for tuner in self.tuners:
-            names = [n.name for n in tuner.key_report.names if n.name not in tuner.key_report.kept]
-            if names:
-                found[tuner.key_report.kernel] = tuple(names)
-        return found
+        reports = [tuner.key_report for tuner in self.tuners]
+        return {report.kernel: report.dropped for report in reports if report.dropped}
 
     def tunings(self) -> int:
         """Return how many tunings this process has begun."""
         from safetune import announce
 
         return announce.tunings_begun() - self._tunings_before
+
+    def report(self) -> None:
+        """Say on stderr, once, what came of it, if this process met a kernel."""
+        worked = self.launches or self.given
+        met = self.tuners or self.given or self.refused
+        if met and (worked or not self._forked) and not self._reported:
+            self._reported = True
+            sys.stderr.write(f"{self}\n")
 
     def __str__(self) -> str:
         stored = max(0, self.misses - self.tunings())
@@ -89,21 +103,35 @@ def install() -> Installation:
     import triton  # which may install, where `when_triton_is_imported` was called
     import triton.runtime.autotuner as triton_autotuner
 
-    if _installation is not None:
-        return _installation
-    from safetune import announce
     from safetune.autotuner import Autotuner
     from safetune.integrations import companion
 
-    installation = _installation = Installation()
-    installation._tunings_before = announce.tunings_begun()
-    ours = _replacement(installation, triton_autotuner.autotune)
-    for module in (triton_autotuner, triton.runtime, triton):
-        module.autotune = ours  # type: ignore[attr-defined]
-    _count(installation, Autotuner)
-    companion.reach(installation, triton_autotuner.Autotuner, Autotuner)
-    atexit.register(_report, installation)
+    with _one_at_a_time:
+        if _installation is not None:
+            return _installation
+        installation = _installation = Installation()
+        ours = _replacement(installation, triton_autotuner.autotune)
+        for module in (triton_autotuner, triton.runtime, triton):
+            module.autotune = ours  # type: ignore[attr-defined]
+        _count(installation, Autotuner)
+        companion.reach(installation, triton_autotuner.Autotuner, Autotuner)
+        _report_at_exit(installation)
     return installation
+
+
+def _report_at_exit(installation: Installation) -> None:
+    """Have this process report, and each that is forked off it, of its own launches alone.
+
+    A worker of multiprocessing that was forked leaves without `atexit`.
+    """
+    from multiprocessing import util
+
+    atexit.register(installation.report)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=installation.begin)
+    finalize = functools.partial(util.Finalize, None, installation.report, exitpriority=0)
+    util.register_after_fork(installation, lambda _: finalize())
+    finalize()
 
 
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,6 +139,7 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
     from safetune.decorator import safetune
     from safetune.errors import SafetuneError
     from safetune.integrations import companion
+    from safetune.phantom import logged
 
     @functools.wraps(stock)
     def autotune(*args: Any, **kwargs: Any) -> Any:
@@ -120,8 +149,9 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
 
         def decorate(fn: Any) -> Any:
             try:
-                tuner = safetune(*args, **kwargs)(fn)
-            except (SafetuneError, TypeError) as error:
+                with logged():
+                    tuner = safetune(*args, **kwargs)(fn)
+            except (SafetuneError, TypeError, Warning) as error:  # warnings may be made errors
                 installation.refused[kernel_name(fn)] = str(error).partition("\n")[0]
                 return companion.leave(stock(*args, **kwargs)(fn))
             installation.tuners.append(tuner)
@@ -154,11 +184,6 @@ def _listed(items: dict[str, Any]) -> str:
         f"{name} ({', '.join(what) if isinstance(what, tuple) else what})"
         for name, what in items.items()
     )
-
-
-def _report(installation: Installation) -> None:
-    if installation.tuners or installation.given or installation.refused:
-        sys.stderr.write(f"{installation}\n")
 
 
 def when_triton_is_imported() -> None:

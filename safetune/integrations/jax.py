@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from safetune import arrays
 from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.resolved import Resolved, resolve
 
@@ -42,12 +43,13 @@ def triton_call(
 
     Raises:
         MissingChoice: there is no choice and no data to tune on; the message says what to run.
-        TracingError: under `jax.vmap`, or with a config that jax-triton cannot carry.
-        InvalidSetting: an alias between arrays of another shape or dtype.
+        TracingError: under `jax.vmap`, or with a config that jax-triton cannot carry; there is no
+            jax-triton.
+        InvalidSetting: an alias between arrays of another shape or dtype; what is no safetuned
+            kernel; a launch option, which the choice has.
     """
-    import jax
-
-    jax_triton = _jax_triton()
+    jax, jax_triton = _modules()
+    args = tuple(map(_scalar, args))
     name = getattr(getattr(kernel, "base_fn", None), "__name__", repr(kernel))
     if any(type(value).__name__ == "BatchTracer" for value in args):
         raise TracingError(
@@ -56,8 +58,8 @@ def triton_call(
         )
     outputs = jax.tree_util.tree_leaves(out_shape)
     aliases = dict(input_output_aliases or {})
-    _check_aliases(name, [value for value in args if hasattr(value, "shape")], outputs, aliases)
-    passed = {key: options.pop(key) for key in list(options) if key in kernel.arg_names}
+    _check_aliases(name, args, outputs, aliases)
+    passed = _pop_passed(name, kernel, options)
     resolved = resolve(
         kernel, (*args, *outputs), passed, grid, _device(args) if device is None else device
     )
@@ -76,26 +78,50 @@ def triton_call(
     )
 
 
-def _jax_triton() -> Any:
-    """jax-triton, which empties TRITON_CACHE_DIR as it is imported: ours compiles through that."""
+def _modules() -> tuple[Any, Any]:
+    """jax, and jax-triton, which empties TRITON_CACHE_DIR as it is imported: ours compiles through
+    that.
+    """
     directory = os.environ.get("TRITON_CACHE_DIR")
-    import jax_triton
+    try:
+        import jax
+        import jax_triton
+    except ImportError as error:
+        raise TracingError(
+            f"triton_call needs jax-triton and a JAX for CUDA ({error}): pip install "
+            "'safetune[jax]' and 'jax[cuda12]' or 'jax[cuda13]'"
+        ) from error
+    finally:
+        if directory is not None:
+            os.environ["TRITON_CACHE_DIR"] = directory
+        elif not os.environ.get("TRITON_CACHE_DIR"):
+            os.environ.pop("TRITON_CACHE_DIR", None)
+    return jax, jax_triton
 
-    if directory is not None:
-        os.environ["TRITON_CACHE_DIR"] = directory
-    elif not os.environ.get("TRITON_CACHE_DIR"):
-        os.environ.pop("TRITON_CACHE_DIR", None)
-    return jax_triton
+
+def _scalar(value: Any) -> Any:
+    """A scalar of numpy as jax-triton knows it, which takes all but float32 ones for arrays."""
+    return value if type(value).__name__ == "float32" else arrays.plain(value)
+
+
+def _pop_passed(name: str, kernel: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the kernel's own arguments out of the options for jax-triton."""
+    for option in _CARRIED:
+        if option in options:
+            raise InvalidSetting(f"{name} gets {option} from its config: call it without {option}=")
+    names = getattr(kernel, "arg_names", ())
+    return {key: options.pop(key) for key in list(options) if key in names}
 
 
 def _check_aliases(
-    name: str, inputs: list[Any], outputs: list[Any], aliases: Mapping[int, int]
+    name: str, args: tuple[Any, ...], outputs: list[Any], aliases: Mapping[int, int]
 ) -> None:
+    inputs = [value for value in args if arrays.is_array(arrays.plain(value))]
     for source, target in aliases.items():
-        if not (0 <= source < len(inputs) and 0 <= target < len(outputs)):
+        if source not in range(len(inputs)) or target not in range(len(outputs)):
             raise InvalidSetting(
-                f"input_output_aliases={{{source}: {target}}} of {name}: there are {len(inputs)} "
-                f"input arrays and {len(outputs)} outputs"
+                f"input_output_aliases={{{source!r}: {target!r}}} of {name}: there are "
+                f"{len(inputs)} input arrays and {len(outputs)} outputs, counted from 0"
             )
         given, wanted = inputs[source], outputs[target]
         if (tuple(given.shape), given.dtype) != (tuple(wanted.shape), wanted.dtype):

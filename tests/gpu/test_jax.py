@@ -136,7 +136,7 @@ def test_an_aliased_input_is_added_once(tuner: Any, source: int) -> None:
 
 def test_a_miss_while_tracing(tuner: Any) -> None:
     x, y = arrays(7777)
-    with pytest.raises(MissingChoice, match=r"n=7777.*safetune tune add_jax_module"):
+    with pytest.raises(MissingChoice, match=r"n=7777.*`safetune tune --recorded`"):
         jax.jit(adding(tuner))(x, y)
 
 

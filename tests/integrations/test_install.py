@@ -125,6 +125,90 @@ print(type(kernel).__module__)
         left = reports(done.stderr)[-1]
         assert "left to triton.autotune: add_kernel (add_kernel has a tuner already" in left
 
+    def test_warnings_that_are_errors_do_not_break_a_library(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """Whoever runs it cannot change its keys, and pytest is often told `-W error`."""
+        code = """
+import warnings
+warnings.simplefilter("error")
+import safetune
+safetune.install()
+import lib, triton
+from triton.runtime.autotuner import Autotuner
+
+print(lib.add())
+fn = lib.add_kernel.fn
+lib.add_kernel = type("Own", (Autotuner,), {})(fn, fn.arg_names, lib.CONFIGS, ["n"], None, None)
+lib.add()
+twice = triton.autotune(lib.CONFIGS + [triton.Config({"BLOCK": 16})], ["n"])(fn)
+print(type(twice).__module__)
+"""
+        done = fresh_process(code, cwd=library())
+        assert done.stdout.split() == [OURS, STOCK], done.stderr
+        counts, dropped, left = reports(done.stderr)
+        assert "2 launches" in counts
+        assert dropped.endswith("add_kernel (UNREAD)")
+        assert "add_kernel (configs[2] of add_kernel is listed twice" in left
+
+    def test_threads_that_install_at_once(self, fresh_process: FreshProcess) -> None:
+        """The second one comes while the first is at it, and gets what that one makes."""
+        done = fresh_process(
+            "import threading, triton, safetune, safetune.integrations.install as module\n"
+            "begin, made = module.Installation.begin, []\n"
+            "def interrupted(self, forked=False):\n"
+            "    module.Installation.begin = begin\n"
+            "    other.start(); other.join(0.2)  # which waits, and so does not end\n"
+            "    begin(self, forked)\n"
+            "module.Installation.begin = interrupted\n"
+            "other = threading.Thread(target=lambda: made.append(safetune.install()))\n"
+            "made.append(safetune.install()); other.join()\n"
+            "print(len(set(made)), hasattr(triton.autotune.__wrapped__, '__wrapped__'))"
+        )
+        assert done.stdout.split() == ["1", "False"], done.stderr
+
+
+#: Launches in this process, then in one that is forked off it in some way.
+FORKING = """
+import multiprocessing, os, sys
+import lib
+
+def work():
+    lib.add(60, times=3)
+
+def fork():
+    if (child := os.fork()) == 0:
+        work()
+        sys.exit()
+    return os.waitpid(child, 0)[1]
+
+if __name__ == "__main__":
+    lib.add(50, times=2)
+    if sys.argv[1] == "os.fork":
+        sys.exit(fork())
+    context = multiprocessing.get_context(sys.argv[1])
+    for target in (work, os.getpid) if sys.argv[1] == "fork" else (work,):
+        process = context.Process(target=target)
+        process.start(); process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["os.fork", "fork", "forkserver"])
+def test_every_process_reports_its_own_launches(
+    library: Callable[..., Path], fresh_process: FreshProcess, method: str
+) -> None:
+    """One that was forked leaves without `atexit` under multiprocessing, as vLLM's engine does;
+    one that was forked and launches nothing says nothing.
+    """
+    here = library()
+    (here / "train.py").write_text(FORKING)
+    done = fresh_process(RUN, "run", here / "train.py", method, cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in reports(done.stderr) if "kernels" in line] == [
+        "safetune: 1 kernels, 3 launches: 1 tunings, 0 keys looked up, 2 hits",
+        "safetune: 1 kernels, 2 launches: 1 tunings, 0 keys looked up, 1 hits",
+    ]
+
 
 class TestVariable:
     @pytest.mark.parametrize("before", ["", "import triton"], ids=["before triton", "after"])

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -112,8 +113,31 @@ def test_aliases(tuner: Any) -> None:
         lowered(scaling(tuner, input_output_aliases={0: 1}), jnp.zeros(N))
 
 
+def test_scalars_are_no_arrays_and_names_no_places(tuner: Any) -> None:
+    """jax-triton takes a numpy integer for an array, and counts as inputs what is left."""
+
+    def call(x: Any, n: Any, **options: Any) -> Any:
+        return triton_call(
+            x, n, kernel=tuner, out_shape=x, grid=(1,), compute_capability=90, **options
+        )
+
+    x = jnp.zeros(N)
+    assert lowered(lambda x: call(x, np.int64(N)), x) == lowered(lambda x: call(x, N), x)
+    for aliases in ({1: 0}, {"src": 0}):
+        with pytest.raises(InvalidSetting, match="1 input arrays and 1 outputs"):
+            lowered(lambda x: call(x, np.int64(N), input_output_aliases=aliases), x)  # noqa: B023
+
+
+def test_what_cannot_be_called(tuner: Any) -> None:
+    x = jnp.zeros(N)
+    with pytest.raises(InvalidSetting, match="gets num_warps from its config"):
+        triton_call(x, N, kernel=tuner, out_shape=x, grid=(1,), num_warps=8)
+    with pytest.raises(InvalidSetting, match="put @safetune"):
+        triton_call(x, N, kernel=print, out_shape=x, grid=(1,))
+
+
 def test_a_miss_while_tracing(tuner: Any) -> None:
-    with pytest.raises(MissingChoice, match=r"bfloat16.*safetune tune scale_jax"):
+    with pytest.raises(MissingChoice, match=r"bfloat16.*`safetune tune --recorded`"):
         lowered(scaling(tuner), jnp.zeros(N, jnp.bfloat16))
 
 

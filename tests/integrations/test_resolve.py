@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,8 +140,9 @@ class TestResolve:
 
     def test_a_miss_without_data_names_the_offline_command(self, module: Any) -> None:
         tuner = traced.kernel(module)
-        command = "safetune tune scale_resolved --kernel scale_kernel"
-        with pytest.raises(MissingChoice, match=f"n=100.*float32.*H100.*{command}"):
+        with pytest.raises(
+            MissingChoice, match=r"n=100.*float32.*H100.*`safetune tune --recorded`"
+        ):
             tuner.resolve(abstract(100), abstract(100), 100, grid=grid)
 
     def test_a_miss_without_data_is_recorded(self, module: Any) -> None:
@@ -291,6 +294,61 @@ class TestTuning:
         assert found.provenance == "tuned"
 
 
+MISSING = """
+import os, sys
+import numpy as np
+import torch, triton
+import triton.language as tl
+from types import SimpleNamespace
+from safetune import Workload, safetune
+
+@safetune(configs=[triton.Config({"BLOCK": block}) for block in (64, 128)], key=["n"])
+@triton.jit
+def double_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offset, 2 * tl.load(src + offset, mask=offset < n), mask=offset < n)
+
+def grid(meta):
+    return (triton.cdiv(meta["n"], meta["BLOCK"]),)
+
+@double_kernel.workload
+def sizes(device, dtype):
+    yield Workload("70", grid, (torch.empty(70), torch.ones(70), 70))
+
+def look(n):
+    x = SimpleNamespace(shape=(n,), dtype=np.dtype("float32"))
+    print(double_kernel.resolve(x, x, n, grid=grid).provenance)
+
+if __name__ == "__main__":
+    for n in sys.argv[1:]:
+        look(int(n))
+"""
+
+COMMAND_LINE = "import sys; from safetune.cli import main; sys.argv[0] = 'safetune'; main()"
+
+
+@pytest.mark.parametrize("how", ["script", "-m"])
+def test_the_commands_that_a_miss_names_do_what_it_says(
+    tmp_path: Path, fresh_process: FreshProcess, how: str
+) -> None:
+    """Pasted as they stand: one for the very call, one for the workloads; then both are stored."""
+    (tmp_path / "my kernels").mkdir()
+    script = tmp_path / "my kernels" / "missing.py"
+    script.write_text(MISSING)
+    cwd = tmp_path if how == "script" else script.parent
+    module = "import runpy; runpy.run_module('missing', run_name='__main__', alter_sys=True)"
+    program = script if how == "script" else module
+
+    missed = fresh_process(program, 60, cwd=cwd)
+    commands = re.findall("`safetune (.*?)`", missed.stderr.replace("\n", " "))
+    assert len(commands) == 2, missed.stderr
+    for command in commands:
+        done = fresh_process(COMMAND_LINE, *shlex.split(command), cwd=cwd)
+        assert "1 tuning, 2 configs measured" in done.stdout, (command, done.stderr)
+
+    assert fresh_process(program, 60, 70, cwd=cwd).stdout.split() == ["stored", "stored"]
+
+
 def test_off_and_one_config(monkeypatch: pytest.MonkeyPatch) -> None:
     only = safetune(configs=[triton.Config({"BLOCK": 64})], key=["n"])(double_kernel)
     assert only.resolve(abstract(9), abstract(9), 9).provenance == "only"
@@ -307,3 +365,18 @@ def test_scratch_is_read_from_what_was_compiled(monkeypatch: pytest.MonkeyPatch)
     found = only.resolve(abstract(9), abstract(9), 9)
     with pytest.raises(NoDevice):
         _ = found.scratch_bytes
+
+
+def test_without_jax_the_extra_is_named(fresh_process: FreshProcess) -> None:
+    code = """
+import os, sys
+sys.modules["jax"] = None
+from safetune import TracingError
+from safetune.integrations.jax import triton_call
+try:
+    triton_call(kernel=None, out_shape=(), grid=(1,))
+except TracingError as error:
+    print(error)
+"""
+    done = fresh_process(code)
+    assert "pip install 'safetune[jax]'" in done.stdout, done.stderr
