@@ -81,6 +81,7 @@ class _Tuning:
         self._measured: set[int] = set()
         self._marks: tuple[str, ...] = ()
         self._total = 0
+        self._began = time.time()
 
     def run(self) -> TuningResult:
         start = time.perf_counter()
@@ -131,10 +132,16 @@ class _Tuning:
         if request.force:
             self._generation = self._store.generation(key) + 1
             return None
+        old = True
         for trial in self._store.trials(key):
             lasting = trial.outcome.verdict not in TRANSIENT
             if lasting and trial.config_digest in self._digests:
                 self._outcomes[self._digests.index(trial.config_digest)] = trial.outcome
+                old = old and trial.created < self._began
+        if old and len(self._outcomes) == len(self._configs) and not self._timings():
+            # Nothing could be launched: the fault may have been the call's, and be mended.
+            error, known = Verdict.LAUNCH_ERROR, self._outcomes
+            self._outcomes = {i: o for i, o in known.items() if o.verdict is not error}
         if last is None or last.config_digest not in self._digests:
             return None
         incumbent = self._digests.index(last.config_digest)

@@ -344,6 +344,16 @@ class TestAnotherList:
         verdicts = rows.query("SELECT verdict FROM trial ORDER BY rowid")
         assert sorted(verdicts) == [("died",), ("ok",), ("ok",)]
 
+    def test_a_call_that_was_wrong_does_not_stop_the_next(self, make: Make) -> None:
+        """Where nothing could be launched, the call may be mended by now: its grid is no part of
+        the key, and nor is an argument that was forgotten.
+        """
+        tuned, src, dst = make({16: 2.0, 32: 1.0}), torch.ones(N), torch.zeros(N)
+        with pytest.raises(NoWorkingConfig, match="ZeroDivisionError"):
+            tuned.kernel[lambda meta: (1 // 0,)](dst, src, N)
+        assert tuned.launch() == 32
+        assert tuned.tried() == [16, 32]
+
     def test_a_working_config_joins_those_that_failed(self, make: Make, rows: Rows) -> None:
         with pytest.raises(NoWorkingConfig):
             make({16: DIES, 32: DIES}).launch()
