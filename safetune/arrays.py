@@ -67,7 +67,7 @@ def tensor(value: Any, index: int) -> Any:
 def _torch_dtype(dtype: Any) -> Any:
     import torch
 
-    name = canonical.dtype_name(dtype)
+    name = canonical.dtype_name(plain(dtype))
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise InvalidSetting(f"an argument has dtype {name}, which torch does not have")

@@ -25,7 +25,7 @@ from safetune.kernel_source import base_function
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.tuning.jobs import TuningRequest
-from safetune.tuning.launch_grid import grid_of, meta_arguments
+from safetune.tuning.launch_grid import checked_grid, grid_of, meta_arguments
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
@@ -131,9 +131,9 @@ def resolve(
     """Return what a launch of `kernel` with these arguments would use, without launching it.
 
     Raises:
-        MissingChoice: the key has no choice, and there is no data to tune it on.
+        MissingChoice: the key has no choice, and there is no data to tune it on, or no grid.
         NoWorkingConfig: it was tuned now, and every config failed.
-        InvalidSetting: `kernel` is no safetuned kernel.
+        InvalidSetting: `kernel` is no safetuned kernel, or `grid` no grid.
     """
     values = {name: arrays.plain(value) for name, value in kwargs.items()}
     args = tuple(map(arrays.plain, args))
@@ -144,8 +144,8 @@ def resolve(
         kernel = kernel.fn
     if not hasattr(kernel, "key_report"):
         raise InvalidSetting(f"{kernel!r} cannot be resolved: put @safetune(...) above its kernel")
-    if grid is not None and not callable(grid):
-        grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    if grid is not None:
+        grid = checked_grid(grid)
     abstract = AbstractMiss(
         kernel, _each(arrays.meta, args), {**_each(arrays.meta, values), "grid": grid}, device
     )
@@ -194,6 +194,11 @@ def _chosen(
             f"{request.key.kernel.name} has no choice for {request.key} on "
             f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
             f"call it once with real arrays, or resolve it with them{_or_offline(abstract)}"
+        )
+    if abstract.call.grid is None:
+        raise MissingChoice(
+            f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned "
+            "without a grid: resolve it with grid=, as it is launched"
         )
     return _tuned(abstract, args, kwargs, lookup), "tuned"
 

@@ -6,11 +6,13 @@ child. Heuristics run here for it, as they do at every launch.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from triton.runtime.autotuner import Config
 
+from safetune.errors import InvalidSetting
 from safetune.tuning.jobs import Call
 
 
@@ -45,6 +47,26 @@ def grid_of(call: Call, config: Config, on_read: Callable[[set[str]], None]) -> 
     if arguments.seen:
         on_read(arguments.seen)
     return tuple(int(size) for size in grid)
+
+
+def checked_grid(grid: Any) -> Any:
+    """Return a grid as a tuple of up to three integers, or a function that returns one.
+
+    Raises:
+        InvalidSetting: it is none, or what the function returns is none.
+    """
+    if callable(grid):
+        return lambda arguments: checked_grid(grid(arguments))
+    try:
+        sizes = tuple(map(operator.index, grid if isinstance(grid, Iterable) else (grid,)))
+    except TypeError:
+        sizes = ()
+    if not 1 <= len(sizes) <= 3:
+        raise InvalidSetting(
+            f"grid={grid!r} is none: give up to three integers, or a function of the arguments by "
+            "name that returns them"
+        )
+    return sizes
 
 
 def meta_arguments(call: Call, config: Config) -> dict[str, Any]:

@@ -47,6 +47,11 @@ def module(tmp_path: Path) -> Any:
     return traced.load(tmp_path / "scale_resolved.py", traced.SOURCE)
 
 
+def three(meta: Any) -> int:
+    """What jax-triton takes, too: one number."""
+    return 3
+
+
 def abstract(n: int, dtype: Any = "float32") -> Any:
     """What `jax.ShapeDtypeStruct` is: a shape and a numpy dtype."""
     return SimpleNamespace(shape=(n,), dtype=np.dtype(dtype))
@@ -107,6 +112,25 @@ class TestResolve:
         traced.choose(tuner, tuner.configs[1], x, x, 8, KIND=torch.float32)
 
         assert tuner.resolve(x, x, 8, KIND=kind).provenance == "stored"
+
+    @pytest.mark.parametrize("given", [3, (3,), [3], np.int64(3), torch.Size([3]), three])
+    def test_what_a_grid_may_be(self, module: Any, given: Any) -> None:
+        tuner, x = traced.kernel(module), torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+        assert tuner.resolve(x, x, 100, grid=given).grid == (3,)
+
+    @pytest.mark.parametrize("given", [(1, 2, 3, 4), (), (2.5,), "3", lambda meta: 2.5])
+    def test_what_is_no_grid(self, module: Any, given: Any) -> None:
+        tuner, x = traced.kernel(module), torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+        with pytest.raises(InvalidSetting, match="up to three integers"):
+            tuner.resolve(x, x, 100, grid=given)
+
+    def test_a_struct_of_numpy_s_class(self, module: Any) -> None:
+        tuner, x = traced.kernel(module), torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+        struct = SimpleNamespace(shape=(100,), dtype=np.float32)
+        assert tuner.resolve(struct, struct, 100).provenance == "stored"
 
     def test_grid_and_heuristics_see_the_chosen_config(self, module: Any) -> None:
         seen = []
@@ -269,6 +293,13 @@ class TestTuning:
         assert not dst.any()
         again = self.tuner().resolve(abstract(100), abstract(100), 100, grid=grid)
         assert (again.provenance, again.metaparams) == ("stored", found.metaparams)
+
+    def test_without_a_grid_there_is_no_trial(self) -> None:
+        """It would fail for every config, and be what is known of the key."""
+        tuner, src, dst = self.tuner(), np.ones(90, np.float32), np.zeros(90, np.float32)
+        with pytest.raises(MissingChoice, match="resolve it with grid="):
+            tuner.resolve(dst, src, 90)
+        assert not open_lookup(Settings.current()).store.trials_of("double_kernel")
 
     def test_a_launch_through_torch_uses_what_was_resolved(self) -> None:
         found = self.tuner().resolve(abstract(100), np.ones(100, np.float32), 100, grid=grid)
