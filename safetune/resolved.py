@@ -133,7 +133,7 @@ def resolve(
     Raises:
         MissingChoice: the key has no choice, and there is no data to tune it on, or no grid.
         NoWorkingConfig: it was tuned now, and every config failed.
-        InvalidSetting: `kernel` is no safetuned kernel, or `grid` no grid.
+        InvalidSetting: `kernel` is no safetuned kernel, `grid` no grid, an argument there twice.
     """
     values = {name: arrays.plain(value) for name, value in kwargs.items()}
     args = tuple(map(arrays.plain, args))
@@ -144,6 +144,8 @@ def resolve(
         kernel = kernel.fn
     if not hasattr(kernel, "key_report"):
         raise InvalidSetting(f"{kernel!r} cannot be resolved: put @safetune(...) above its kernel")
+    if twice := values.keys() & {*kernel.arg_names[: len(args)]}:
+        raise InvalidSetting(f"{kernel.base_fn.__name__} gets {min(twice)} by position and by name")
     if grid is not None:
         grid = checked_grid(grid)
     abstract = AbstractMiss(

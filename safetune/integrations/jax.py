@@ -14,6 +14,7 @@ from typing import Any
 from safetune import arrays
 from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.resolved import Resolved, resolve
+from safetune.tuning.launch_grid import checked_grid
 
 #: What jax-triton hands on to Triton.
 _CARRIED = ("num_warps", "num_stages", "num_ctas")
@@ -46,7 +47,7 @@ def triton_call(
         TracingError: under `jax.vmap`, or with a config that jax-triton cannot carry; there is no
             jax-triton.
         InvalidSetting: an alias between arrays of another shape or dtype; what is no safetuned
-            kernel; a launch option, which the choice has.
+            kernel or no grid; a launch option, which the choice has.
     """
     jax, jax_triton = _modules()
     args = tuple(map(_scalar, args))
@@ -60,6 +61,7 @@ def triton_call(
     aliases = dict(input_output_aliases or {})
     _check_aliases(name, args, outputs, aliases)
     passed = _pop_passed(name, kernel, options)
+    grid = checked_grid(grid)
     resolved = resolve(
         kernel, (*args, *outputs), passed, grid, _device(args) if device is None else device
     )

@@ -339,6 +339,21 @@ class TestRun:
         theirs = str(site / "sitecustomize.py")
         assert done.stdout.split() == [theirs, OURS, theirs], done.stderr
 
+    def test_it_runs_though_safetune_cannot_be_imported(
+        self, fresh_process: FreshProcess, tmp_path: Path
+    ) -> None:
+        (tmp_path / "sitecustomize.py").write_text("import sys; sys.marked = 1\n")
+        (tmp_path / "train.py").write_text(
+            "import os, subprocess, sys\n"
+            "environment = {**os.environ, 'SAFETUNE_INSTALL': 'yes'}\n"
+            "child = [sys.executable, '-c', 'import sys; print(sys.marked)']\n"
+            "subprocess.run(child, check=True, env=environment)\n"
+        )
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        done = fresh_process(RUN, "run", tmp_path / "train.py", env={"PYTHONPATH": path})
+        assert done.stdout.split() == ["1"], done.stderr
+        assert "SAFETUNE_INSTALL='yes' is not known" in done.stderr
+
     def test_a_python_without_safetune_starts_all_the_same(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:

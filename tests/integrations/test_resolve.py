@@ -126,6 +126,13 @@ class TestResolve:
         with pytest.raises(InvalidSetting, match="up to three integers"):
             tuner.resolve(x, x, 100, grid=given)
 
+    def test_an_argument_that_is_there_twice(self, module: Any) -> None:
+        """As an output by position and the scalar meant for its place by name, from JAX."""
+        tuner, x = traced.kernel(module), torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+        with pytest.raises(InvalidSetting, match="scale_kernel gets n by position and by name"):
+            tuner.resolve(x, x, 100, n=100)
+
     def test_a_struct_of_numpy_s_class(self, module: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)

@@ -18,7 +18,8 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
-with contextlib.suppress(ImportError):  # a Python of another environment
-    import safetune  # noqa: F401  (SAFETUNE_INSTALL=1 acts)
-
-_chain()
+try:
+    with contextlib.suppress(ImportError):  # a Python of another environment
+        import safetune  # noqa: F401  (SAFETUNE_INSTALL=1 acts)
+finally:  # though SAFETUNE_INSTALL may mean nothing
+    _chain()
