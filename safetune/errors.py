@@ -131,6 +131,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
             else f"  {config:<{width}}  {outcome.label}"
             for config, outcome in self.outcomes
         )
+        before = "" if measured else f" as found before (`safetune clear {kernel}` forgets it)"
         super().__init__(
-            f"none of the {len(self.outcomes)} configs of {kernel} works for {key}:\n{rows}"
+            f"none of the {len(self.outcomes)} configs of {kernel} works for {key}{before}:\n{rows}"
         )

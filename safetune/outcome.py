@@ -42,6 +42,11 @@ CLEAN = frozenset(
 TRANSIENT = frozenset({Verdict.NO_MEMORY})
 
 
+#: Verdicts that a call may be to blame for, by a wrong argument: where no config works, a later
+#: process tries them again.
+OF_THE_CALL = frozenset({Verdict.LAUNCH_ERROR, Verdict.ILLEGAL_ACCESS, Verdict.OUT_OF_BOUNDS})
+
+
 class Mark(str, Enum):
     """What qualifies an outcome without making it a failure. A reason may follow it after `: `.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 import time
@@ -10,8 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
+from safetune.config import config_text
+from safetune.errors import NoWorkingConfig
 from safetune.kernel_source import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import compilation, devices, failures, kernel_ref
@@ -19,7 +23,7 @@ from safetune.tuning.compile_pool import Compiled, CompilePool
 from safetune.tuning.evidence import Evidence, Group
 from safetune.tuning.fork_server import start_servers
 from safetune.tuning.inputs import Inputs
-from safetune.tuning.jobs import TuningRequest
+from safetune.tuning.jobs import Call, TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.session import kernel_base
@@ -66,6 +70,9 @@ class LaunchBench:
         name = request.key.kernel.name
         self._failures: dict[int, Outcome] = {}
         grids = [self._grid(request, index, on_grid_read) for index in range(len(request.configs))]
+        if len(self._failures) == len(grids):
+            outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
+            raise NoWorkingConfig(name, str(request.key), outcomes, measured=len(outcomes))
         tensors = kernel_ref.TensorTable()
         blob = kernel_ref.pack(
             (replace(call, grid=None), list(request.configs)),
@@ -206,8 +213,15 @@ class LaunchBench:
     def _grid(
         self, request: TuningRequest, index: int, on_read: Callable[[set[str]], None]
     ) -> tuple[int, ...]:
+        """The grid of a config's launch; what nothing can be launched with becomes a failure.
+
+        Where that is so of all configs the call is at fault, and nothing of it is stored.
+        """
+        call, config = request.call, request.configs[index]
         try:
-            return grid_of(request.call, request.configs[index], on_read)
+            if missing := _missing(call, config):
+                raise TypeError(f"{request.key.kernel.name} gets no {', '.join(missing)}")
+            return grid_of(call, config, on_read)
         except Exception as error:
             self._failures[index] = Outcome(
                 Verdict.LAUNCH_ERROR,
@@ -215,6 +229,13 @@ class LaunchBench:
                 message=f"the grid cannot be computed: {type(error).__name__}: {error}",
             )
             return ()
+
+
+def _missing(call: Call, config: Config) -> list[str]:
+    """The parameters that neither a launch with this config nor a default has a value for."""
+    given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
+    parameters = inspect.signature(base_function(call.kernel)[1]).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.name not in given]
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

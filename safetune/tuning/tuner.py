@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import Busy, LeaseLost, NoWorkingConfig
-from safetune.outcome import TRANSIENT, Mark, Outcome, Timing, Verdict
+from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Timing, Verdict
 from safetune.store.lease import Lease
 from safetune.store.records import ChoiceRecord, TrialRecord
 from safetune.store.sqlite import Store
@@ -21,6 +21,8 @@ from safetune.tuning.judge import Results, notes_of
 from safetune.tuning.measure import Budget
 from safetune.tuning.race import race
 from safetune.tuning.result import Observer, Progress, TuningResult
+
+_STARTED = time.time()
 
 
 def tune(
@@ -81,7 +83,6 @@ class _Tuning:
         self._measured: set[int] = set()
         self._marks: tuple[str, ...] = ()
         self._total = 0
-        self._began = time.time()
 
     def run(self) -> TuningResult:
         start = time.perf_counter()
@@ -132,16 +133,14 @@ class _Tuning:
         if request.force:
             self._generation = self._store.generation(key) + 1
             return None
-        old = True
+        lasting: dict[int, TrialRecord] = {}
         for trial in self._store.trials(key):
-            lasting = trial.outcome.verdict not in TRANSIENT
-            if lasting and trial.config_digest in self._digests:
-                self._outcomes[self._digests.index(trial.config_digest)] = trial.outcome
-                old = old and trial.created < self._began
-        if old and len(self._outcomes) == len(self._configs) and not self._timings():
-            # Nothing could be launched: the fault may have been the call's, and be mended.
-            error, known = Verdict.LAUNCH_ERROR, self._outcomes
-            self._outcomes = {i: o for i, o in known.items() if o.verdict is not error}
+            if trial.config_digest in self._digests and trial.outcome.verdict not in TRANSIENT:
+                lasting[self._digests.index(trial.config_digest)] = trial
+        some_work = len(lasting) < len(self._configs) or any(t.outcome.ok for t in lasting.values())
+        for index, trial in lasting.items():  # where none does, the caller may have been mended
+            if some_work or trial.outcome.verdict not in OF_THE_CALL or trial.created > _STARTED:
+                self._outcomes[index] = trial.outcome
         if last is None or last.config_digest not in self._digests:
             return None
         incumbent = self._digests.index(last.config_digest)

@@ -344,15 +344,35 @@ class TestAnotherList:
         verdicts = rows.query("SELECT verdict FROM trial ORDER BY rowid")
         assert sorted(verdicts) == [("died",), ("ok",), ("ok",)]
 
-    def test_a_call_that_was_wrong_does_not_stop_the_next(self, make: Make) -> None:
-        """Where nothing could be launched, the call may be mended by now: its grid is no part of
-        the key, and nor is an argument that was forgotten.
-        """
+    def test_a_call_that_was_wrong_does_not_stop_the_next(self, make: Make, rows: Rows) -> None:
+        """Neither its grid nor an argument that was forgotten is part of the key."""
         tuned, src, dst = make({16: 2.0, 32: 1.0}), torch.ones(N), torch.zeros(N)
-        with pytest.raises(NoWorkingConfig, match="ZeroDivisionError"):
-            tuned.kernel[lambda meta: (1 // 0,)](dst, src, N)
+        wrong: tuple[tuple[Any, ...], ...] = ((lambda meta: (1 // 0,), dst, src, N), ((4,), dst))
+        for (launch_grid, *args), said in zip(wrong, ("ZeroDivision", "no src, n"), strict=True):
+            with pytest.raises(NoWorkingConfig, match=said):
+                tuned.kernel[launch_grid](*args)
+        assert rows.counts()[1:] == (0, 0)
+        assert tuned.tried() == []
         assert tuned.launch() == 32
-        assert tuned.tried() == [16, 32]
+
+    @pytest.mark.parametrize(
+        ("verdict", "tried"), [(Verdict.OUT_OF_BOUNDS, [16]), (Verdict.TIMEOUT, [])]
+    )
+    def test_what_a_call_may_be_to_blame_for_is_tried_by_a_later_process(
+        self, make: Make, verdict: Verdict, tried: list[int]
+    ) -> None:
+        """Where nothing works: a tensor that was too short is as long as it should be by now."""
+        tuned = make({16: 2.0, 32: 1.0})
+        key = Miss(tuned.kernel, (torch.zeros(N), torch.zeros(N), N), {"grid": grid}).key()
+        for config, outcome in zip(tuned.kernel.configs, (verdict, Verdict.DIED), strict=True):
+            record = TrialRecord(key.digest, config_digest(config), {}, 1, Outcome(outcome), 1.0)
+            open_store().put_trial(record)
+        if tried:
+            assert tuned.launch() == 16
+        else:
+            with pytest.raises(NoWorkingConfig, match=r"before \(`safetune clear copy_kernel`"):
+                tuned.launch()
+        assert tuned.tried() == tried
 
     def test_a_working_config_joins_those_that_failed(self, make: Make, rows: Rows) -> None:
         with pytest.raises(NoWorkingConfig):
