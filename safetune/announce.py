@@ -102,7 +102,7 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
     if knobs.autotuning.print:
         yield _both(log_config, print_config)
         return
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
+    if quiet or not _is_terminal(sys.stderr):
         yield log_config
         return
     from safetune import progress  # rich is for those who watch
@@ -112,6 +112,14 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
         return
     with progress.late_line(kernel) as show:
         yield _both(log_config, show)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Programs close standard error, or put what only writes in its place."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 def _both(first: Observer, second: Observer) -> Observer:

@@ -26,6 +26,6 @@ def run_command(module: bool, script: str, arguments: tuple[str, ...]) -> None:
     folder = str(Path(spec.origin).parent)
     path = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ.update(SAFETUNE_INSTALL="1", PYTHONPATH=os.pathsep.join(path))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     os.execv(sys.executable, [sys.executable, *(["-m"] if module else []), script, *arguments])

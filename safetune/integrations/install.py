@@ -75,7 +75,8 @@ class Installation:
         met = self.tuners or self.given or self.refused
         if met and (worked or not self._forked) and not self._reported:
             self._reported = True
-            sys.stderr.write(f"{self}\n")
+            with contextlib.suppress(AttributeError, ValueError):  # the program has closed it
+                sys.stderr.write(f"{self}\n")
 
     def __str__(self) -> str:
         stored = max(0, self.misses - self.tunings())

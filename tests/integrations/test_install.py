@@ -339,6 +339,15 @@ class TestRun:
         theirs = str(site / "sitecustomize.py")
         assert done.stdout.split() == [theirs, OURS, theirs], done.stderr
 
+    def test_without_a_standard_error(self, fresh_process: FreshProcess, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text("print('ran')\n")
+        code = (
+            "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        )
+        code += "  # as `2>&-` does"
+        done = fresh_process(code, "-c", RUN, "run", tmp_path / "train.py")
+        assert (done.returncode, done.stdout) == (0, "ran\n")
+
     def test_it_runs_though_safetune_cannot_be_imported(
         self, fresh_process: FreshProcess, tmp_path: Path
     ) -> None:

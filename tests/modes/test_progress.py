@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +150,17 @@ def test_the_print_knob_has_the_terminal_to_itself(
     assert "best config selected: BLOCK: " in stdout
     terminal.read_to_the_end()
     assert terminal.lines == ["the program goes on", ""]
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "replaced"])
+def test_a_standard_error_that_only_writes(
+    copies: Any, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """As where a program sends its output to a logger, or has become a daemon."""
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream if closed else SimpleNamespace(write=len))
+    assert copies(None, None)() in (16, 32)
 
 
 def test_the_log(copies: Any, caplog: pytest.LogCaptureFixture) -> None:
