@@ -47,14 +47,17 @@ _TOLD = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phase
 _alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
 
 
-def _forget_locks() -> None:
-    """In a fork the thread that tunes a key is not there, and would never let go of its lock."""
+def _after_fork() -> None:
+    """The thread that tunes a key is not there, and would never let go of its lock; a launch is
+    Triton's, or rather torch's, to refuse: it says that a fork cannot use CUDA.
+    """
     for tuner in list(_alive):
         tuner._key_locks.clear()
+        tuner._forget_launches()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]

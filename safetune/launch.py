@@ -23,7 +23,7 @@ Kwargs = dict[str, Any]
 def first(tuner: Autotuner, grid: Any, args: Args, kwargs: Kwargs) -> Any:
     """Launch as Triton does, and remember what it launched for calls that are the same to it."""
     plans = tuner._plans  # others, once anything that a launch depends on is changed
-    complete = {**kwargs, "grid": grid, "warmup": False}
+    complete = dict(**kwargs, grid=grid, warmup=False)  # raises TypeError for one in kwargs
     kind = plan.kind(args, kwargs)
     if kind not in plans:
         made = plan.make(tuner, args, kwargs)

@@ -18,6 +18,7 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime import jit as triton_jit
 from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import JITFunction
 
@@ -160,7 +161,13 @@ def _nvidia_driver() -> Any:
     return active if active.get_current_target().backend == "cuda" else None
 
 
-_JIT_RUN = JITFunction.run
+def _own_run() -> Any:
+    """Triton's own; None where a tool has put something else in its place."""
+    run = JITFunction.run
+    return run if getattr(run, "__globals__", None) is vars(triton_jit) else None
+
+
+_JIT_RUN = _own_run()
 
 
 def _names(tuner: Autotuner, jit: Any) -> dict[str, Any]:

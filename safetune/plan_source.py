@@ -75,8 +75,8 @@ class Source:
             elif parameter.is_constexpr or parameter.name in tuner.keys:
                 self._parts.append(variable)
                 self.possible &= type(value) in plain
-            elif _is_tensor(value):
-                self._tensors.append(index)
+            elif _is_tensor(value) and parameter.annotation_type[:1] in ("", "*"):
+                self._tensors.append(index)  # for a number, Triton takes one out of the tensor
             elif type(value) is int:
                 self._parts.append(_INTEGER.format(variable))
             else:

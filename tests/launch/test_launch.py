@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import threading
@@ -242,6 +243,22 @@ class TestInTheWay:
         call(kernel)
         assert seen == [16]
 
+    def test_triton_s_run_replaced_before_safetune_was_imported(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run, seen = JITFunction.run, []
+
+        @functools.wraps(run)
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs["BLOCK"])
+            return run(self, *args, **kwargs)
+
+        monkeypatch.setattr(JITFunction, "run", watched)
+        monkeypatch.setattr(plan, "_JIT_RUN", plan._own_run())
+        for _ in range(3):
+            call(kernel)
+        assert seen == [16] * 3
+
     def test_another_back_end(
         self, kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -266,6 +283,20 @@ class TestInTheWay:
 
         for _ in range(2):
             assert goes_by_triton(kernel, x=Pointer())
+
+    @pytest.mark.parametrize("name", ["n", "factor"])
+    def test_a_tensor_for_a_number(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any, name: str
+    ) -> None:
+        """Triton's launcher takes the number out of it; an address would be another number."""
+        kernel = tuned(machine.kernel_of(kernels.annotated), CONFIGS, key=[])
+        given = {"n": 32, "factor": 0.5}
+        for _ in range(2):
+            kernel.tuner[(1,)](X, OUT, **given)
+        assert kernel.by_triton == 1
+        for _ in range(2):
+            kernel.tuner[(1,)](X, OUT, **{**given, name: torch.tensor(given[name])})
+        assert kernel.by_triton == 3
 
     def test_a_tensor_of_vmap_s(self, kernel: Tuned) -> None:
         """It says that it is a tensor, and has no address: Triton's path refuses it by name."""
@@ -314,6 +345,16 @@ class TestInTheWay:
         for _ in range(3):
             call(kernel)
         assert told == [32] * 3
+
+    @pytest.mark.parametrize("given", [{"warmup": True}, {"grid": (1,)}], ids=["warmup", "grid"])
+    def test_what_the_brackets_say_already(
+        self, kernel: Tuned, machine: Machine, given: dict[str, Any]
+    ) -> None:
+        with pytest.raises(
+            TypeError, match=f"multiple values for keyword argument '{[*given][0]}'"
+        ):
+            kernel.tuner[(1,)](X, OUT, 32, 0.5, 7, D=4, **given)
+        assert machine.launches == []
 
     def test_warm_up_launches_nothing(self, kernel: Tuned, machine: Machine) -> None:
         call(kernel)
@@ -713,6 +754,25 @@ class TestHeuristicsBelow:
         for _ in range(3):
             assert self.launch(kernel)
         assert [reference() for reference in made] == [None] * len(made)
+
+
+def test_a_fork_asks_triton_again(kernel: Tuned) -> None:
+    """Which says why nothing can be launched there; a plan would meet an error of the driver's."""
+    for _ in range(2):
+        call(kernel)
+    if not (child := os.fork()):
+        os._exit(0 if goes_by_triton(kernel) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not goes_by_triton(kernel)
+
+
+def test_a_key_that_is_not_a_number(machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+    """No two are equal, and still they are one key."""
+    kernel = tuned(machine.kernel_of(kernels.scale), CONFIGS, key=["eps"])
+    for _ in range(3):
+        kernel.tuner[(1,)](X, OUT, 32, float("nan"), 7, D=4)
+    assert len(kernel.tuner.cache) == 1
+    assert len(set(launch[0] for launch in machine.launches)) == 1
 
 
 def test_no_tensor_is_kept(kernel: Tuned) -> None:
