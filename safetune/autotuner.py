@@ -48,9 +48,7 @@ _alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """The thread that tunes a key is not there, and would never let go of its lock; a launch is
-    Triton's, or rather torch's, to refuse: it says that a fork cannot use CUDA.
-    """
+    """Let go of the locks of threads that are not there, and let Triton refuse each launch."""
     for tuner in list(_alive):
         tuner._key_locks.clear()
         tuner._forget_launches()
@@ -169,6 +167,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         object.__setattr__(self, name, value)
         if name not in _TOLD:
             self._forget_launches()
+        if name == "fn":
+            self.__dict__.pop("_identity", None)
+        elif name == "configs":
+            pruning.show_one_of_several(self)
 
     def _forget_launches(self) -> None:
         # Another dictionary, as a thread may be about to add what it knows from before.
@@ -251,7 +253,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def adopt(self, key: Any, config: Config) -> Config:
         """Launch `config` for this memory key from here on; return it."""
-        if key in self.captured:
+        if self.captured:
             from safetune import capture
 
             capture.adopted(self, key, config)

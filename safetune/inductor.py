@@ -60,7 +60,7 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
     """Return the prune function that torch is to find on a tuner in place of the user's."""
     number = str(next(_numbers))
     _tuners[number] = tuner
-    early, keys, parameters = tuner.early_config_prune, tuple(tuner.keys), tuple(tuner.arg_names)
+    early, keys, parameters = tuner.pruning[0], tuple(tuner.keys), tuple(tuner.arg_names)
 
     def choose(configs: Any, named_args: Any, **kwargs: Any) -> list[Config]:
         """Leave one of `configs`; traced by Dynamo, so it has to stay as plain as it is."""

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 def show_one_config(tuner: Autotuner) -> Autotuner:
     """Keep the user's functions for `prune`, and let torch, which traces them, find one config."""
     tuner.pruning = (tuner.early_config_prune, tuner.perf_model)
-    several = len(tuner.configs) > 1 or inductor.not_carried(tuner.configs[0])
-    tuner.shown = inductor.one_config(tuner) if several else None
-    tuner.early_config_prune, tuner.perf_model = tuner.shown, None
+    tuner.shown = tuner.early_config_prune = tuner.perf_model = None
+    show_one_of_several(tuner)
     return tuner
+
+
+def show_one_of_several(tuner: Autotuner) -> None:
+    """As above, where there was nothing to choose from before the configs were replaced."""
+    if vars(tuner).get("shown", tuner) is not None or tuner.early_config_prune is not None:
+        return
+    if len(tuner.configs) > 1 or any(map(inductor.not_carried, tuner.configs)):
+        tuner.shown = tuner.early_config_prune = inductor.one_config(tuner)
 
 
 def prune(tuner: Autotuner, kwargs: dict[str, Any]) -> list[Config]:

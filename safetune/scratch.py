@@ -83,7 +83,7 @@ def allocate(size: int, alignment: int, stream: int | None) -> Block:
         for sizes in _observers:
             sizes.append(size)
     capture = 0 if stream is None else cuda_driver.capture_id(stream)
-    if stream is None or not capture:
+    if stream is None or not capture or not size:
         return Block(size, alignment, stream)
     return _for_graph(size, alignment, stream, capture)
 

@@ -292,6 +292,17 @@ class TestMemory:
         assert len(memory.live) == 2
         assert addresses[0] == addresses[1] == addresses[3] != addresses[2]
 
+    def test_a_grid_of_no_programs_says_nothing_of_a_capture(
+        self, memory: Memory, driver: Any
+    ) -> None:
+        """Triton asks for no bytes then, and torch gives no address."""
+        memory.pool = (0, 0)
+        with driver.capturing(3):
+            assert scratch.allocate(0, 128, 1).data_ptr() == 0
+            scratch.allocate(100, 128, 1)
+            scratch.release(3)
+        assert len(memory.live) == 1, "torch does not know of this capture"
+
 
 class Memory:
     """Stands for torch's allocator: addresses that are multiples of 256 and of nothing more."""
@@ -303,6 +314,8 @@ class Memory:
         self._next = 0x10000 + 256
 
     def alloc(self, size: int, device: Any = None, stream: Any = None) -> int:
+        if not size:
+            return 0
         address, self._next = self._next, self._next + (size // 8192 + 2) * 8192
         self.segments += 1
         self.live.append((address, size, stream))

@@ -81,6 +81,16 @@ def test_only_the_stored_choice_is_left(module: Any) -> None:
     assert compiled(tuner, 2000, dynamic=False).blocks() == [[256]]
 
 
+@pytest.mark.parametrize("declared", [None, traced.configs(64)], ids=["none", "one"])
+def test_configs_that_were_replaced(module: Any, declared: Any) -> None:
+    """As a program does that reads them from a file of its own, after the import."""
+    tuner = traced.kernel(module, configs=declared)
+    tuner.configs = traced.configs()
+    store(tuner, {1000: 1})
+
+    assert compiled(tuner, 1000).blocks() == [[128]]
+
+
 def test_by_keyword_and_of_another_dtype(module: Any) -> None:
     """The key is that of an eager launch: dtypes and launch options are in it."""
     tuner = traced.kernel(module)

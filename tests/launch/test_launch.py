@@ -351,7 +351,7 @@ class TestInTheWay:
         self, kernel: Tuned, machine: Machine, given: dict[str, Any]
     ) -> None:
         with pytest.raises(
-            TypeError, match=f"multiple values for keyword argument '{[*given][0]}'"
+            TypeError, match=f"multiple values for keyword argument '{next(iter(given))}'"
         ):
             kernel.tuner[(1,)](X, OUT, 32, 0.5, 7, D=4, **given)
         assert machine.launches == []
@@ -434,6 +434,13 @@ class TestChanges:
             call(kernel)
             assert machine.launches[-1][BLOCK] == 128
         assert kernel.by_triton == 2
+
+    def test_another_kernel(self, kernel: Tuned, machine: Machine, kernels: Any) -> None:
+        """Its choices are not stored as those of the one before."""
+        before = miss.identity_of(kernel.tuner)
+        kernel.tuner.fn = machine.kernel_of(kernels.mixed)
+        assert miss.identity_of(kernel.tuner).name == "mixed"
+        assert miss.identity_of(kernel.tuner).digest != before.digest
 
     def test_the_binaries_are_taken_away(self, kernel: Tuned, machine: Machine) -> None:
         """Triton compiles again, and so does a tuner that knows the launch."""
@@ -757,7 +764,7 @@ class TestHeuristicsBelow:
 
 
 def test_a_fork_asks_triton_again(kernel: Tuned) -> None:
-    """Which says why nothing can be launched there; a plan would meet an error of the driver's."""
+    """By way of torch, which says that a fork cannot use CUDA; the driver says less."""
     for _ in range(2):
         call(kernel)
     if not (child := os.fork()):
@@ -772,7 +779,7 @@ def test_a_key_that_is_not_a_number(machine: Machine, tuned: type[Tuned], kernel
     for _ in range(3):
         kernel.tuner[(1,)](X, OUT, 32, float("nan"), 7, D=4)
     assert len(kernel.tuner.cache) == 1
-    assert len(set(launch[0] for launch in machine.launches)) == 1
+    assert len({launch[0] for launch in machine.launches}) == 1
 
 
 def test_no_tensor_is_kept(kernel: Tuned) -> None:
