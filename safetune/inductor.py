@@ -272,11 +272,11 @@ def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningReq
         name: {"tensor": canonical.dtype_name(what)} if kind == "tensor" else canonical.encode(what)
         for name, kind, what in facts
     }
-    dtypes = [(name, canonical.dtype_name(what)) for name, kind, what in facts if kind == "tensor"]
+    dtypes = {name: canonical.dtype_name(what) for name, kind, what in facts if kind == "tensor"}
     key = TuningKey(
         kernel=miss.identity_of(tuner),
         values=tuple((name, encoded[name]) for name in tuner.keys if name in encoded),
-        dtypes=tuple(pair for pair in dtypes if pair[0] in tuner.arg_names),
+        dtypes=tuple((name, dtypes[name]) for name in tuner.arg_names if name in dtypes),
         options=tuple(pair for pair in sorted(encoded.items()) if pair[0] not in tuner.arg_names),
         device=found,
         toolchain=toolchain,

@@ -110,9 +110,9 @@ class Miss:
                 if name in arguments
             ),
             dtypes=tuple(
-                (name, canonical.dtype_name(value.dtype))
-                for name, value in arguments.items()
-                if name in tuner.arg_names and hasattr(value, "dtype")
+                (name, canonical.dtype_name(arguments[name].dtype))
+                for name in tuner.arg_names
+                if hasattr(arguments.get(name), "dtype")
             ),
             options=tuple(
                 (name, canonical.encode(value))

@@ -110,6 +110,18 @@ def test_by_keyword_and_of_another_dtype(module: Any) -> None:
     assert graphs.blocks() == [[256], [64]]
 
 
+def test_the_order_of_keywords_makes_no_other_key(module: Any) -> None:
+    tuner = traced.kernel(module)
+    x = torch.zeros(64)
+    calls = ({"dst": x, "src": x, "n": 64}, {"n": 64, "src": x, "dst": x})
+    first, second = (miss.Miss(tuner, (), {"grid": (1,), **call}).key() for call in calls)
+    assert first.digest == second.digest
+
+    traced.choose(tuner, tuner.configs[2], **calls[1])
+    launch = compiled(tuner, 64, function=lambda src: tuner[(1,)](dst=src, src=src, n=64))
+    assert launch.blocks() == [[256]]
+
+
 def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
     tuner = traced.kernel(module)
     store(tuner, {100: 1, 1000: 1, 4096: 0, 100_000: 2, 200_000: 2})
