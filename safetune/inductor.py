@@ -65,7 +65,7 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
     def choose(configs: Any, named_args: Any, **kwargs: Any) -> list[Config]:
         """Leave one of `configs`; traced by Dynamo, so it has to stay as plain as it is."""
         import torch
-        from torch.fx.experimental.symbolic_shapes import has_static_value
+        from torch.fx.experimental.symbolic_shapes import guard_or_false, has_static_value
 
         facts: list[Fact] = []
         unknown: list[Any] = []
@@ -88,7 +88,7 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
         for place, (name, value) in enumerate(unknown):
             chosen = None
             for upper, representative in bounds[place]:
-                if upper is None or value <= upper:
+                if upper is None or guard_or_false(value <= upper):  # False: only the data says
                     chosen = representative
                     break
             if chosen is not None:

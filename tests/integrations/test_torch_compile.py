@@ -132,6 +132,26 @@ def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
     assert graphs.blocks() == [[128], [64], [256]]
 
 
+@pytest.mark.parametrize(("how", "block"), [("nonzero", 128), ("item", 256)])
+def test_a_size_that_only_the_data_says(module: Any, how: str, block: int) -> None:
+    """As that of a batch for one of several experts: one that has no limit is a large one."""
+    tuner = traced.kernel(module)
+    store(tuner, {100: 1, 100_000: 2})
+
+    def scale(src: torch.Tensor) -> torch.Tensor:
+        n = src.nonzero().shape[0] if how == "nonzero" else int(src.sum().item())
+        dst = torch.empty_like(src)
+        tuner[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](dst, src, n)
+        return dst
+
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
+        graphs = compiled(tuner, 100, function=scale)
+
+    assert graphs.blocks() == [[block]]
+
+
 def test_the_nearest_choice_of_two_names(module: Any) -> None:
     """Two values are unknown: each combination of regions has the nearest stored choice."""
     text = traced.SOURCE.replace("n, BLOCK", "n, m, BLOCK").replace("offset < n", "offset < n + m")
