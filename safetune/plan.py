@@ -63,6 +63,7 @@ class Plan:
     ) -> None:
         self._tuner = tuner
         self._form = form
+        self._single = source.single
         defaults = {parameter.name: parameter.default for parameter in jit.params}
         self._absent = {name: defaults[name] for name in source.absent}
         self._jit = jit
@@ -98,7 +99,9 @@ class Plan:
         tuner = self._tuner
         if type(kernel) is not CompiledKernel or config.pre_hook is not None or self.in_the_way():
             return
-        if len(tuner.configs) > 1 and tuner.cache.get(self._form.key(args, kwargs)) is not config:
+        if (len(tuner.configs) == 1) is not self._single:
+            return  # some were taken away, or added, in place
+        if not self._single and tuner.cache.get(self._form.key(args, kwargs)) is not config:
             return  # not the key's choice: it is rejected, or captured without one
         options = config.all_kwargs()
         rest = [options.get(name, default) for name, default in self._absent.items()]

@@ -403,6 +403,19 @@ class TestChanges:
         call(kernel)
         assert kernel.tuner.best_config is CONFIGS[2]
 
+    def test_all_configs_but_one_taken_away(self, kernel: Tuned, machine: Machine) -> None:
+        """In place, of which a tuner is not told: as Triton does, the one left is launched."""
+        for _ in range(2):
+            call(kernel)
+        kernel.tuner.configs[:] = CONFIGS[3:]
+        for _ in range(2):
+            call(kernel)
+            assert machine.launches[-1][BLOCK] == CONFIGS[3].kwargs["BLOCK"] == 32
+        kernel.tuner.configs[:] = CONFIGS
+        for _ in range(2):
+            call(kernel)
+            assert machine.launches[-1] == machine.launches[0]
+
     @pytest.mark.parametrize("count", [1, 2])
     def test_configs_replaced_again_and_again(
         self, machine: Machine, kernels: Any, count: int
