@@ -150,14 +150,18 @@ def observed() -> Iterator[list[int]]:
 
 
 def reserve(capture: int, stream: int) -> None:
-    """Have a capture's graph own the largest scratch that this device was asked for so far."""
+    """Have a capture's graph own the largest scratch that this device was asked for so far.
+
+    Where there is no room for it, a launch that needs some will say so.
+    """
     if not _largest:
         return
     import torch
 
     size = _largest.get(torch.cuda.current_device(), 0)
     if size:
-        _kept.setdefault((capture, stream), []).append(Block(size, _MOST_ALIGNMENT, stream))
+        with contextlib.suppress(torch.OutOfMemoryError):
+            _kept.setdefault((capture, stream), []).append(Block(size, _MOST_ALIGNMENT, stream))
 
 
 def driver_calls(capture: int) -> int:

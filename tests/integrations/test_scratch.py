@@ -281,6 +281,26 @@ class TestMemory:
             scratch.release(3)
         assert memory.live == []
 
+    def test_a_full_card_has_no_room_to_reserve(
+        self, memory: Memory, driver: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which a graph whose kernels need no scratch is captured without."""
+
+        def full(*_: Any, **__: Any) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        memory.pool = (0, 7)
+        scratch.allocate(1000, 128, 1)
+        with driver.capturing(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "caching_allocator_alloc", full)
+                scratch.reserve(3, 1)
+                with pytest.raises(torch.OutOfMemoryError):
+                    scratch.allocate(10, 128, 1)
+            scratch.allocate(10, 128, 1)
+            scratch.release(3)
+        assert memory.live == []
+
     def test_a_capture_that_torch_does_not_know_keeps_its_memory(
         self, memory: Memory, driver: Any
     ) -> None:
