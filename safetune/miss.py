@@ -152,7 +152,7 @@ def resolve(
         config = (find or _resolve)(tuner, key, args, kwargs)
     if rejections is None:
         return config
-    return rejections.applied(config, specialisation(tuner, form, args, kwargs))
+    return rejections.applied(config, specialisation(tuner, form, config, args, kwargs))
 
 
 def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
