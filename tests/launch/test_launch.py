@@ -781,7 +781,11 @@ def test_a_fork_asks_triton_again(kernel: Tuned) -> None:
     for _ in range(2):
         call(kernel)
     if not (child := os.fork()):
-        os._exit(0 if goes_by_triton(kernel) else 1)
+        asked = False
+        try:
+            asked = goes_by_triton(kernel)
+        finally:
+            os._exit(0 if asked else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert not goes_by_triton(kernel)
 
