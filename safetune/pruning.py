@@ -9,6 +9,7 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
 from safetune import inductor
+from safetune.carried import not_carried
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
@@ -26,7 +27,7 @@ def show_one_of_several(tuner: Autotuner) -> None:
     """As above, where there was nothing to choose from before the configs were replaced."""
     if vars(tuner).get("shown", tuner) is not None or tuner.early_config_prune is not None:
         return
-    if len(tuner.configs) > 1 or any(map(inductor.not_carried, tuner.configs)):
+    if len(tuner.configs) > 1 or any(map(not_carried, tuner.configs)):
         tuner.shown = tuner.early_config_prune = inductor.one_config(tuner)
 
 

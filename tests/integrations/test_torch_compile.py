@@ -333,6 +333,44 @@ def test_jax_tracing_a_tuner_is_refused(module: Any) -> None:
         tuner.early_config_prune(tuner.configs, {"n": 100})
 
 
+DESCRIBED = """
+import triton.language as tl
+
+
+def described_kernel(dst, src, n, BLOCK: tl.constexpr):
+    dst.store([n], src.load([n]))
+"""
+
+
+@pytest.mark.parametrize("all_of_them", [True, False], ids=["all", "one"])
+def test_tensor_descriptors(
+    module: Any, monkeypatch: pytest.MonkeyPatch, all_of_them: bool
+) -> None:
+    """Made on the host: Dynamo has no type for one, and there need be no tensor beside them."""
+    from torch.utils import _triton
+    from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from safetune import safetune
+
+    monkeypatch.setattr(_triton, "has_triton_tensor_descriptor_host_tma", lambda: True)
+    module = traced.load(Path(module.__file__).with_name("described.py"), DESCRIBED)
+    tuner = safetune(configs=traced.configs(), key=["n"])(JITFunction(module.described_kernel))
+    dst, x = (TensorDescriptor.from_tensor(torch.zeros(64), [64]) for _ in range(2))
+    traced.choose(tuner, tuner.configs[2], dst if all_of_them else torch.zeros(64), x, 64)
+
+    def copy(src: torch.Tensor) -> torch.Tensor:
+        dst = torch.empty_like(src)
+        place = TensorDescriptor.from_tensor(dst, [64]) if all_of_them else dst
+        tuner[(1,)](place, TensorDescriptor.from_tensor(src, [64]), 64)
+        return dst
+
+    assert compiled(tuner, 64, function=copy).blocks() == [[256]]
+    if all_of_them:  # and as a triton_op is traced
+        named = {"dst": dst, "src": x, "n": 64}
+        assert tuner.early_config_prune(tuner.configs, named) == [tuner.configs[2]]
+
+
 def test_triton_op(module: Any) -> None:
     """Neither Dynamo nor AOT autograd's cache look into one: the caches' tag has the choice."""
     from torch._dynamo.backends.common import aot_autograd

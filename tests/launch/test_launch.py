@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import os
+import pickle
 import threading
 import tracemalloc
 import warnings
@@ -480,6 +481,22 @@ class TestChanges:
                 assert tuner.best_config is tuner.cache[key] is CONFIGS[number - 1]
                 assert machine.launches[-1][BLOCK] == tuner.best_config.kwargs["BLOCK"]
             maker.adopt(key, CONFIGS[number])
+
+    @pytest.mark.parametrize(
+        "kept",
+        [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+        ids=["copy", "deepcopy", "pickle"],
+    )
+    def test_a_copy_of_the_choices(self, kernel: Tuned, kept: Any) -> None:
+        """They are a dictionary, as Triton's are, for who writes them to a file of his own."""
+        call(kernel)
+        found = kept(kernel.tuner.cache)
+        assert found == kernel.tuner.cache == {kernel_key(kernel): CONFIGS[0]}
+        found.clear()
+        assert not goes_by_triton(kernel), "the tuner's own are where they were"
+        kernel.tuner.cache = kept(kernel.tuner.cache)
+        call(kernel)
+        assert kernel.tuner.best_config == CONFIGS[0]
 
     def test_a_cache_of_the_user_s(self, kernel: Tuned, machine: Machine) -> None:
         kernel.tuner.cache = {}
