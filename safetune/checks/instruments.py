@@ -41,6 +41,7 @@ class Instruments:
             "create_descriptor_reduce": self.reduce,  # which Triton's interpreter does not have
         }
         if hasattr(self._builder, "create_atomic_store"):  # Triton 3.9
+            found["create_atomic_load"] = self.atomic_load
             found["create_atomic_store"] = self.atomic_store
         return found
 
@@ -50,6 +51,11 @@ class Instruments:
         access = Access.POLL if volatile else Access.READ
         real, allowed = self._watched(access, pointer, mask, acquires=bool(volatile))
         return self._load(real, allowed, other, *rest, **named)
+
+    def atomic_load(self, pointer: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """Load what another program may be storing atomically."""
+        real, allowed = self._watched(Access.POLL, pointer, mask, acquires=_acquires(sem))
+        return self._load(real, allowed, None, None, True)
 
     def store(self, pointer: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         """Store as many bytes as the pointer's elements have."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -126,6 +127,8 @@ def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     names = kernel.arg_names
     if len(args) > len(names):
         raise InvalidSetting(f"{len(args)} arguments are given; the kernel has {', '.join(names)}")
+    if twice := [name for name in names[: len(args)] if name in kwargs]:
+        raise InvalidSetting(f"{', '.join(twice)}: given by position and by name; leave one out")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -174,7 +177,7 @@ def _chosen(tuner: Autotuner, config: Config | None) -> Config:
 def _sizes(grid: Any, meta: dict[str, Any]) -> tuple[int, int, int]:
     sizes = grid(meta) if callable(grid) else grid
     try:
-        listed = [int(size) for size in sizes]
+        listed = [operator.index(size) for size in sizes]
     except TypeError:
         listed = []
     if not 1 <= len(listed) <= 3 or min(listed) < 0:
