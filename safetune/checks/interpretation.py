@@ -122,10 +122,9 @@ class _Interpreted:
             space[name] = self._functions.convert(space[name])
         space["__triton_language__"] = tl  # the interpreter looks for it under any name
         space.setdefault("range", _range)
+        defaults = tuple(map(self._functions.convert, function.__defaults__ or ()))
         code = function.__code__
-        copied = FunctionType(
-            code, space, function.__name__, function.__defaults__, function.__closure__
-        )
+        copied = FunctionType(code, space, function.__name__, defaults, function.__closure__)
         copied.__kwdefaults__ = function.__kwdefaults__
         copied.__annotations__ = function.__annotations__
         copied.__module__ = function.__module__

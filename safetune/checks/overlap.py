@@ -62,7 +62,7 @@ def check_overlap(
             for a later one would hang.
 
     Raises:
-        InvalidConfig: `config` is missing, or sets what the call sets too.
+        InvalidConfig: `config` is missing, or of no tuner, or sets what the call sets too.
         InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid; or
             a name is neither a parameter of the kernel nor a launch option of Triton's.
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
@@ -160,6 +160,11 @@ def _apply_decorators(
         named.update(added)
         copies.update(added)
         kernel = kernel.fn
+    if config is not None and not text:
+        raise InvalidConfig(
+            f"config={config_text(config)}: {kernel.__name__} has no tuner that would set it; pass "
+            "its values as arguments of the call"
+        )
     return text
 
 

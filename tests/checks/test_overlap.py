@@ -324,16 +324,21 @@ class TestOrder:
 
     @pytest.mark.skipif(not hasattr(tl, "atomic_load"), reason="Triton 3.9 has them")
     @pytest.mark.parametrize("sem", ["acquire", "relaxed"])
-    def test_atomic_loads_and_stores(self, sem: str) -> None:
+    @pytest.mark.parametrize("polls", [False, True])
+    def test_atomic_loads_and_stores(self, polls: bool, sem: str) -> None:
         @triton.jit
-        def store(flag, y, SEM: tl.constexpr):
+        def store(flag, y, POLLS: tl.constexpr, SEM: tl.constexpr):
             if tl.program_id(0) == 0:
                 tl.store(y, 1.0)
                 tl.atomic_store(flag, 1, sem="release")
-            elif tl.atomic_load(flag, sem=SEM) == 1:
+            else:
+                if POLLS:
+                    tl.atomic_poll(flag, 1, sem=SEM)
+                else:
+                    tl.atomic_load(flag, sem=SEM)
                 tl.store(y, 2.0)
 
-        report = check_overlap(store, (2,), zeros(1, dtype=torch.int32), zeros(1), sem)
+        report = check_overlap(store, (2,), zeros(1, dtype=torch.int32), zeros(1), polls, sem)
 
         assert report.ok == (sem == "acquire")
 
@@ -766,10 +771,14 @@ class TestSize:
 
 class TestDecorators:
     def test_a_default_of_the_enclosing_function(self) -> None:
+        @triton.jit
+        def halve(x):
+            return x // 2
+
         def made(block: int) -> Any:
             @triton.jit
-            def store(y, BLOCK: tl.constexpr = block):
-                tl.store(y + tl.program_id(0) * 4 + tl.arange(0, BLOCK), 1.0)
+            def store(y, BLOCK: tl.constexpr = block, HOW: tl.constexpr = halve):
+                tl.store(y + HOW(tl.program_id(0) * 8) + tl.arange(0, BLOCK), 1.0)
 
             return store
 
@@ -850,6 +859,11 @@ class TestErrors:
     def test_an_argument_twice(self) -> None:
         with pytest.raises(InvalidSetting, match=r"^n: given by position and by name"):
             check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, n=2)
+
+    def test_a_config_without_a_tuner(self) -> None:
+        """Where the parameter has a default, the launch would be another one than was meant."""
+        with pytest.raises(InvalidConfig, match="add_kernel has no tuner that would set it"):
+            check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, config=CONFIGS[0])
 
     def test_launch_options(self) -> None:
         options = {"num_warps": 8, "num_stages": 2, "num_ctas": 1, "maxnreg": 64}
