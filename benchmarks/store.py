@@ -200,19 +200,20 @@ def writers(part: str, options: argparse.Namespace) -> Iterator[Row]:
 
     from safetune.store.sqlite import Store
 
+    processes = min(WRITERS, options.most_processes)
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="store-") as name:
             folder = Path(name)
             Store.open(folder).close()
             receive, send = os.pipe()
-            children = [_writer(folder, process, receive, send) for process in range(WRITERS)]
+            children = [_writer(folder, process, receive, send) for process in range(processes)]
             begin = time.perf_counter()
             os.close(send)
             failed = sum(os.waitpid(pid, 0)[1] != 0 for pid in children)
             seconds = time.perf_counter() - begin
             os.close(receive)
             store = Store.open(folder)
-            wanted = range(WRITERS * ROWS_EACH)
+            wanted = range(processes * ROWS_EACH)
             lost = sum(store.choice(f"key-{index}") is None for index in wanted)
             store.close()
             row = {"part": part, "what": "writers", "number": number, "failed": failed}
@@ -247,6 +248,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--launches", type=int, default=15, help="fresh processes of each kind")
     parser.add_argument("--repetitions", type=int, default=50, help="of each lookup and write")
     parser.add_argument("--rounds", type=int, default=3, help="of all writers at once")
+    parser.add_argument("--most-processes", type=int, default=1000, help="that do it at once")
     parser.add_argument("--most", type=int, default=COUNTS[-1], help="choices in a database")
     parser.add_argument("--task", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--block", type=int, default=0, help=argparse.SUPPRESS)

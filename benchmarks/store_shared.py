@@ -64,22 +64,23 @@ def herd(part: str, options: argparse.Namespace) -> Iterator[Row]:
             shared = open_shared(server.url())
             shared.publish(_space(), [_stored(number) for number in range(CHOICES)])
             shared.close()
-            for nodes in (PROCESSES, 1):
-                for number, answer in enumerate(_herd(server.url(), folder, nodes)):
+            processes = min(PROCESSES, getattr(options, "most_processes", PROCESSES))
+            for nodes in (processes, 1):
+                for number, answer in enumerate(_herd(server.url(), folder, processes, nodes)):
                     row = {"part": part, "what": "herd", "nodes": nodes, "number": number}
-                    yield {**row, "processes": PROCESSES, **answer}
+                    yield {**row, "processes": processes, **answer}
         finally:
             server.stop()
 
 
-def _herd(url: str, folder: Path, nodes: int) -> list[dict[str, Any]]:
+def _herd(url: str, folder: Path, processes: int, nodes: int) -> list[dict[str, Any]]:
     import psycopg  # noqa: F401 - before the forks
 
     from safetune.store import postgres, shared_layer  # noqa: F401
 
     receive, send = os.pipe()
     answers, answer = os.pipe()
-    stores = [folder / f"{nodes}-nodes" / str(number % nodes) for number in range(PROCESSES)]
+    stores = [folder / f"{nodes}-nodes" / str(number % nodes) for number in range(processes)]
     children = [_child(url, store, (receive, send, answer)) for store in stores]
     os.close(answer)
     os.close(receive)

@@ -374,9 +374,9 @@ def test_the_startup_kernels_are_right(device: str) -> None:
 
 
 TRIALS = {
-    "choice_quality": ["--parts", "1", "--configs", "3", "--repetitions", "1", "--truth-ms", "5"],
-    "startup": ["--alternations", "1", "--tunings", "2"],
-    "store": ["--launches", "1", "--repetitions", "2", "--rounds", "1", "--most", "200"],
+    "choice_quality": "--parts 1 --configs 3 --repetitions 1 --truth-ms 5",
+    "startup": "--alternations 1 --tunings 2",
+    "store": "--launches 1 --repetitions 2 --rounds 1 --most 200 --most-processes 8",
 }
 
 
@@ -386,7 +386,7 @@ TRIALS = {
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_trial_run(name: str, fresh_process: FreshProcess, tmp_path: Path) -> None:
     """Real tunings by both tuners, in the interpreter; a second run has nothing left to do."""
-    command = [BENCHMARKS / f"{name}.py", "--out", tmp_path, *TRIALS[name]]
+    command = [BENCHMARKS / f"{name}.py", "--out", tmp_path, *TRIALS[name].split()]
     done = fresh_process(*command)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "interpreter" / f"{name}.json"
