@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from array import array
 from dataclasses import dataclass
 from enum import Enum
 
@@ -146,10 +147,8 @@ class Watch:
         #: The numbers of the programs that stored or updated anything.
         self.storing: set[int] = set()
         self._program, self._begin = NEVER, 0
-        # Those that have touched anything, and when each began; so many are filled in.
-        self._programs = np.empty(math.prod(grid), dtype=np.int64)
-        self._begins = np.empty(math.prod(grid), dtype=np.int64)
-        self._count = 0
+        # Those that have touched anything, and when each began; NumPy reads them as they are.
+        self._programs, self._begins = array("q"), array("q")
         self._seen: Clock | None = None
         self._released: dict[int, Clock] = {}
 
@@ -160,8 +159,8 @@ class Watch:
 
     def programs_at(self, times: np.ndarray) -> np.ndarray:
         """Return the numbers of the programs that were running at some times."""
-        places = np.searchsorted(self._begins[: self._count], times, side="right") - 1
-        return self._programs[places]
+        programs, begins = (np.frombuffer(a, np.int64) for a in (self._programs, self._begins))
+        return programs[np.searchsorted(begins, times, side="right") - 1]
 
     def enter(self, ids: tuple[int, int, int]) -> None:
         """Note which program makes the accesses from here on."""
@@ -169,9 +168,8 @@ class Watch:
         program = (ids[0] * height + ids[1]) * depth + ids[2]
         if program != self._program:
             self._program, self._begin, self._seen = program, len(self.lines), None
-            self._programs[self._count] = program
-            self._begins[self._count] = self._begin
-            self._count += 1
+            self._programs.append(program)
+            self._begins.append(self._begin)
 
     def access(
         self,
