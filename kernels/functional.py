@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from safetune.errors import InvalidOperand
 from safetune.kernels.grid_policy import GridPlan
 from safetune.kernels.launches import (
     BackwardOutputs,
@@ -48,7 +49,7 @@ def layer_norm_fwd(
     `x` itself where that is its dtype.
 
     Raises:
-        ValueError: a shape does not go with that of `x`, or the rows are too long.
+        InvalidOperand: a shape, dtype or device does not go with `x`, or the rows are too long.
     """
     check_operands(x, num_groups, {"residual": residual}, {"weight": weight, "bias": bias})
     x, weight, bias, residual = _contiguous(x, weight, bias, residual)
@@ -87,13 +88,19 @@ def layer_norm_bwd(
             `x_dtype`, the dtype of dx, is another than that of the residual.
 
     Raises:
-        ValueError: a shape does not go with that of `x`, or the rows are too long.
+        InvalidOperand: a shape, dtype or device does not go with `x`, or the rows are too long.
     """
-    check_operands(x, num_groups, {"dy": dy, "dres": dres}, {"weight": weight, "bias": bias})
+    check_operands(
+        x,
+        num_groups,
+        {"dy": dy, "dres": dres},
+        {"weight": weight, "bias": bias},
+        {"mean": mean, "rstd": rstd},
+    )
     if rstd is None or (mean is None and not is_rms_norm):
         missing = "rstd" if rstd is None else "mean"
-        raise ValueError(f"{missing} is None; pass what layer_norm_fwd returned")
-    dy, x, weight, bias, dres = _contiguous(dy, x, weight, bias, dres)
+        raise InvalidOperand(f"{missing} is None; pass what layer_norm_fwd returned")
+    dy, x, weight, bias, mean, rstd, dres = _contiguous(dy, x, weight, bias, mean, rstd, dres)
     pinned = is_pinned(deterministic)
     plan = backward_plan(x, num_groups, multiprocessors(x, pinned))
     outputs, launch = backward_launch(

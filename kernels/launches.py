@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from safetune.errors import InvalidOperand
 from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 
@@ -53,22 +54,52 @@ class BackwardOutputs(NamedTuple):
     bias_partials: torch.Tensor | None
 
 
+_NO_OPERANDS: dict[str, Any] = {}
+
+
 def check_operands(
-    x: torch.Tensor, num_groups: int, matrices: dict[str, Any], vectors: dict[str, Any]
+    x: torch.Tensor,
+    num_groups: int,
+    matrices: dict[str, Any],
+    vectors: dict[str, Any],
+    statistics: dict[str, Any] = _NO_OPERANDS,
 ) -> None:
-    """Raise `ValueError` naming the operand whose shape does not go with `x`."""
-    if x.ndim != 2 or x.shape[0] % num_groups:
-        raise ValueError(
+    """Raise `InvalidOperand` naming the operand that does not go with `x`, and why."""
+    if x.ndim != 2 or num_groups < 1 or x.shape[0] % num_groups:
+        raise InvalidOperand(
             f"x has shape {tuple(x.shape)}; it must be [tokens * num_groups, columns] "
             f"with num_groups={num_groups}"
         )
-    shape = x.shape
+    shape, device = x.shape, x.device
     if not 1 <= shape[1] <= MAX_COLUMNS:
-        raise ValueError(f"x has rows of {shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
-    for operands, wanted in ((matrices, shape), (vectors, (num_groups * shape[1],))):
+        raise InvalidOperand(f"x has rows of {shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
+    check_kind("x", x, device)
+    # Every launch comes through here, so this is written for the host's time.
+    for operands, wanted in (
+        (matrices, shape),
+        (vectors, (num_groups * shape[1],)),
+        (statistics, (shape[0],)),
+    ):
         for name, operand in operands.items():
-            if operand is not None and operand.shape != wanted:
-                raise ValueError(f"{name} has shape {tuple(operand.shape)}, not {tuple(wanted)}")
+            if operand is None:
+                continue
+            if operand.shape != wanted:
+                raise InvalidOperand(
+                    f"{name} has shape {tuple(operand.shape)}, not {tuple(wanted)}"
+                )
+            if operand.device != device or not operand.is_floating_point():
+                check_kind(name, operand, device)
+
+
+def check_kind(name: str, operand: torch.Tensor, device: torch.device) -> None:
+    """Raise `InvalidOperand` for what is no float tensor on the device of x.
+
+    A kernel would be given an address of another device's memory, or of none (meta).
+    """
+    if not operand.is_floating_point():
+        raise InvalidOperand(f"{name} is of {operand.dtype}; it must be of a float dtype")
+    if operand.device != device:
+        raise InvalidOperand(f"{name} is on {operand.device} and x on {device}; move one of them")
 
 
 #: Functions that kernels call as well take 5 to 12 us from Python, `triton.cdiv` among them: every

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from safetune.errors import InvalidOperand
 from safetune.kernels.norm import group_norm
 from safetune.kernels.norm_linear import group_norm_linear
 
@@ -31,7 +32,7 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         if weight_offset and not elementwise_affine:
-            raise ValueError(
+            raise InvalidOperand(
                 f"weight_offset={weight_offset} needs a weight; elementwise_affine=False has none"
             )
         self.hidden_size = hidden_size
@@ -137,7 +138,7 @@ class _Grouped(_Norm):
         deterministic: bool | None = None,
     ) -> None:
         if num_groups < 1 or hidden_size % num_groups:
-            raise ValueError(f"num_groups={num_groups} must divide hidden_size={hidden_size}")
+            raise InvalidOperand(f"num_groups={num_groups} must divide hidden_size={hidden_size}")
         super().__init__(
             hidden_size,
             elementwise_affine,

@@ -20,6 +20,7 @@ from safetune.kernels.operands import (
     stores_residual,
     with_offset,
 )
+from safetune.kernels.ops import refuse
 from safetune.kernels.pinned import is_pinned
 
 
@@ -99,7 +100,29 @@ def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor
     return shaped, dw, db, dres_in, *not_tensors
 
 
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return them so that whoever asks for their gradients is refused.
+
+    `torch.autograd.function.once_differentiable` refuses only where the incoming gradients have
+    some of their own, which those of a sum have not: what depends on x would be lost.
+    """
+    with torch.no_grad():
+        found = _gradients(ctx, *incoming)
+    sources = (*incoming, *ctx.saved_tensors)
+    return tuple(
+        None if gradient is None else _Refusal.apply(gradient.detach().requires_grad_(), *sources)
+        for gradient in found
+    )
+
+
+class _Refusal(torch.autograd.Function):
+    """Hands a gradient on that must not be differentiated with regard to what it is made of."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    backward = staticmethod(refuse)
 
 
 def group_norm(
@@ -134,7 +157,7 @@ def group_norm(
             `torch.are_deterministic_algorithms_enabled()` says.
 
     Raises:
-        ValueError: a shape does not go with that of `x`, or a row is too long.
+        InvalidOperand: a shape, dtype or device does not go with `x`, or a row is too long.
     """
     weight = with_offset(weight, weight_offset)
     if launches_directly(x, weight, bias, residual):

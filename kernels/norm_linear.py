@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from safetune.errors import InvalidOperand
 from safetune.kernels.functional import layer_norm_fwd
+from safetune.kernels.launches import check_kind
 from safetune.kernels.operands import (
     as_rows,
     residual_rows,
@@ -48,6 +50,7 @@ def norm_linear_forward(
 
     y and the output have the dtype of `linear_weight`.
     """
+    _check_linear(x, linear_weight, linear_bias)
     y, mean, rstd, normalized = layer_norm_fwd(
         as_rows(x, num_groups),
         norm_weight,
@@ -83,6 +86,7 @@ def _(
     num_groups: int,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
+    _check_linear(x, linear_weight, linear_bias)
     y, *others = torch.ops.safetune.layer_norm(
         x,
         norm_weight,
@@ -96,6 +100,22 @@ def _(
         deterministic,
     )
     return y.new_empty(*x.shape[:-1], linear_weight.shape[0]), *others
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise `InvalidOperand` for a linear map that cannot be applied to `x`."""
+    if weight.ndim != 2 or not x.ndim or weight.shape[1] != x.shape[-1]:
+        raise InvalidOperand(
+            f"linear_weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} it "
+            "must be [out_features, channels]"
+        )
+    check_kind("linear_weight", weight, x.device)
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise InvalidOperand(
+                f"linear_bias has shape {tuple(bias.shape)}, not {tuple(weight.shape[:1])}"
+            )
+        check_kind("linear_bias", bias, x.device)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from safetune.errors import InvalidOperand
+
 #: What has memory that a kernel can be launched on; subclasses (fake, functional, distributed
 #: tensors) have none, or more than one.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -14,7 +16,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 def launches_directly(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels are launched on the operands, rather than through an operator of `ops`."""
-    if torch.compiler.is_compiling() or x.is_meta:
+    # Under a dispatch mode (tracing, selective checkpoints) only operators are seen, no kernels.
+    if torch.compiler.is_compiling() or x.is_meta or torch._C._len_torch_dispatch_stack():
         return False
     return type(x) in _PLAIN and _PLAIN.issuperset(map(type, others))
 
@@ -23,12 +26,12 @@ def as_rows(x: Tensor, num_groups: int) -> Tensor:
     """Return `x` of shape [..., channels] as [tokens * num_groups, channels / num_groups].
 
     Raises:
-        ValueError: there is no such view.
+        InvalidOperand: there is no such view.
     """
     if x.ndim == 2 and num_groups == 1:
         return x
     if not x.ndim or num_groups < 1 or x.shape[-1] % num_groups:
-        raise ValueError(
+        raise InvalidOperand(
             f"num_groups={num_groups} must divide the last dimension of x, "
             f"which has shape {tuple(x.shape)}"
         )
@@ -36,11 +39,11 @@ def as_rows(x: Tensor, num_groups: int) -> Tensor:
 
 
 def residual_rows(residual: Tensor | None, x: Tensor, num_groups: int) -> Tensor | None:
-    """Return `residual` as `as_rows` does; it has the shape of `x` or raises `ValueError`."""
+    """Return `residual` as `as_rows` does; it has the shape of `x` or raises `InvalidOperand`."""
     if residual is None:
         return None
     if residual.shape != x.shape:
-        raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}")
+        raise InvalidOperand(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}")
     return as_rows(residual, num_groups)
 
 
@@ -58,10 +61,10 @@ def with_offset(weight: Tensor | None, offset: float) -> Tensor | None:
     """Return weight + offset, in fp32 at least: near 1, a bf16 has two digits.
 
     Raises:
-        ValueError: there is no weight to add it to.
+        InvalidOperand: there is no weight to add it to.
     """
     if not offset:
         return weight
     if weight is None:
-        raise ValueError(f"weight_offset={offset} needs a weight to be added to, not None")
+        raise InvalidOperand(f"weight_offset={offset} needs a weight to be added to, not None")
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from safetune.errors import TracingError
 from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
+from safetune.kernels.launches import check_operands
 from safetune.kernels.operands import as_rows, residual_rows, stores_residual
 
 
@@ -73,8 +75,10 @@ def _(
     num_groups: int,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
-    rows = as_rows(x, num_groups).shape[0]
-    residual_rows(residual, x, num_groups)
+    matrix = as_rows(x, num_groups)
+    added = residual_rows(residual, x, num_groups)
+    check_operands(matrix, num_groups, {"residual": added}, {"weight": weight, "bias": bias})
+    rows = matrix.shape[0]
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
     if stores_residual(x, residual, residual_in_fp32):
         dtype = torch.float32 if residual is None else residual.dtype
@@ -164,6 +168,17 @@ def _(
         x.new_empty(x.shape) if stores_dres else x.new_empty(0),
         dy.new_empty(dy.shape) if recompute_output else x.new_empty(0),
     )
+
+
+def refuse(ctx: Any, *gradients: Tensor | None) -> Any:
+    """Raise `TracingError`: what norm_backward returns has no gradients."""
+    raise TracingError(
+        "the gradients of safetune's norms have no gradients themselves: where a loss depends on "
+        "gradients (create_graph=True), use a norm of torch's"
+    )
+
+
+norm_backward.register_autograd(refuse)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

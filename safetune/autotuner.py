@@ -47,14 +47,15 @@ _TOLD = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phase
 _alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
 
 
-def _forget_locks() -> None:
-    """In a fork the thread that tunes a key is not there, and would never let go of its lock."""
+def _after_fork() -> None:
+    """Let go of the locks of threads that are not there, and let Triton refuse each launch."""
     for tuner in list(_alive):
         tuner._key_locks.clear()
+        tuner._forget_launches()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
@@ -166,6 +167,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         object.__setattr__(self, name, value)
         if name not in _TOLD:
             self._forget_launches()
+        if name == "fn":
+            self.__dict__.pop("_identity", None)
+        elif name == "configs":
+            pruning.show_one_of_several(self)
 
     def _forget_launches(self) -> None:
         # Another dictionary, as a thread may be about to add what it knows from before.
@@ -248,7 +253,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def adopt(self, key: Any, config: Config) -> Config:
         """Launch `config` for this memory key from here on; return it."""
-        if key in self.captured:
+        if self.captured:
             from safetune import capture
 
             capture.adopted(self, key, config)

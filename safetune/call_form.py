@@ -141,6 +141,8 @@ def device_index(args: Args, kwargs: Kwargs) -> int:
 
 def _plain(value: Any) -> Any:
     """A key value as a dictionary can hold it, with its types, without keeping a tensor alive."""
-    if value.__class__ in _SCALARS or canonical.is_dtype(value):
+    if value.__class__ in _SCALARS:
+        return value if value == value else repr(value)  # no NaN is equal to another
+    if canonical.is_dtype(value):
         return value
     return canonical.dumps(canonical.encode(value))

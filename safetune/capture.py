@@ -233,9 +233,9 @@ def unwatch(capture: int) -> None:
 
 def adopted(tuner: Autotuner, key: Any, config: Config) -> None:
     """Say of which graph a new choice comes too late for."""
-    captured = tuner.captured[key]
-    if config != captured.config:
-        del tuner.captured[key]
+    captured = tuner.captured.get(key)
+    if captured is not None and config != captured.config:
+        tuner.captured.pop(key, None)  # another thread may be about to say it, too
         logger.warning(
             "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that: "
             "capture it again",

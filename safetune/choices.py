@@ -23,6 +23,9 @@ class Choices(dict[Any, Config]):
         if before is not config:
             self.tuner._forget_launches()
 
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy is nobody's, and can be written to a file
+
 
 def _telling(name: str) -> Any:
     def change(self: Choices, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,10 @@ class InvalidSetting(SafetuneError, ValueError):
     """A decorator argument or a SAFETUNE_* variable with a value that means nothing."""
 
 
+class InvalidOperand(SafetuneError, ValueError):
+    """A tensor or an option that a shipped kernel cannot work with; nothing was launched."""
+
+
 class PhantomKey(SafetuneError, ValueError):
     """A key name that the kernel never reads, under `phantom="error"`."""
 

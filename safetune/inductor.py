@@ -16,13 +16,14 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
 from safetune import announce, canonical, device, fallback, miss, regions
+from safetune.carried import not_carried, portable
 from safetune.config import config_digest, config_text
 from safetune.errors import TracingError
 from safetune.key import TuningKey
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from safetune.store.sqlite import Store
 
 logger = logging.getLogger("safetune")
-
-#: What Inductor keeps of a config besides its keyword arguments.
-_CARRIED = ("num_warps", "num_stages")
 
 _numbers = itertools.count()
 #: By number, written as a string: under dynamic shapes Dynamo makes a variable of an integer.
@@ -60,18 +58,19 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
     """Return the prune function that torch is to find on a tuner in place of the user's."""
     number = str(next(_numbers))
     _tuners[number] = tuner
-    early, keys, parameters = tuner.early_config_prune, tuple(tuner.keys), tuple(tuner.arg_names)
+    early, keys, parameters = tuner.pruning[0], tuple(tuner.keys), tuple(tuner.arg_names)
 
     def choose(configs: Any, named_args: Any, **kwargs: Any) -> list[Config]:
         """Leave one of `configs`; traced by Dynamo, so it has to stay as plain as it is."""
         import torch
-        from torch.fx.experimental.symbolic_shapes import has_static_value
+        from torch.fx.experimental.symbolic_shapes import guard_or_false, has_static_value
 
         facts: list[Fact] = []
         unknown: list[Any] = []
         index = -1
-        for name, value in {**named_args, **kwargs}.items():
-            if isinstance(value, torch.Tensor):
+        arguments = {**named_args, **kwargs}
+        for name, value in arguments.items():
+            if torch.is_tensor(value):  # Dynamo knows that of a descriptor, too, but not its type
                 facts.append((name, "tensor", value.dtype))
                 if index < 0 and value.device.index is not None:
                     index = value.device.index
@@ -82,37 +81,45 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
                     unknown.append((name, value))
                 else:
                     facts.append((name, "value", value))
-        check(number, tuple(facts))
+        compiling = torch.compiler.is_dynamo_compiling()
+        launched = compiling or any(
+            torch.is_tensor(value) or hasattr(value, "block_shape") for value in arguments.values()
+        )
+        check(number, launched)
         names = tuple([name for name, _ in unknown])
         bounds = stored_regions(number, tuple(facts), names, index)
         for place, (name, value) in enumerate(unknown):
             chosen = None
             for upper, representative in bounds[place]:
-                if upper is None or value <= upper:
+                if upper is None or guard_or_false(value <= upper):  # False: only the data says
                     chosen = representative
                     break
             if chosen is not None:
                 facts.append((name, "value", chosen))
         order = best_first(number, tuple(facts), names, index)
-        if not torch.compiler.is_dynamo_compiling():
+        if not compiling:
             mark_caches(number, tuple(facts), index, order[0])
         if len(order) == 1 or early is None:
             return [configs[order[0]]]
-        left = early(configs, named_args, **kwargs)
-        for place in order:
-            for config in left:
-                if config is configs[place]:
-                    return [config]
-        return left[:1]
+        return _best_of(configs, early(configs, named_args, **kwargs), order)
 
     return choose
 
 
+def _best_of(configs: Any, left: Any, order: tuple[int, ...]) -> Any:
+    """The first in the order that is left; traced by Dynamo, too."""
+    for place in order:
+        for config in left:
+            if config is configs[place]:
+                return [config]
+    return left[:1]
+
+
 @constant
-def check(number: str, facts: tuple[Fact, ...]) -> None:
+def check(number: str, launched: bool) -> None:
     """Refuse what cannot be traced; raises `TracingError`."""
     name = _tuners[number].base_fn.__name__
-    if not any(kind == "tensor" for _, kind, _ in facts):
+    if not launched:
         raise TracingError(
             f"{name} was pruned outside a launch, as jax-triton does with a tuner: it would get "
             "every config. Call safetune.integrations.jax.triton_call, or resolve the kernel first"
@@ -161,18 +168,18 @@ def best_first(
     tuner = _tuners[number]
     settings = Settings.current()
     if len(tuner.configs) == 1 or settings.mode is Mode.OFF:
-        return (_portable(tuner, tuner.configs)[0],)
+        return (portable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
     choice = miss.stored(Traced(tuner, request), request, lookup)  # type: ignore[arg-type]
     if choice is None:
         first = fallback.fallback(request, lookup.store)
         missed(Traced(tuner, request, unknown), first, lookup.store)
-        return _portable(tuner, _once([first, *fallback.next_best(request, lookup.store)]))
+        return portable(tuner, _once([first, *fallback.next_best(request, lookup.store)]))
     if not_carried(choice):
         order = _once([choice, *fallback.next_best(request, lookup.store)])
-        return (_portable(tuner, order)[0],)
-    return _portable(tuner, [choice])
+        return (portable(tuner, order)[0],)
+    return portable(tuner, [choice])
 
 
 @dataclass(frozen=True)
@@ -214,33 +221,6 @@ def missed(traced: Traced, config: Config, store: Store) -> None:
     )
 
 
-def not_carried(config: Config) -> dict[str, Any]:
-    """Return the launch options of a config that Inductor would lose without a word."""
-    default = Config({}).all_kwargs()
-    return {
-        name: value
-        for name, value in config.all_kwargs().items()
-        if name not in config.kwargs and name not in _CARRIED and value != default.get(name)
-    }
-
-
-def _portable(tuner: Autotuner, order: Sequence[Config]) -> tuple[int, ...]:
-    """The places of the configs that Inductor can carry; warns where that is not the first."""
-    kept = [config for config in order if not not_carried(config)]
-    lost = not_carried(order[0])
-    if lost:
-        name = tuner.base_fn.__name__
-        told = f"torch.compile loses {lost} of {name}'s config {config_text(order[0])}"
-        if not kept:
-            raise TracingError(
-                f"{told}, and no other config is without such options: add one, or wrap the launch "
-                "in a torch.library.custom_op, which torch.compile leaves alone"
-            )
-        warnings.warn(f"{told}: {config_text(kept[0])} is compiled instead", stacklevel=2)
-    places = {id(config): place for place, config in enumerate(tuner.configs)}
-    return tuple(places[id(config)] for config in kept)
-
-
 def _once(configs: Iterable[Config]) -> list[Config]:
     return list({id(config): config for config in configs}.values())
 
@@ -272,11 +252,11 @@ def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningReq
         name: {"tensor": canonical.dtype_name(what)} if kind == "tensor" else canonical.encode(what)
         for name, kind, what in facts
     }
-    dtypes = [(name, canonical.dtype_name(what)) for name, kind, what in facts if kind == "tensor"]
+    dtypes = {name: canonical.dtype_name(what) for name, kind, what in facts if kind == "tensor"}
     key = TuningKey(
         kernel=miss.identity_of(tuner),
         values=tuple((name, encoded[name]) for name in tuner.keys if name in encoded),
-        dtypes=tuple(pair for pair in dtypes if pair[0] in tuner.arg_names),
+        dtypes=tuple((name, dtypes[name]) for name in tuner.arg_names if name in dtypes),
         options=tuple(pair for pair in sorted(encoded.items()) if pair[0] not in tuner.arg_names),
         device=found,
         toolchain=toolchain,

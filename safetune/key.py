@@ -36,7 +36,7 @@ class TuningKey:
 
     Attributes:
         values: (name, encoded value) for each kept key name, in the key's order.
-        dtypes: (name, dtype name) for each argument that has a dtype.
+        dtypes: (name, dtype name) for each argument that has a dtype, in the kernel's order.
         options: (name, encoded value) for launch options that the caller passes, e.g. num_warps.
     """
 

@@ -6,11 +6,12 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from triton.runtime.autotuner import Config, Heuristics
+from triton.runtime.autotuner import Config
 
 from safetune import inductor, plan, scratch
 from safetune.rejection import CLEAN_FAILURES, is_callers, relaunch
 from safetune.settings import Mode, Settings
+from safetune.specialisation import below_heuristics
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
@@ -23,7 +24,7 @@ Kwargs = dict[str, Any]
 def first(tuner: Autotuner, grid: Any, args: Args, kwargs: Kwargs) -> Any:
     """Launch as Triton does, and remember what it launched for calls that are the same to it."""
     plans = tuner._plans  # others, once anything that a launch depends on is changed
-    complete = {**kwargs, "grid": grid, "warmup": False}
+    complete = dict(**kwargs, grid=grid, warmup=False)  # raises TypeError for one in kwargs
     kind = plan.kind(args, kwargs)
     if kind not in plans:
         made = plan.make(tuner, args, kwargs)
@@ -98,12 +99,9 @@ def _run(
 
 def _below_heuristics(kernel: Any, said: Kwargs, /, *args: Any, **kwargs: Any) -> Any:
     """Launch as `Heuristics.run` does, and note what they say: it decides the binary."""
-    while type(kernel) is Heuristics:
-        for name, heuristic in kernel.values.items():
-            named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-            said[name] = kwargs[name] = heuristic(named)
-        kernel = kernel.fn
-    return kernel.run(*args, **kwargs)
+    below, found = below_heuristics(kernel, args, kwargs)
+    said.update(found)
+    return below.run(*args, **{**kwargs, **found})
 
 
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:

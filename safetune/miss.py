@@ -110,9 +110,9 @@ class Miss:
                 if name in arguments
             ),
             dtypes=tuple(
-                (name, canonical.dtype_name(value.dtype))
-                for name, value in arguments.items()
-                if name in tuner.arg_names and hasattr(value, "dtype")
+                (name, canonical.dtype_name(arguments[name].dtype))
+                for name in tuner.arg_names
+                if hasattr(arguments.get(name), "dtype")
             ),
             options=tuple(
                 (name, canonical.encode(value))
@@ -152,7 +152,7 @@ def resolve(
         config = (find or _resolve)(tuner, key, args, kwargs)
     if rejections is None:
         return config
-    return rejections.applied(config, specialisation(tuner, form, args, kwargs))
+    return rejections.applied(config, specialisation(tuner, form, config, args, kwargs))
 
 
 def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:

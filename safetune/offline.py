@@ -146,7 +146,7 @@ def _yielded(
             yield workload
     except WorkloadError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise WorkloadError(
             f"{name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"

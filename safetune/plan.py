@@ -18,6 +18,7 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime import jit as triton_jit
 from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import JITFunction
 
@@ -62,6 +63,7 @@ class Plan:
     ) -> None:
         self._tuner = tuner
         self._form = form
+        self._single = source.single
         defaults = {parameter.name: parameter.default for parameter in jit.params}
         self._absent = {name: defaults[name] for name in source.absent}
         self._jit = jit
@@ -97,7 +99,9 @@ class Plan:
         tuner = self._tuner
         if type(kernel) is not CompiledKernel or config.pre_hook is not None or self.in_the_way():
             return
-        if len(tuner.configs) > 1 and tuner.cache.get(self._form.key(args, kwargs)) is not config:
+        if (len(tuner.configs) == 1) is not self._single:
+            return  # some were taken away, or added, in place
+        if not self._single and tuner.cache.get(self._form.key(args, kwargs)) is not config:
             return  # not the key's choice: it is rejected, or captured without one
         options = config.all_kwargs()
         rest = [options.get(name, default) for name, default in self._absent.items()]
@@ -160,7 +164,13 @@ def _nvidia_driver() -> Any:
     return active if active.get_current_target().backend == "cuda" else None
 
 
-_JIT_RUN = JITFunction.run
+def _own_run() -> Any:
+    """Triton's own; None where a tool has put something else in its place."""
+    run = JITFunction.run
+    return run if getattr(run, "__globals__", None) is vars(triton_jit) else None
+
+
+_JIT_RUN = _own_run()
 
 
 def _names(tuner: Autotuner, jit: Any) -> dict[str, Any]:

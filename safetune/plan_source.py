@@ -64,7 +64,7 @@ class Source:
         self._tensors: list[int] = []
         self._parts: list[str] = []
         self._pinned: list[int] = []
-        self._single = len(tuner.configs) == 1
+        self.single = len(tuner.configs) == 1
         self.possible, plain = True, plain_types()
         for index, parameter in enumerate(jit.params):
             if parameter.name not in values:
@@ -75,8 +75,8 @@ class Source:
             elif parameter.is_constexpr or parameter.name in tuner.keys:
                 self._parts.append(variable)
                 self.possible &= type(value) in plain
-            elif _is_tensor(value):
-                self._tensors.append(index)
+            elif _is_tensor(value) and parameter.annotation_type[:1] in ("", "*"):
+                self._tensors.append(index)  # for a number, Triton takes one out of the tensor
             elif type(value) is int:
                 self._parts.append(_INTEGER.format(variable))
             else:
@@ -86,7 +86,7 @@ class Source:
         """Return the code."""
         arguments = "".join(f"{self._argument(i)}, " for i in range(len(self._names)))
         named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
-        single = " or not (len(configs) == 1 and configs[0] is config)" if self._single else ""
+        same = "len(configs) == 1 and configs[0] is config" if self.single else "len(configs) > 1"
         absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
         return f"""
 def in_the_way():
@@ -109,7 +109,7 @@ def launch(grid, a, k):
     if found is None:
         return None
     kernel, config, made_in, run, head, together, rest = found
-    if config.pre_hook is not None or jit.device_caches.get(device) is not made_in{single}:
+    if config.pre_hook is not None or jit.device_caches.get(device) is not made_in or not ({same}):
         return None
     {f"{absent}= rest" if absent else ""}
     stream = active.get_current_stream(device)

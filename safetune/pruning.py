@@ -9,6 +9,7 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
 from safetune import inductor
+from safetune.carried import not_carried
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
@@ -17,10 +18,17 @@ if TYPE_CHECKING:
 def show_one_config(tuner: Autotuner) -> Autotuner:
     """Keep the user's functions for `prune`, and let torch, which traces them, find one config."""
     tuner.pruning = (tuner.early_config_prune, tuner.perf_model)
-    several = len(tuner.configs) > 1 or inductor.not_carried(tuner.configs[0])
-    tuner.shown = inductor.one_config(tuner) if several else None
-    tuner.early_config_prune, tuner.perf_model = tuner.shown, None
+    tuner.shown = tuner.early_config_prune = tuner.perf_model = None
+    show_one_of_several(tuner)
     return tuner
+
+
+def show_one_of_several(tuner: Autotuner) -> None:
+    """As above, where there was nothing to choose from before the configs were replaced."""
+    if vars(tuner).get("shown", tuner) is not None or tuner.early_config_prune is not None:
+        return
+    if len(tuner.configs) > 1 or any(map(not_carried, tuner.configs)):
+        tuner.shown = tuner.early_config_prune = inductor.one_config(tuner)
 
 
 def prune(tuner: Autotuner, kwargs: dict[str, Any]) -> list[Config]:

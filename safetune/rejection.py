@@ -93,7 +93,7 @@ def relaunch(
             raised it.
     """
     args, kwargs = call
-    kind = specialisation(tuner, form, args, kwargs)
+    kind = specialisation(tuner, form, config, args, kwargs)
     rejections = _reject(tuner, key, kind, config)
     reason = _text(error)
     for other in _candidates(tuner, args, kwargs):

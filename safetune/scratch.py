@@ -83,7 +83,7 @@ def allocate(size: int, alignment: int, stream: int | None) -> Block:
         for sizes in _observers:
             sizes.append(size)
     capture = 0 if stream is None else cuda_driver.capture_id(stream)
-    if stream is None or not capture:
+    if stream is None or not capture or not size:
         return Block(size, alignment, stream)
     return _for_graph(size, alignment, stream, capture)
 
@@ -150,14 +150,18 @@ def observed() -> Iterator[list[int]]:
 
 
 def reserve(capture: int, stream: int) -> None:
-    """Have a capture's graph own the largest scratch that this device was asked for so far."""
+    """Have a capture's graph own the largest scratch that this device was asked for so far.
+
+    Where there is no room for it, a launch that needs some will say so.
+    """
     if not _largest:
         return
     import torch
 
     size = _largest.get(torch.cuda.current_device(), 0)
     if size:
-        _kept.setdefault((capture, stream), []).append(Block(size, _MOST_ALIGNMENT, stream))
+        with contextlib.suppress(torch.OutOfMemoryError):
+            _kept.setdefault((capture, stream), []).append(Block(size, _MOST_ALIGNMENT, stream))
 
 
 def driver_calls(capture: int) -> int:

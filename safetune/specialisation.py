@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from triton.runtime.autotuner import Config, Heuristics
+
 from safetune import canonical
 from safetune.call_form import CallForm, constexpr_names
 
@@ -13,17 +15,38 @@ if TYPE_CHECKING:
 
 
 def specialisation(
-    tuner: Autotuner, form: CallForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    tuner: Autotuner,
+    form: CallForm,
+    config: Config,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what decides which binary a call needs: at least what Triton tells apart."""
+    """Return what decides which binary of a config a call needs: at least what Triton tells apart.
+
+    The tuner's heuristics see the config, and what they say is a part of that.
+    """
     args, kwargs = form.pinned(args, kwargs)
-    named = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+    _, said = below_heuristics(tuner.fn, args, {**kwargs, **config.all_kwargs()})
+    named = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs, **said}
     constants = constexpr_names(tuner.fn)
     return tuple(
         (name, _exact(value) if name in constants or name not in tuner.arg_names else _kind(value))
         for name, value in sorted(named.items())
         if name not in ("grid", "warmup")
     )
+
+
+def below_heuristics(
+    kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return what is below a kernel's heuristics, and what they say for a launch, by name."""
+    said: dict[str, Any] = {}
+    while type(kernel) is Heuristics:
+        for name, heuristic in kernel.values.items():
+            named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **said}
+            said[name] = heuristic(named)
+        kernel = kernel.fn
+    return kernel, said
 
 
 def _exact(value: Any) -> Any:

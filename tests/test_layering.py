@@ -27,7 +27,7 @@ LAYERS: list[list[str]] = [
     [
         *("progress", "announce", "inline", "fallback", "frozen", "record", "rejection"),
         *("background", "miss", "capture", "agreement"),
-        *("arrays", "regions", "inductor", "pruning", "resolved"),
+        *("arrays", "regions", "carried", "inductor", "pruning", "resolved"),
     ],
     ["plan_source", "plan", "launch"],
     ["autotuner", "decorator"],

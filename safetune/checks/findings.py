@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from safetune.checks.clock import NEVER
 from safetune.checks.memory import Memory, View
 from safetune.checks.report import Finding, Kind, Place, Program, Written, line_text
-from safetune.checks.watch import NEVER, Access, Clash, Stray, Times, Watch
+from safetune.checks.watch import Access, Clash, Stray, Times, Watch
 
 #: How many elements, of different rows where there are such, a finding names.
 _MOST_PLACES = 3

@@ -24,6 +24,8 @@ class Instruments:
     def __init__(self, watch: Watch, builder: Any) -> None:
         self._watch = watch
         self._builder = builder
+        self._relaxed = False  # whether volatile loads are those of a relaxed poll
+        self._poll = getattr(builder, "create_atomic_poll", None)
         self._load = builder.create_masked_load
         self._store = builder.create_masked_store
         self._cas = builder.create_atomic_cas
@@ -41,6 +43,8 @@ class Instruments:
             "create_descriptor_reduce": self.reduce,  # which Triton's interpreter does not have
         }
         if hasattr(self._builder, "create_atomic_store"):  # Triton 3.9
+            found["create_atomic_load"] = self.atomic_load
+            found["create_atomic_poll"] = self.atomic_poll
             found["create_atomic_store"] = self.atomic_store
         return found
 
@@ -48,8 +52,23 @@ class Instruments:
         """Load; a volatile one, which an atomic load is made of, may wait for another program."""
         volatile = named["is_volatile"] if "is_volatile" in named else rest[-1]
         access = Access.POLL if volatile else Access.READ
-        real, allowed = self._watched(access, pointer, mask, acquires=bool(volatile))
+        acquires = bool(volatile) and not self._relaxed
+        real, allowed = self._watched(access, pointer, mask, acquires=acquires)
         return self._load(real, allowed, other, *rest, **named)
+
+    def atomic_load(self, pointer: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """Load what another program may be storing atomically."""
+        real, allowed = self._watched(Access.POLL, pointer, mask, acquires=_acquires(sem))
+        return self._load(real, allowed, None, None, True)
+
+    def atomic_poll(self, pointer: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+        """Load, volatile, until the value is there."""
+        assert self._poll is not None
+        self._relaxed = not _acquires(sem)
+        try:
+            return self._poll(pointer, expected, timeout, sem, scope)
+        finally:
+            self._relaxed = False
 
     def store(self, pointer: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         """Store as many bytes as the pointer's elements have."""

@@ -12,6 +12,7 @@ itself. Two checks of different threads wait for each other.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -59,10 +60,9 @@ def interpret(
     with _LOCK, _restored([*_language(), builder]), np.errstate(all="ignore"):
         _speak_interpreted(functions)
         vars(builder).update(instruments(builder))
-        kernel = functions.interpreted(function).rewritten
         given = {name: functions.convert(value) for name, value in arguments.items()}
         try:
-            _run(kernel, given, grid)
+            _run(functions.interpreted(function).rewritten, given, grid)
         except NotInterpretable:
             raise
         except Exception as error:
@@ -122,10 +122,9 @@ class _Interpreted:
             space[name] = self._functions.convert(space[name])
         space["__triton_language__"] = tl  # the interpreter looks for it under any name
         space.setdefault("range", _range)
+        defaults = tuple(map(self._functions.convert, function.__defaults__ or ()))
         code = function.__code__
-        copied = FunctionType(
-            code, space, function.__name__, function.__defaults__, function.__closure__
-        )
+        copied = FunctionType(code, space, function.__name__, defaults, function.__closure__)
         copied.__kwdefaults__ = function.__kwdefaults__
         copied.__annotations__ = function.__annotations__
         copied.__module__ = function.__module__
@@ -134,7 +133,24 @@ class _Interpreted:
     @functools.cached_property
     def rewritten(self) -> Callable[..., Any]:
         """The function as the interpreter runs it; its lines are those of the source file."""
-        return interpreter.FunctionRewriter(self.fn).rewrite_ast()
+        rewritten = _Rewriter(self.fn).rewrite_ast()
+        for name in ("__defaults__", "__kwdefaults__", "__annotations__"):
+            setattr(rewritten, name, getattr(self.fn, name))
+        return rewritten
+
+
+class _Rewriter(interpreter.FunctionRewriter):
+    """Leaves out defaults and annotations: names in them may be of the enclosing function."""
+
+    def _transform_ast(self, source: str) -> ast.Module:
+        tree: ast.Module = super()._transform_ast(source)
+        (function,) = tree.body
+        assert isinstance(function, ast.FunctionDef)
+        given = function.args
+        given.defaults, given.kw_defaults = [], [None] * len(given.kwonlyargs)
+        for argument in (*given.args, *given.kwonlyargs):
+            argument.annotation = None
+        return tree
 
 
 class _Functions:

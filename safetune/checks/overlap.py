@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def check_overlap(
             for a later one would hang.
 
     Raises:
-        InvalidConfig: `config` is missing, or sets what the call sets too.
+        InvalidConfig: `config` is missing, or of no tuner, or sets what the call sets too.
         InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid; or
             a name is neither a parameter of the kernel nor a launch option of Triton's.
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
@@ -126,6 +127,8 @@ def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     names = kernel.arg_names
     if len(args) > len(names):
         raise InvalidSetting(f"{len(args)} arguments are given; the kernel has {', '.join(names)}")
+    if twice := [name for name in names[: len(args)] if name in kwargs]:
+        raise InvalidSetting(f"{', '.join(twice)}: given by position and by name; leave one out")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -157,6 +160,11 @@ def _apply_decorators(
         named.update(added)
         copies.update(added)
         kernel = kernel.fn
+    if config is not None and not text:
+        raise InvalidConfig(
+            f"config={config_text(config)}: {kernel.__name__} has no tuner that would set it; pass "
+            "its values as arguments of the call"
+        )
     return text
 
 
@@ -174,7 +182,7 @@ def _chosen(tuner: Autotuner, config: Config | None) -> Config:
 def _sizes(grid: Any, meta: dict[str, Any]) -> tuple[int, int, int]:
     sizes = grid(meta) if callable(grid) else grid
     try:
-        listed = [int(size) for size in sizes]
+        listed = [operator.index(size) for size in sizes]
     except TypeError:
         listed = []
     if not 1 <= len(listed) <= 3 or min(listed) < 0:

@@ -18,17 +18,16 @@ from __future__ import annotations
 import math
 import sys
 import time
+from array import array
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
+from safetune.checks.clock import NEVER, Clock
 from safetune.checks.interpretation import is_machinery
 from safetune.checks.memory import Memory
 from safetune.errors import NotInterpretable
-
-#: What stands for "never" where a time is expected.
-NEVER = -1
 
 #: Clashes in a region beyond this are counted, and no longer kept to name their programs.
 _MAX_LOGGED = 1 << 22
@@ -148,10 +147,10 @@ class Watch:
         #: The numbers of the programs that stored or updated anything.
         self.storing: set[int] = set()
         self._program, self._begin = NEVER, 0
-        self._programs: list[int] = []  # those that have run, and when each began
-        self._begins: list[int] = []
-        self._seen: np.ndarray | None = None
-        self._released: dict[int, np.ndarray] = {}
+        # Those that have touched anything, and when each began; NumPy reads them as they are.
+        self._programs, self._begins = array("q"), array("q")
+        self._seen: Clock | None = None
+        self._released: dict[int, Clock] = {}
 
     def ids(self, program: int) -> tuple[int, int, int]:
         """Return a program's ids from its number."""
@@ -160,8 +159,8 @@ class Watch:
 
     def programs_at(self, times: np.ndarray) -> np.ndarray:
         """Return the numbers of the programs that were running at some times."""
-        places = np.searchsorted(np.array(self._begins), times, side="right") - 1
-        return np.array(self._programs, dtype=np.int64)[places]
+        programs, begins = (np.frombuffer(a, np.int64) for a in (self._programs, self._begins))
+        return programs[np.searchsorted(begins, times, side="right") - 1]
 
     def enter(self, ids: tuple[int, int, int]) -> None:
         """Note which program makes the accesses from here on."""
@@ -247,7 +246,7 @@ class Watch:
         if not clashing.any():
             return
         if self._seen is not None:
-            clashing &= self._seen[self.programs_at(np.maximum(prior, 0))] < prior
+            clashing &= self._seen.at(self.programs_at(np.maximum(prior, 0))) < prior
         where, prior = where[clashing], prior[clashing]
         times.clashes[clash][where] = True
         if times.logged < _MAX_LOGGED and where.size:
@@ -258,16 +257,12 @@ class Watch:
         """See what programs had done when they released through this address."""
         released = self._released.get(address)
         if released is not None:
-            seen = released if self._seen is None else np.maximum(self._seen, released)
-            self._seen = seen.copy()
+            self._seen = released.joined(self._seen)
 
     def _release(self, address: int, now: int) -> None:
-        mine = np.full(math.prod(self._grid), NEVER, dtype=np.int64)
-        if self._seen is not None:
-            mine = self._seen.copy()
-        mine[self._program] = now
+        mine = Clock(self._program, np.array([now], dtype=np.int64)).joined(self._seen)
         before = self._released.get(address)
-        self._released[address] = mine if before is None else np.maximum(before, mine)
+        self._released[address] = mine if before is self._seen else mine.joined(before)
 
 
 def _kernel_line() -> tuple[str, int]:

@@ -131,23 +131,23 @@ def _rows(task: Task) -> Iterator[_Row]:
     workload = task.workload
     launch = (task.kernel.outer, workload.grid, *workload.args)
     configs: Sequence[Config] = ()
-    # A target's own functions may raise anything: a hook, a heuristic, the grid, pruning.
+    # A target's own functions may raise anything, or exit: a hook, a heuristic, the grid, pruning.
     try:
         configs = pruned_configs(launch[0], workload.args, workload.kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         yield _Row("all configs", None, _reason(error))
     for config in configs:
         try:
             report = check_overlap(
                 *launch, config=config, outputs=workload.outputs, **workload.kwargs
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             yield _Row(config_text(config), None, _reason(error))
         else:
             yield _Row(config_text(config), report, "")
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, SafetuneError):
         return describe(error)
     return typed(error) + place_of(error)

@@ -64,12 +64,13 @@ class Watch:
     """
 
     def __init__(self, name: str = "", watchdog_s: float | None = 30.0) -> None:
-        if watchdog_s is not None and not watchdog_s > 0:
+        number = isinstance(watchdog_s, (int, float))
+        if watchdog_s is not None and not (number and watchdog_s > 0):
             raise InvalidSetting(
                 f"watchdog_s={watchdog_s!r} must be a number of seconds over 0, or None for none"
             )
         self._name = name
-        self._watchdog_s = watchdog_s
+        self._watchdog_s = None if watchdog_s is None else min(watchdog_s, threading.TIMEOUT_MAX)
         self._capture = 0
         self._begin_s = time.monotonic()
         self._tunings = announce.tunings_begun()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -320,6 +321,26 @@ class TestOrder:
         report = check_overlap(make_locked(sem), (4,), zeros(16), lock)
 
         assert report.find("overlap").elements == 16
+
+    @pytest.mark.skipif(not hasattr(tl, "atomic_load"), reason="Triton 3.9 has them")
+    @pytest.mark.parametrize("sem", ["acquire", "relaxed"])
+    @pytest.mark.parametrize("polls", [False, True])
+    def test_atomic_loads_and_stores(self, polls: bool, sem: str) -> None:
+        @triton.jit
+        def store(flag, y, POLLS: tl.constexpr, SEM: tl.constexpr):
+            if tl.program_id(0) == 0:
+                tl.store(y, 1.0)
+                tl.atomic_store(flag, 1, sem="release")
+            else:
+                if POLLS:
+                    tl.atomic_poll(flag, 1, sem=SEM)
+                else:
+                    tl.atomic_load(flag, sem=SEM)
+                tl.store(y, 2.0)
+
+        report = check_overlap(store, (2,), zeros(1, dtype=torch.int32), zeros(1), polls, sem)
+
+        assert report.ok == (sem == "acquire")
 
     def test_a_third_programs_lock_orders_nothing(self) -> None:
         @triton.jit
@@ -730,7 +751,40 @@ class TestTuners:
             check_overlap(tuner_of[kind], grid, zeros(100), 100, STEP=3, config=CONFIGS[0])
 
 
+class TestSize:
+    def test_atomics_on_an_element_of_each_program(self) -> None:
+        """What is kept of each is not as long as the grid: a large one would not fit."""
+
+        @triton.jit
+        def count(y):
+            tl.atomic_add(y + tl.program_id(0), 1.0)
+
+        tracemalloc.start()
+        try:
+            assert check_overlap(count, (1500,), zeros(1500), outputs=["y"]).ok
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+        assert peak < 6e6  # 1500 times 1500 numbers are 18e6 bytes
+
+
 class TestDecorators:
+    def test_a_default_of_the_enclosing_function(self) -> None:
+        @triton.jit
+        def halve(x):
+            return x // 2
+
+        def made(block: int) -> Any:
+            @triton.jit
+            def store(y, BLOCK: tl.constexpr = block, HOW: tl.constexpr = halve):
+                tl.store(y + HOW(tl.program_id(0) * 8) + tl.arange(0, BLOCK), 1.0)
+
+            return store
+
+        assert check_overlap(made(4), (2,), zeros(8), outputs=["y"]).ok
+        assert not check_overlap(made(8), (2,), zeros(12)).ok
+
     def test_heuristics_inside_and_outside_of_a_tuner(self) -> None:
         step = triton.heuristics({"STEP": lambda args: args["BLOCK"] - 1})
         configs = [triton.Config({"BLOCK": 32})]
@@ -785,7 +839,7 @@ class TestErrors:
         with pytest.raises(InvalidSetting, match=r"decorate it with @triton\.jit first"):
             check_overlap(len, (1,))
 
-    @pytest.mark.parametrize("sizes", [(), (1, 1, 1, 1), (-1,), 3])
+    @pytest.mark.parametrize("sizes", [(), (1, 1, 1, 1), (-1,), 3, (2.5,), "12"])
     def test_no_grid(self, sizes: Any) -> None:
         with pytest.raises(InvalidSetting, match="one to three sizes of 0 or more"):
             check_overlap(store_at, sizes, zeros(1), 0, 1)
@@ -801,6 +855,15 @@ class TestErrors:
 
         with pytest.raises(InvalidSetting, match=rf"^{name}: no parameter of add_kernel \(y, x, n"):
             check_overlap(tuner, (1,), zeros(4), zeros(4), 4, 16, **named)
+
+    def test_an_argument_twice(self) -> None:
+        with pytest.raises(InvalidSetting, match=r"^n: given by position and by name"):
+            check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, n=2)
+
+    def test_a_config_without_a_tuner(self) -> None:
+        """Where the parameter has a default, the launch would be another one than was meant."""
+        with pytest.raises(InvalidConfig, match="add_kernel has no tuner that would set it"):
+            check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, config=CONFIGS[0])
 
     def test_launch_options(self) -> None:
         options = {"num_warps": 8, "num_stages": 2, "num_ctas": 1, "maxnreg": 64}

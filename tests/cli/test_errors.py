@@ -201,6 +201,16 @@ class TestWorkload:
         )
         assert not cache_dir.exists(), "nothing was tuned before"
 
+    @pytest.mark.parametrize("command", ["tune", "verify"])
+    def test_it_exits(self, safetune: Any, file: Path, broken: Any, command: str) -> None:
+        """With 0, as scripts do where there is no GPU: nothing was tuned or verified."""
+        broken("raise SystemExit(0)")
+
+        assert safetune.error(command, file) == (
+            "Error: the workload sizes of add_one raised SystemExit: 0 "
+            f"({file}:{line_of(file, 'raise')})"
+        )
+
     def test_it_yields_something_else(self, safetune: Any, file: Path, broken: Any) -> None:
         broken("yield 'a launch'")
 

@@ -78,6 +78,7 @@ class TestNotChecked:
         reasons = {
             ("hook", "BLOCK=32"): f"RuntimeError: broken hook ({unchecked}:11)",
             ("grid", "BLOCK=64"): f"KeyError: 'COUNT' ({unchecked}:39)",
+            ("exit", "BLOCK=64"): f"SystemExit: 0 ({unchecked}:",
             ("prune", "all conf"): f"OSError: broken prune ({unchecked}:16)",
             ("sparse", "BLOCK=64"): "a Tensor of shape (128,) on cpu has no plain storage to copy",
             ("misspelt", "BLOCK=64"): "m: no parameter of fill (y, n, BLOCK)",

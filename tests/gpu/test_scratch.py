@@ -240,6 +240,21 @@ class TestUnderCapture:
             torch.cuda.synchronize()
             assert torch.equal(z, x * 4), f"replay {seed} of a {kind} graph"
 
+    def test_where_none_can_be_reserved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a graph needs none of does not stop it, and the refusal leaves it valid."""
+        tiles = Tiles(False)
+        x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)
+        y = torch.zeros_like(x)
+        tiles.launch(x, y)
+        monkeypatch.setitem(scratch._largest, torch.cuda.current_device(), 1 << 46)
+        graph = torch.cuda.CUDAGraph()
+        with safetune.graph(graph):
+            tiles.launch(x, y)
+        y.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, x * 2)
+
     def test_what_prepare_reserves_is_enough(self) -> None:
         tiles = Tiles(True, True)
         x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)

@@ -72,6 +72,23 @@ class TestFallback:
         assert "graph 'capture 7' was captured with BLOCK=16" in line
         assert "capture it again" in line
 
+    def test_two_threads_have_the_choice_at_once(
+        self, copies: type[Copies], driver: Driver, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The tuning one and one in `safetune.sync`: the second finds that it has been said."""
+        copy = copies(fastest=32)
+        with driver.capturing(7), warned():
+            copy(100)
+
+        class Said(dict[Any, Any]):
+            def __contains__(self, key: Any) -> bool:
+                return super().__contains__(key) and self.pop(key) is not None
+
+        copy.tuner.captured = Said(copy.tuner.captured)
+        with caplog.at_level(logging.WARNING, "safetune"):
+            assert copy(100) == 32
+        assert len(caplog.messages) <= 1
+
     def test_the_same_choice_asks_for_nothing(
         self, copies: type[Copies], driver: Driver, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -281,6 +281,26 @@ class TestMemory:
             scratch.release(3)
         assert memory.live == []
 
+    def test_a_full_card_has_no_room_to_reserve(
+        self, memory: Memory, driver: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which a graph whose kernels need no scratch is captured without."""
+
+        def full(*_: Any, **__: Any) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        memory.pool = (0, 7)
+        scratch.allocate(1000, 128, 1)
+        with driver.capturing(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "caching_allocator_alloc", full)
+                scratch.reserve(3, 1)
+                with pytest.raises(torch.OutOfMemoryError):
+                    scratch.allocate(10, 128, 1)
+            scratch.allocate(10, 128, 1)
+            scratch.release(3)
+        assert memory.live == []
+
     def test_a_capture_that_torch_does_not_know_keeps_its_memory(
         self, memory: Memory, driver: Any
     ) -> None:
@@ -291,6 +311,17 @@ class TestMemory:
             scratch.release(3)
         assert len(memory.live) == 2
         assert addresses[0] == addresses[1] == addresses[3] != addresses[2]
+
+    def test_a_grid_of_no_programs_says_nothing_of_a_capture(
+        self, memory: Memory, driver: Any
+    ) -> None:
+        """Triton asks for no bytes then, and torch gives no address."""
+        memory.pool = (0, 0)
+        with driver.capturing(3):
+            assert scratch.allocate(0, 128, 1).data_ptr() == 0
+            scratch.allocate(100, 128, 1)
+            scratch.release(3)
+        assert len(memory.live) == 1, "torch does not know of this capture"
 
 
 class Memory:
@@ -303,6 +334,8 @@ class Memory:
         self._next = 0x10000 + 256
 
     def alloc(self, size: int, device: Any = None, stream: Any = None) -> int:
+        if not size:
+            return 0
         address, self._next = self._next, self._next + (size // 8192 + 2) * 8192
         self.segments += 1
         self.live.append((address, size, stream))

@@ -81,6 +81,16 @@ def test_only_the_stored_choice_is_left(module: Any) -> None:
     assert compiled(tuner, 2000, dynamic=False).blocks() == [[256]]
 
 
+@pytest.mark.parametrize("declared", [None, traced.configs(64)], ids=["none", "one"])
+def test_configs_that_were_replaced(module: Any, declared: Any) -> None:
+    """As a program does that reads them from a file of its own, after the import."""
+    tuner = traced.kernel(module, configs=declared)
+    tuner.configs = traced.configs()
+    store(tuner, {1000: 1})
+
+    assert compiled(tuner, 1000).blocks() == [[128]]
+
+
 def test_by_keyword_and_of_another_dtype(module: Any) -> None:
     """The key is that of an eager launch: dtypes and launch options are in it."""
     tuner = traced.kernel(module)
@@ -100,6 +110,18 @@ def test_by_keyword_and_of_another_dtype(module: Any) -> None:
     assert graphs.blocks() == [[256], [64]]
 
 
+def test_the_order_of_keywords_makes_no_other_key(module: Any) -> None:
+    tuner = traced.kernel(module)
+    x = torch.zeros(64)
+    calls = ({"dst": x, "src": x, "n": 64}, {"n": 64, "src": x, "dst": x})
+    first, second = (miss.Miss(tuner, (), {"grid": (1,), **call}).key() for call in calls)
+    assert first.digest == second.digest
+
+    traced.choose(tuner, tuner.configs[2], **calls[1])
+    launch = compiled(tuner, 64, function=lambda src: tuner[(1,)](dst=src, src=src, n=64))
+    assert launch.blocks() == [[256]]
+
+
 def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
     tuner = traced.kernel(module)
     store(tuner, {100: 1, 1000: 1, 4096: 0, 100_000: 2, 200_000: 2})
@@ -108,6 +130,26 @@ def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
     graphs = compiled(tuner, *sizes, dynamic=True)
 
     assert graphs.blocks() == [[128], [64], [256]]
+
+
+@pytest.mark.parametrize(("how", "block"), [("nonzero", 128), ("item", 256)])
+def test_a_size_that_only_the_data_says(module: Any, how: str, block: int) -> None:
+    """As that of a batch for one of several experts: one that has no limit is a large one."""
+    tuner = traced.kernel(module)
+    store(tuner, {100: 1, 100_000: 2})
+
+    def scale(src: torch.Tensor) -> torch.Tensor:
+        n = src.nonzero().shape[0] if how == "nonzero" else int(src.sum().item())
+        dst = torch.empty_like(src)
+        tuner[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](dst, src, n)
+        return dst
+
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
+        graphs = compiled(tuner, 100, function=scale)
+
+    assert graphs.blocks() == [[block]]
 
 
 def test_the_nearest_choice_of_two_names(module: Any) -> None:
@@ -289,6 +331,44 @@ def test_jax_tracing_a_tuner_is_refused(module: Any) -> None:
     tuner = traced.kernel(module)
     with pytest.raises(TracingError, match=r"jax\.triton_call"):
         tuner.early_config_prune(tuner.configs, {"n": 100})
+
+
+DESCRIBED = """
+import triton.language as tl
+
+
+def described_kernel(dst, src, n, BLOCK: tl.constexpr):
+    dst.store([n], src.load([n]))
+"""
+
+
+@pytest.mark.parametrize("all_of_them", [True, False], ids=["all", "one"])
+def test_tensor_descriptors(
+    module: Any, monkeypatch: pytest.MonkeyPatch, all_of_them: bool
+) -> None:
+    """Made on the host: Dynamo has no type for one, and there need be no tensor beside them."""
+    from torch.utils import _triton
+    from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from safetune import safetune
+
+    monkeypatch.setattr(_triton, "has_triton_tensor_descriptor_host_tma", lambda: True)
+    module = traced.load(Path(module.__file__).with_name("described.py"), DESCRIBED)
+    tuner = safetune(configs=traced.configs(), key=["n"])(JITFunction(module.described_kernel))
+    dst, x = (TensorDescriptor.from_tensor(torch.zeros(64), [64]) for _ in range(2))
+    traced.choose(tuner, tuner.configs[2], dst if all_of_them else torch.zeros(64), x, 64)
+
+    def copy(src: torch.Tensor) -> torch.Tensor:
+        dst = torch.empty_like(src)
+        place = TensorDescriptor.from_tensor(dst, [64]) if all_of_them else dst
+        tuner[(1,)](place, TensorDescriptor.from_tensor(src, [64]), 64)
+        return dst
+
+    assert compiled(tuner, 64, function=copy).blocks() == [[256]]
+    if all_of_them:  # and as a triton_op is traced
+        named = {"dst": dst, "src": x, "n": 64}
+        assert tuner.early_config_prune(tuner.configs, named) == [tuner.configs[2]]
 
 
 def test_triton_op(module: Any) -> None:

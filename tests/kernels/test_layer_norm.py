@@ -122,6 +122,14 @@ def test_any_layout_of_dy(check: Check, random: Any, stride: str, is_rms_norm: b
     check(random(33, 50), random(50), random(50), dy, is_rms_norm=is_rms_norm)
 
 
+def test_any_layout_of_the_statistics(random: Any) -> None:
+    x, dy = random(6, 50, grad=False), random(6, 50, grad=False)
+    _, mean, rstd, _ = layer_norm_fwd(x, None, None)
+    strided = [torch.stack([values, -values], 1)[:, 0] for values in (mean, rstd)]
+    dx, right = (layer_norm_bwd(dy, x, None, None, *given)[0] for given in (strided, (mean, rstd)))
+    assert torch.equal(dx, right)
+
+
 @kinds
 @pytest.mark.parametrize("shape", [(0, 50), (3, 0, 8)], ids=str)
 def test_nothing_to_normalize(

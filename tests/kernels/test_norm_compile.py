@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from safetune.kernels import (
     GroupNorm,
@@ -201,6 +202,15 @@ def test_on_the_meta_device() -> None:
     z.sum().backward()
     assert (z.shape, y.shape, residual_out.shape) == ((2, 3, 8), x.shape, x.shape)
     assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
+
+
+def test_what_a_dispatch_mode_sees(random: Any) -> None:
+    """Operators alone: of a kernel, a trace would keep the empty tensor that it is to fill."""
+    x = random(4, 24, grad=False)
+    traced = make_fx(lambda x: rms_norm(x, None, None))(x)
+    assert torch.equal(traced(2 + x), rms_norm(2 + x, None, None))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(rms_norm(x, None, None), FakeTensor)
 
 
 def test_a_fake_weight_is_enough(random: Any) -> None:

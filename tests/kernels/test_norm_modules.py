@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from safetune import InvalidOperand, TracingError
 from safetune.kernels import (
     GroupNorm,
     GroupNormLinear,
@@ -18,6 +19,9 @@ from safetune.kernels import (
     RMSNormLinear,
     group_norm,
     layer_norm,
+    layer_norm_bwd,
+    layer_norm_fwd,
+    layer_norm_linear,
     rms_norm,
 )
 
@@ -263,12 +267,19 @@ def test_gradcheck_of_groups(random: Any, is_rms_norm: bool) -> None:
     torch.autograd.gradcheck(function, (x, weight, bias, residual), eps=1e-5, atol=1e-6)
 
 
-def test_a_second_derivative_is_refused(random: Any) -> None:
-    x = random(2, 8)
-    y = layer_norm(x, None, None)
-    (dx,) = torch.autograd.grad(y, x, random(2, 8), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("shape", [(2, 8), (2, 3, 8)], ids=str)
+def test_a_second_derivative_is_refused(random: Any, shape: tuple[int, ...], linear: bool) -> None:
+    """Of a sum, too: the incoming gradient depends on nothing then, but dx depends on x."""
+    x, residual = random(*shape), random(*shape)
+    for given in (None, residual):
+        if linear:
+            y = layer_norm_linear(x, None, None, random(4, 8), None, given)
+        else:
+            y = layer_norm(x, None, None, given)
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(TracingError, match="use a norm of torch's"):
+            (y.sum() + dx.square().sum()).backward()
 
 
 def test_autocast_changes_nothing(random: Any) -> None:
@@ -330,8 +341,36 @@ def test_device_and_dtype(device: str) -> None:
         (lambda x: GroupNorm(4, 6), "num_groups=4 must divide hidden_size=6"),
         (lambda x: GroupNorm(2, 6)(x, residual=x[:1]), r"residual has shape \(1, 6\), x \(2, 6\)"),
         (lambda x: LayerNorm(8)(x), r"weight has shape \(8,\), not \(6,\)"),
+        (lambda x: LayerNorm(6, device="meta")(x), "weight is on meta and x on cpu"),
+        (lambda x: RMSNorm(6)(x.to("meta")), "weight is on cpu and x on meta"),
+        (
+            lambda x: LayerNorm(8, device="meta")(x.to("meta")),
+            r"weight has shape \(8,\), not \(6,\)",
+        ),
+        (lambda x: layer_norm(x.int(), None, None), "x is of torch.int32; it must be of a float"),
+        (lambda x: layer_norm(x, None, None, x.bool()), "residual is of torch.bool"),
+        (lambda x: rms_norm(x, x[0].to(torch.complex64), None), "weight is of torch.complex64"),
+        (lambda x: layer_norm_fwd(x, None, None, num_groups=0), "with num_groups=0"),
+        (
+            lambda x: layer_norm_bwd(x, x, None, None, None, x[:1, 0], is_rms_norm=True),
+            r"rstd has shape \(1,\), not \(2,\)",
+        ),
+        (
+            lambda x: layer_norm_linear(x, None, None, x[:, 1:], None),
+            r"linear_weight has shape \(2, 5\); for x of shape \(2, 6\)",
+        ),
+        (lambda x: layer_norm_linear(x, None, None, x[0], None), r"linear_weight has shape \(6,\)"),
+        (
+            lambda x: layer_norm_linear(x, None, None, x, x[0]),
+            r"linear_bias has shape \(6,\), not \(2,\)",
+        ),
+        (
+            lambda x: layer_norm_linear(x, None, None, x.to("meta"), None),
+            "linear_weight is on meta",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    """Before anything runs, also where an operator has only shapes to look at."""
+    with pytest.raises(InvalidOperand, match=message):
         call(torch.ones(2, 6))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
+import pickle
 import threading
 import tracemalloc
 import warnings
@@ -242,6 +244,22 @@ class TestInTheWay:
         call(kernel)
         assert seen == [16]
 
+    def test_triton_s_run_replaced_before_safetune_was_imported(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run, seen = JITFunction.run, []
+
+        @functools.wraps(run)
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs["BLOCK"])
+            return run(self, *args, **kwargs)
+
+        monkeypatch.setattr(JITFunction, "run", watched)
+        monkeypatch.setattr(plan, "_JIT_RUN", plan._own_run())
+        for _ in range(3):
+            call(kernel)
+        assert seen == [16] * 3
+
     def test_another_back_end(
         self, kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -266,6 +284,20 @@ class TestInTheWay:
 
         for _ in range(2):
             assert goes_by_triton(kernel, x=Pointer())
+
+    @pytest.mark.parametrize("name", ["n", "factor"])
+    def test_a_tensor_for_a_number(
+        self, machine: Machine, tuned: type[Tuned], kernels: Any, name: str
+    ) -> None:
+        """Triton's launcher takes the number out of it; an address would be another number."""
+        kernel = tuned(machine.kernel_of(kernels.annotated), CONFIGS, key=[])
+        given = {"n": 32, "factor": 0.5}
+        for _ in range(2):
+            kernel.tuner[(1,)](X, OUT, **given)
+        assert kernel.by_triton == 1
+        for _ in range(2):
+            kernel.tuner[(1,)](X, OUT, **{**given, name: torch.tensor(given[name])})
+        assert kernel.by_triton == 3
 
     def test_a_tensor_of_vmap_s(self, kernel: Tuned) -> None:
         """It says that it is a tensor, and has no address: Triton's path refuses it by name."""
@@ -315,6 +347,16 @@ class TestInTheWay:
             call(kernel)
         assert told == [32] * 3
 
+    @pytest.mark.parametrize("given", [{"warmup": True}, {"grid": (1,)}], ids=["warmup", "grid"])
+    def test_what_the_brackets_say_already(
+        self, kernel: Tuned, machine: Machine, given: dict[str, Any]
+    ) -> None:
+        with pytest.raises(
+            TypeError, match=f"multiple values for keyword argument '{next(iter(given))}'"
+        ):
+            kernel.tuner[(1,)](X, OUT, 32, 0.5, 7, D=4, **given)
+        assert machine.launches == []
+
     def test_warm_up_launches_nothing(self, kernel: Tuned, machine: Machine) -> None:
         call(kernel)
         kernel.tuner.run(X, OUT, 32, 0.5, 7, D=4, grid=(1,), warmup=True)
@@ -362,6 +404,19 @@ class TestChanges:
         call(kernel)
         assert kernel.tuner.best_config is CONFIGS[2]
 
+    def test_all_configs_but_one_taken_away(self, kernel: Tuned, machine: Machine) -> None:
+        """In place, of which a tuner is not told: as Triton does, the one left is launched."""
+        for _ in range(2):
+            call(kernel)
+        kernel.tuner.configs[:] = CONFIGS[3:]
+        for _ in range(2):
+            call(kernel)
+            assert machine.launches[-1][BLOCK] == CONFIGS[3].kwargs["BLOCK"] == 32
+        kernel.tuner.configs[:] = CONFIGS
+        for _ in range(2):
+            call(kernel)
+            assert machine.launches[-1] == machine.launches[0]
+
     @pytest.mark.parametrize("count", [1, 2])
     def test_configs_replaced_again_and_again(
         self, machine: Machine, kernels: Any, count: int
@@ -394,6 +449,13 @@ class TestChanges:
             assert machine.launches[-1][BLOCK] == 128
         assert kernel.by_triton == 2
 
+    def test_another_kernel(self, kernel: Tuned, machine: Machine, kernels: Any) -> None:
+        """Its choices are not stored as those of the one before."""
+        before = miss.identity_of(kernel.tuner)
+        kernel.tuner.fn = machine.kernel_of(kernels.mixed)
+        assert miss.identity_of(kernel.tuner).name == "mixed"
+        assert miss.identity_of(kernel.tuner).digest != before.digest
+
     def test_the_binaries_are_taken_away(self, kernel: Tuned, machine: Machine) -> None:
         """Triton compiles again, and so does a tuner that knows the launch."""
         for other in ({}, {"n": 64}):  # Triton makes the device's entry again for the second
@@ -419,6 +481,22 @@ class TestChanges:
                 assert tuner.best_config is tuner.cache[key] is CONFIGS[number - 1]
                 assert machine.launches[-1][BLOCK] == tuner.best_config.kwargs["BLOCK"]
             maker.adopt(key, CONFIGS[number])
+
+    @pytest.mark.parametrize(
+        "kept",
+        [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+        ids=["copy", "deepcopy", "pickle"],
+    )
+    def test_a_copy_of_the_choices(self, kernel: Tuned, kept: Any) -> None:
+        """They are a dictionary, as Triton's are, for who writes them to a file of his own."""
+        call(kernel)
+        found = kept(kernel.tuner.cache)
+        assert found == kernel.tuner.cache == {kernel_key(kernel): CONFIGS[0]}
+        found.clear()
+        assert not goes_by_triton(kernel), "the tuner's own are where they were"
+        kernel.tuner.cache = kept(kernel.tuner.cache)
+        call(kernel)
+        assert kernel.tuner.best_config == CONFIGS[0]
 
     def test_a_cache_of_the_user_s(self, kernel: Tuned, machine: Machine) -> None:
         kernel.tuner.cache = {}
@@ -713,6 +791,29 @@ class TestHeuristicsBelow:
         for _ in range(3):
             assert self.launch(kernel)
         assert [reference() for reference in made] == [None] * len(made)
+
+
+def test_a_fork_asks_triton_again(kernel: Tuned) -> None:
+    """By way of torch, which says that a fork cannot use CUDA; the driver says less."""
+    for _ in range(2):
+        call(kernel)
+    if not (child := os.fork()):
+        asked = False
+        try:
+            asked = goes_by_triton(kernel)
+        finally:
+            os._exit(0 if asked else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not goes_by_triton(kernel)
+
+
+def test_a_key_that_is_not_a_number(machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
+    """No two are equal, and still they are one key."""
+    kernel = tuned(machine.kernel_of(kernels.scale), CONFIGS, key=["eps"])
+    for _ in range(3):
+        kernel.tuner[(1,)](X, OUT, 32, float("nan"), 7, D=4)
+    assert len(kernel.tuner.cache) == 1
+    assert len({launch[0] for launch in machine.launches}) == 1
 
 
 def test_no_tensor_is_kept(kernel: Tuned) -> None:

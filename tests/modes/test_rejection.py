@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -214,6 +216,32 @@ def test_a_stored_choice_of_another_process(
     assert len(caught) == 1
 
 
+def test_what_a_heuristic_says_is_another_specialisation(
+    copies: Any, small: Device, caught: list[warnings.WarningMessage]
+) -> None:
+    """As one that looks at a size that is no key: one too large must not spoil the others."""
+    timed, said = Timed(128, 64, 32, 16), [0]
+    made = copies(*timed.hooks, blocks=BLOCKS, do_bench=timed.bench)
+    made.tuner.fn = triton.heuristics({"FLAG": lambda named: said[0]})(made.tuner.fn)
+    dst, src = torch.zeros(100), torch.ones(100)
+
+    def launch(flag: int) -> int:
+        said[0] = flag
+        made.tuner[(8,)](dst, src, 100)
+        return int(made.block(made.tuner.best_config))
+
+    assert launch(0) == 128
+    small.limit = 8
+    for _ in range(2):
+        with pytest.raises(OutOfResources):
+            launch(1)
+    assert launch(0) == 128
+    small.limit = 32
+    assert [launch(2), launch(0), launch(2)] == [32, 128, 32]
+    assert small.attempts[2, 128] == 1
+    assert len(caught) == 1
+
+
 def test_with_mode_off_nothing_is_caught(
     copies: Any, small: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,8 +254,6 @@ def test_with_mode_off_nothing_is_caught(
 
 def test_what_a_specialisation_tells_apart(copies: Any) -> None:
     """What a specialisation is: at least what Triton compiles again for."""
-    import torch
-
     from safetune.specialisation import specialisation
 
     tuner = copies(blocks=BLOCKS).tuner
@@ -236,7 +262,7 @@ def test_what_a_specialisation_tells_apart(copies: Any) -> None:
     def kind(dst: Any, n: Any, flag: Any = 0, **options: Any) -> Any:
         kwargs = {"FLAG": flag, "grid": (1,), **options}
         form = tuner._forms.of((dst, memory, n), kwargs)
-        return specialisation(tuner, form, (dst, memory, n), kwargs)
+        return specialisation(tuner, form, tuner.configs[0], (dst, memory, n), kwargs)
 
     assert kind(memory, 100) == kind(memory.clone(), 116)
     different = [

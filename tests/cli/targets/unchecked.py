@@ -39,6 +39,7 @@ def launches(device, dtype):
     yield Workload("grid", lambda meta: (meta["COUNT"],), (y, 128))
     yield Workload("prune", grid, (y, 1024))
     yield Workload("sparse", grid, (y.to_sparse(), 128))
+    yield Workload("exit", lambda meta: leave(), (y, 128))
     yield Workload("misspelt", grid, (y, 128), {"m": 1})
 
 
@@ -50,3 +51,7 @@ def outputs(device, dtype):
     yield Workload("nothing", grid, (y, 0), outputs=("y",))
     yield Workload("undeclared", grid, (y, 0))
     yield Workload("unknown", grid, (y, 128), outputs=["z"])
+
+
+def leave():
+    raise SystemExit(0)
