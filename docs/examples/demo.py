@@ -46,10 +46,11 @@ def safetune(*arguments: str) -> str:
 
 
 def shapes() -> list[str]:
-    """The options that leave a few of the workloads that are meant for a GPU; there are 48."""
+    """The options that leave a few of the workloads; those that are meant for a GPU are 48."""
     import torch
 
-    names = ("layer-32768x1024", "rms-32768x4096") if torch.cuda.is_available() else ()
+    on_gpu = torch.cuda.is_available()
+    names = ("layer-32768x1024", "rms-32768x4096") if on_gpu else ("layer-33x50", "rms-5x3x20")
     return [f"--shape={name}" for name in names]
 
 
