@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from safetune.offline import OfflineKernel
 
 
-def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[OfflineKernel]:
+def kernels_of(
+    targets: Iterable[str], with_workload: bool = True, left_out: list[str] | None = None
+) -> list[OfflineKernel]:
     """Return the kernels that TARGETs name, each once; only those with a workload, or all.
+
+    Args:
+        left_out: gets the names of those without one.
 
     Raises:
         TargetError: one does not import, has no such kernel, or no kernel with a workload.
@@ -31,6 +36,8 @@ def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[Offli
         if place not in modules:
             modules[place] = _load(place)
         named = _named(place, wanted, modules[place])
+        if left_out is not None:
+            left_out += [kernel.name for kernel in named if not kernel.tuner.workloads]
         for kernel in _with_workload(place, named) if with_workload else named:
             found.setdefault(id(kernel.tuner), kernel)
     return list(found.values())

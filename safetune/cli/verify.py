@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from triton.runtime.autotuner import Config
 
     from safetune.checks.report import OverlapReport
-    from safetune.offline import Task
+    from safetune.offline import OfflineKernel, Task
 
 #: A launch of this size takes seconds in the interpreter.
 MAX_ELEMENTS = 1 << 22
@@ -52,12 +52,16 @@ def verify_command(
     """
     targets.use_interpreter_without_gpu()
     # What a target prints must not get between the lines of our own output.
+    left_out: list[str] = []
     with contextlib.redirect_stdout(sys.stderr), plain_warnings():
-        verified = list(_verify_all(target, shape, dtype, max_elements))
+        kernels = targets.kernels_of(target, left_out=left_out)
+        verified = list(_verify_all(kernels, shape, dtype, max_elements))
     if as_json:
-        click.echo(json.dumps(_data(verified), indent=2))
+        click.echo(json.dumps({**_data(verified), "no_workload": left_out}, indent=2))
     else:
         _print(verified)
+        if left_out:
+            click.echo(f"not checked, as no workload is declared: {', '.join(left_out)}")
     sys.exit(1 if any(not row.ok for one in verified for row in one.rows) else 0)
 
 
@@ -92,7 +96,10 @@ class _Verified:
 
 
 def _verify_all(
-    names: Sequence[str], shapes: Sequence[str], dtypes: Sequence[str], max_elements: int
+    kernels: Sequence[OfflineKernel],
+    shapes: Sequence[str],
+    dtypes: Sequence[str],
+    max_elements: int,
 ) -> Iterator[_Verified]:
     from rich.console import Console
 
@@ -100,7 +107,7 @@ def _verify_all(
 
     console = Console(stderr=True)
     checked, seen = 0, []
-    for kernel in targets.kernels_of(names):
+    for kernel in kernels:
         for task in offline.tasks(kernel, "cpu", dtypes, ()):
             name = task.workload.name
             seen.append(name)

@@ -53,6 +53,14 @@ class TestKernels:
         assert len(data["launches"]) == 2 + 2 * 2 + 2 * 3
         assert {one["verdict"] for one in data["launches"]} == {"ok"}
 
+    def test_a_kernel_without_a_workload_is_named(self, safetune: Any, targets: Path) -> None:
+        """Its silence is not to be taken for a good word."""
+        target = targets / "add.py"
+
+        assert safetune.json("verify", target)["no_workload"] == ["kernel"]
+        last = safetune("verify", target).stdout.splitlines()[-1]
+        assert last == "not checked, as no workload is declared: kernel"
+
     def test_a_config_that_does_not_run(self, safetune: Any, overlapping: str) -> None:
         data = verified(safetune, f"{overlapping}:strict")
 
