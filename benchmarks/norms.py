@@ -159,6 +159,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--residual", action="store_true", help="with a residual, into its file")
+    parser.add_argument("--result", metavar="NAME", help="of another file, for other systems")
     parser.add_argument("--replays", type=int, default=15)
     options = parser.parse_args(argv)
     options.ops = norm_calls.RESIDUAL_OPS if options.residual else norm_calls.OPS
@@ -185,7 +186,7 @@ def main() -> None:
     if options.sweep:
         norms_sweep.sweep(options)
         return
-    result = recording.begin("norms_residual" if options.residual else "norms")
+    result = recording.begin(options.result or ("norms_residual" if options.residual else "norms"))
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
     path = result.save(folder, figures)
