@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
+from safetune import TracingError
 from safetune.kernels import (
     GroupNormLinear,
     LayerNormLinear,
@@ -207,3 +209,16 @@ def test_gradcheck(random: Any, is_rms_norm: bool) -> None:
         return group_norm_linear(*leaves, prenorm=True, is_rms_norm=is_rms_norm, num_groups=2)
 
     torch.autograd.gradcheck(function, leaves, eps=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, 3], ids=["x", "linear_weight"])
+def test_tangents_are_refused_and_not_lost(device: str, place: int) -> None:
+    """An operator of torch.library says nothing, and its results have none."""
+    operands = [torch.randn(4, 8), torch.ones(8), None, torch.randn(3, 8), None]
+    given = [None if each is None else each.to(device) for each in operands]
+    with forward_ad.dual_level():
+        plain = rms_norm_linear(*given)
+        dual = forward_ad.make_dual(given[place], torch.ones_like(given[place]))
+        with pytest.raises(TracingError, match="no forward-mode derivative"):
+            rms_norm_linear(*given[:place], dual, *given[place + 1 :])
+    assert torch.equal(plain, rms_norm_linear(*given))
