@@ -1,4 +1,4 @@
-"""Draw the norms' figure in README.md from a committed result: docs/figures/norms.svg.
+"""Draw the norms' figure in README.md from committed results: docs/figures/norms.svg.
 
     pip install 'safetune[plot]'
     python benchmarks/norms_plot.py
@@ -21,6 +21,9 @@ from recording import Row
 
 FIGURE = recording.ROOT / "docs" / "figures" / "norms.svg"
 
+#: All systems in one process; then torch.compile's mode max-autotune, beside ours once more.
+RESULTS = ("norms", "norms_max_autotune")
+
 #: Each system's name, colour (Okabe and Ito's, told apart by everybody) and marker.
 LINES = {
     "ours": ("safetune.kernels", "#0072B2", "o"),
@@ -32,11 +35,14 @@ LINES = {
 }
 NORMS = {"ln": "LayerNorm", "rms": "RMSNorm"}
 
+#: Percent of copy bandwidth by (operation, norm), system and columns.
+Shares = dict[tuple[str, str], dict[str, dict[int, float]]]
 
-def shares(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
+
+def shares(rows: Sequence[Row]) -> Shares:
     """Return percent of copy bandwidth by (operation, norm), system and columns."""
     bandwidth = max(row["tb_per_s"] for row in rows if row["part"] == "copy")
-    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    found: Shares = {}
     for row in rows:
         shape = tuple(map(int, row.get("shape", "0x0").split("x")))
         if shape in norms.LARGE and "microseconds" in row:
@@ -48,21 +54,38 @@ def shares(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, flo
     return found
 
 
-def digest(rows: Sequence[Row]) -> str:
+def stored_rows() -> list[Sequence[Row]]:
+    """Return the rows of each committed result, in the order of `RESULTS`."""
+    folder = recording.RESULTS / DEVICE
+    return [json.loads((folder / f"{name}.json").read_text())["rows"] for name in RESULTS]
+
+
+def all_shares(results: Sequence[Sequence[Row]]) -> Shares:
+    """Return the shares of all results; of a system in several, those of the first.
+
+    Each is a share of the bandwidth that was measured in the same run.
+    """
+    found: Shares = {}
+    for rows in results:
+        for case, by_system in shares(rows).items():
+            found[case] = {**by_system, **found.get(case, {})}
+    return found
+
+
+def digest(results: Sequence[Sequence[Row]]) -> str:
     """Return what tells these rows from others."""
-    text = json.dumps(list(rows), sort_keys=True)
+    text = json.dumps([list(rows) for rows in results], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def draw(result: Path, figure: Path) -> None:
+def draw(results: Sequence[Sequence[Row]], figure: Path) -> None:
     """Draw one panel for each operation and norm."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    stored = json.loads(result.read_text())
-    found = shares(stored["rows"])
+    found = all_shares(results)
     pyplot.rcParams.update({"svg.hashsalt": "safetune", "svg.fonttype": "none", "font.size": 9})
     _, panels = pyplot.subplots(2, 2, figsize=(9, 5.6), sharex=True, sharey=True)
     for line, op in zip(panels, ("backward", "forward"), strict=True):
@@ -87,7 +110,7 @@ def draw(result: Path, figure: Path) -> None:
     pyplot.gcf().legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
     pyplot.tight_layout(rect=(0, 0.05, 1, 1))
     figure.parent.mkdir(parents=True, exist_ok=True)
-    about = {"Description": digest(stored["rows"]), "Date": None, "Creator": "safetune"}
+    about = {"Description": digest(results), "Date": None, "Creator": "safetune"}
     pyplot.savefig(figure, metadata=about)
     # One space at the end of a line is what matplotlib writes, and git complains of.
     lines = (text.rstrip() for text in figure.read_text().splitlines())
@@ -95,5 +118,5 @@ def draw(result: Path, figure: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(recording.RESULTS / DEVICE / "norms.json", FIGURE)
+    draw(stored_rows(), FIGURE)
     print(FIGURE)

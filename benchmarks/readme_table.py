@@ -33,6 +33,10 @@ def table(device: str = DEVICE, results: Path = recording.RESULTS) -> str:
             ],
             _launches(recording.stored_figures(folder, "launch_overhead")),
         ),
+        _table(
+            ["host time of a norm's module, eager", "torch.nn", "FLA", "safetune.kernels"],
+            _norm_calls(recording.stored_figures(folder, "norms_host")),
+        ),
     )
     return "\n\n".join(filter(None, tables))
 
@@ -106,6 +110,20 @@ def _launches(found: Figures) -> list[list[str]]:
         [f"{count} arguments", *(f"{found[f'us_{way}_{count}']:.1f} us" for way in ways)]
         for count in (3, 13, 24)
         if f"us_jit_{count}" in found
+    ]
+
+
+def _norm_calls(found: Figures) -> list[list[str]]:
+    norms = {"ln": "LayerNorm", "rms": "RMSNorm"}
+    systems = ("torch", "fla", "ours")
+    return [
+        [
+            f"{words}, {op}",
+            *(f"{found[f'host_us_{op}_{system}_{norm}']:.0f} us" for system in systems),
+        ]
+        for norm, words in norms.items()
+        for op in ("forward", "backward")
+        if f"host_us_{op}_ours_{norm}" in found
     ]
 
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in commands of less than ten minutes each:
 #
-#   OUT=results benchmarks/run_on_gpu.sh               tests, demo, launch overhead
+#   OUT=results benchmarks/run_on_gpu.sh               what looks at the card's memory; kernels, demo
+#   OUT=results benchmarks/run_on_gpu.sh integrations  the other GPU tests
 #   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up, store
 #   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
+#   OUT=results benchmarks/run_on_gpu.sh norms         the shipped kernels; Liger and FLA beside them
 #   OUT=results benchmarks/run_on_gpu.sh unmodified    FLA's layers; needs fla-core
 #
 # tests/gpu/test_unmodified.py, which takes minutes, is in none of these: `make test-gpu` has it.
@@ -22,10 +24,11 @@ cd "$(dirname "$0")/.."
 root=$PWD
 mode=${1:-checks}
 case $mode in
-    checks | bench | tuning_time | choice_quality | startup | store | unmodified) ;;
+    checks | integrations | bench) ;;
+    tuning_time | choice_quality | startup | store | norms | unmodified) ;;
     *)
-        echo "usage: $0 [checks | bench |" \
-            "(tuning_time | choice_quality | startup | store | unmodified) [OPTION...]]" >&2
+        echo "usage: $0 [checks | integrations | bench |" \
+            "(tuning_time | choice_quality | startup | store | norms | unmodified) [OPTION...]]" >&2
         exit 2
         ;;
 esac
@@ -74,23 +77,30 @@ step() {
     printf '%5ds  %-16s %s\n' "$((SECONDS - started))" "$name" "$verdict" >>"$summary"
 }
 
-pytest=("$python" "${safe_path[@]}" -m pytest -p no:cacheprovider --durations=12)
-has pytest_timeout && pytest+=(--timeout=100)
-parallel=()
-has xdist && parallel=(-n 6 --dist loadfile)
+pytest=("$python" "${safe_path[@]}" -m pytest -p no:cacheprovider --durations=12 -m gpu)
+has pytest_timeout && pytest+=(--timeout=240)
+# workers N: the options for so many test processes at once.
+workers() { if has xdist; then echo "-n $1 --dist ${2:-load} --no-loadscope-reorder"; fi; }
+
+# These look at how much of the card's memory is free: nothing else may use it beside them.
+alone=()
+for name in memory inputs faults capture scratch threads silent_faults device_faults; do
+    alone+=("tests/gpu/test_$name.py")
+done
 
 checks() {
-    step gpu_tests 200 "${pytest[@]}" tests/gpu --ignore=tests/gpu/test_unmodified.py
-    step kernel_tests 110 "${pytest[@]}" "${parallel[@]:0:2}" -m gpu --ignore=tests/gpu
     step launch_overhead 60 "$python" benchmarks/launch_overhead.py --out "$OUT"
-    if [ -f docs/examples/demo.py ]; then
-        step demo 60 "$python" docs/examples/demo.py
-    else
-        echo "        demo             not run: no docs/examples/demo.py" >>"$summary"
-    fi
-    # All but what needs a package index.
-    step other_tests 120 "${pytest[@]}" "${parallel[@]}" -m 'not gpu' \
-        --ignore=tests/test_packaging.py
+    step norms_host 60 "$python" benchmarks/norms_host.py --out "$OUT"
+    step alone 330 "${pytest[@]}" "${alone[@]}"
+    # shellcheck disable=SC2046
+    step kernels 150 "${pytest[@]}" $(workers 6) tests/kernels
+    step demo 60 "$python" docs/examples/demo.py
+}
+
+integrations() {
+    # shellcheck disable=SC2046
+    step others 560 "${pytest[@]}" $(workers 4 loadfile) tests/gpu tests/test_triton_contract.py \
+        "${alone[@]/#/--ignore=}" --ignore=tests/gpu/test_unmodified.py
 }
 
 # parts NAME BENCHMARK OPTION...: a benchmark that runs in parts, within what is left of the budget.
@@ -116,8 +126,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv
 (cd benchmarks && "$python" -c 'import recording; print(recording.versions(), recording.commit())')
 
 case $mode in
-    checks) checks ;;
-    bench) bench ;;
+    checks | integrations | bench) "$mode" ;;
     *) parts "$mode" "$mode" "${@:2}" ;;
 esac
 

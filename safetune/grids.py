@@ -16,7 +16,7 @@ from typing import Any
 from safetune.kernel_source import base_function
 from safetune.readers import entry_reads
 from safetune.reads import Reads
-from safetune.sources import last_name, module_text, parse
+from safetune.sources import KEPT_TREES, last_name, module_text, parse
 from safetune.values import definitions, parts_of, values_of
 
 
@@ -57,7 +57,7 @@ def grid_reads(kernel: Any, arg_names: Sequence[str]) -> Reads:
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(KEPT_TREES)
 def _launches(text: str) -> tuple[Launch, ...]:
     """Every launch in a module: `k[grid](...)`, `k[grid]`, and calls with `grid=`."""
     module = parse(text)
@@ -99,21 +99,25 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
     return isinstance(node, ast.Subscript) and _is_one_of(node.value, names)
 
 
-@functools.lru_cache(maxsize=512)
-def _aliases(text: str, name: str) -> frozenset[str]:
+def _aliases(text: str, name: str) -> set[str]:
     """`name` and the names that the module assigns it to, wrapped or as it is."""
+    names = {name}
+    for _ in range(3):
+        for value, targets in _names_assigned(text):
+            if _is_one_of(value, names):
+                names.update(targets)
+    return names
+
+
+@functools.lru_cache(KEPT_TREES)
+def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
+    """What a module assigns to names, but for what a launch returns."""
     module = parse(text)
-    assignments = [
+    return [
         (value, [name for target in targets for name in _target_names(target)])
         for value, targets in _assignments(module.tree if module else ast.Module([], []))
         if not _contains_launch(value)
     ]
-    names = {name}
-    for _ in range(3):
-        for value, targets in assignments:
-            if _is_one_of(value, names):
-                names.update(targets)
-    return frozenset(names)
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr]]]:

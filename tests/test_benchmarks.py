@@ -538,9 +538,20 @@ def test_what_one_command_left_out_another_measures() -> None:
     assert norms.unmeasured("copy", ["ours", "torch"], []) == [""]
 
 
+def with_a_residual(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the norms, as if their operations were those with a residual."""
+    ops = {"forward": "prenorm", "backward": "dresidual"}
+    return [{**row, "op": ops[row["op"]]} if "op" in row else row for row in rows]
+
+
+#: Results of a benchmark's script that do not have its name.
+SCRIPT_OF = {"norms_residual": "norms", "norms_max_autotune": "norms"}
+
 SAMPLE_ROWS = {
     "store": [{**FIRST_LAUNCH, "kind": kind, "ms": 9.0} for kind in ("jit", "safetune")],
     "norms": NORM_ROWS,
+    "norms_residual": with_a_residual(NORM_ROWS),
+    "norms_max_autotune": NORM_ROWS,
     "norms_host": NORM_HOST_ROWS,
     "tuning_time": TUNING_ROWS,
     "startup": STARTUP_ROWS,
@@ -557,10 +568,10 @@ def bars() -> ModuleType:
 
 def test_a_bar_is_of_a_figure_that_its_benchmark_computes(bars: ModuleType) -> None:
     benches = {bar.bench for bar in bars.load()}
-    written = {bench for bench in benches if (BENCHMARKS / f"{bench}.py").exists()}
-    assert written >= set(SAMPLE_ROWS)
-    for bench in written:
-        known = importlib.import_module(bench).figures(SAMPLE_ROWS[bench])
+    assert benches == set(SAMPLE_ROWS)
+    for bench in benches:
+        script = importlib.import_module(SCRIPT_OF.get(bench, bench))
+        known = script.figures(SAMPLE_ROWS[bench])
         asked = {bar.figure for bar in bars.load() if bar.bench == bench}
         assert asked <= set(known), bench
 
@@ -581,7 +592,7 @@ def test_what_is_good_is_small_or_great(bars: ModuleType) -> None:
     assert found["share_within_1pct"].verdict(0.5) == "no bar"
     assert found["backward_share_D1024_rms"].bar == 0.80
     assert found["backward_vs_best_peer_D32768_ln"].bar == 0.85
-    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * 4 + 4
+    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * (4 + 4 + 2) + 4
 
 
 def write_figures(folder: Path, bench: str, **figures: float) -> None:
@@ -720,13 +731,14 @@ def check_file(path: Path) -> None:
     assert stored["rows"]
     assert stored["commit"] not in ("", "unknown")
     assert {"triton"} <= set(stored["versions"])
-    figures = importlib.import_module(path.stem).figures(stored["rows"])
+    script = importlib.import_module(SCRIPT_OF.get(path.stem, path.stem))
+    figures = script.figures(stored["rows"])
     assert stored["figures"] == pytest.approx(figures)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_committed_results(path: Path) -> None:
-    if not (BENCHMARKS / f"{path.stem}.py").exists():
+    if not (BENCHMARKS / f"{SCRIPT_OF.get(path.stem, path.stem)}.py").exists():
         pytest.fail(f"{path} was written by no script in benchmarks/")
     check_file(path)
 
@@ -754,13 +766,15 @@ def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
 
 def test_the_norms_figure_is_drawn_from_the_committed_rows() -> None:
     plot = importlib.import_module("norms_plot")
-    rows = json.loads((BENCHMARKS / "results" / plot.DEVICE / "norms.json").read_text())["rows"]
-    assert f"<dc:description>{plot.digest(rows)}</dc:description>" in plot.FIGURE.read_text()
-    figures = importlib.import_module("norms").figures(rows)
-    for (op, norm), by_system in plot.shares(rows).items():
+    results = plot.stored_rows()
+    assert f"<dc:description>{plot.digest(results)}</dc:description>" in plot.FIGURE.read_text()
+    figures = importlib.import_module("norms").figures(results[0])
+    shown = plot.all_shares(results)
+    for (op, norm), by_system in shown.items():
+        assert set(by_system) == set(plot.LINES)
         for columns, share in by_system["ours"].items():
             assert share / 100 == pytest.approx(figures[f"{op}_share_D{columns}_{norm}"])
-    assert {"backward", "forward"} <= {op for op, _ in plot.shares(rows)}
+    assert {op for op, _ in shown} == {"backward", "forward"}
 
 
 def test_readme_shows_the_committed_figures() -> None:
