@@ -103,10 +103,25 @@ def __getattr__(name: str) -> Any:
 def _install_if_asked() -> None:
     import importlib
 
+    from safetune.errors import InvalidSetting
     from safetune.settings import installs
 
-    if installs():
+    try:
+        asked = installs()
+    except InvalidSetting:
+        if _is_the_command():
+            return  # which says so itself, on one line
+        raise
+    if asked:
         importlib.import_module("safetune.integrations.install").when_triton_is_imported()
+
+
+def _is_the_command() -> bool:
+    import os
+    import sys
+
+    program = sys.orig_argv[-len(sys.argv) :][:1]  # the script, or what follows -m
+    return [os.path.basename(each) for each in program] in (["safetune"], ["-msafetune"])
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ import click
 
 from safetune.cli.messages import describe
 from safetune.errors import NoWorkingConfig
+from safetune.settings import installs
 
 #: The exit code of a program that SIGINT ended, as shells know it.
 INTERRUPTED = 130
@@ -55,6 +56,7 @@ class _Group(click.Group):
 @click.version_option(package_name="safetune")
 def main() -> None:
     """Tune Triton kernels in subprocesses and look after the choices."""
+    installs()  # raises what the import of safetune has left to this place
 
 
 from safetune.cli.gc import gc  # noqa: E402

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from safetune.settings import Settings
+
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
@@ -20,6 +22,7 @@ def run_command(module: bool, script: str, arguments: tuple[str, ...]) -> None:
     Python processes that it starts, such as torchrun's workers, are reached as well. At exit each
     process with kernels says on stderr what was tuned.
     """
+    Settings.current()  # raises, before the program has begun
     spec = find_spec("safetune.integrations.site")
     assert spec is not None
     assert spec.origin is not None

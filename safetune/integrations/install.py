@@ -99,6 +99,9 @@ def install() -> Installation:
     """Have `triton.autotune` be safetune's from now on; a second call changes nothing.
 
     A tuner of Triton's own class, or of a library's on top of it, is reached where it launches.
+
+    Raises:
+        InvalidSetting: a SAFETUNE_* variable means nothing, so that no kernel could be taken over.
     """
     global _installation
     import triton  # which may install, where `when_triton_is_imported` was called
@@ -106,10 +109,12 @@ def install() -> Installation:
 
     from safetune.autotuner import Autotuner
     from safetune.integrations import companion
+    from safetune.settings import Settings
 
     with _one_at_a_time:
         if _installation is not None:
             return _installation
+        Settings.current()
         installation = _installation = Installation()
         ours = _replacement(installation, triton_autotuner.autotune)
         for module in (triton_autotuner, triton.runtime, triton):

@@ -273,7 +273,48 @@ class TestVariable:
         assert "SAFETUNE_INSTALL='yes' is not known; use one of: 0, 1" in done.stderr
 
 
+    @pytest.mark.parametrize("how", ["script", "-m"])
+    def test_the_command_says_so_on_one_line(
+        self, fresh_process: FreshProcess, tmp_path: Path, how: str
+    ) -> None:
+        script = tmp_path / "safetune"
+        script.write_text("from safetune.cli import main; main()\n")
+        again = "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        program: tuple[Any, ...] = (script,) if how == "script" else (again, "-m", "safetune")
+        env = {"SAFETUNE_INSTALL": "yes"}
+        done = fresh_process(*program, "stats", env=env)
+        assert (done.returncode, done.stderr) == (
+            2,
+            "Error: SAFETUNE_INSTALL='yes' is not known; use one of: 0, 1\n",
+        )
+        done = fresh_process(*program, "--version", env=env)
+        assert done.returncode == 0, done.stderr
+
+    @pytest.mark.parametrize("before", ["", "import triton\n"], ids=["before triton", "after"])
+    def test_another_variable_that_means_nothing(
+        self, library: Callable[..., Path], fresh_process: FreshProcess, before: str
+    ) -> None:
+        """Every kernel would be left to Triton, and tuned in this process, all but unheard."""
+        done = fresh_process(
+            f"{before}import safetune, lib; print('ran')",
+            cwd=library(),
+            env={"SAFETUNE_INSTALL": "1", "SAFETUNE_MODE": "frozn"},
+        )
+        assert done.stdout == ""
+        assert "InvalidSetting: SAFETUNE_MODE='frozn' is not known; use one of:" in done.stderr
+
+
 class TestRun:
+    def test_a_variable_that_means_nothing(
+        self, fresh_process: FreshProcess, tmp_path: Path
+    ) -> None:
+        (tmp_path / "train.py").write_text("print('ran')\n")
+        env = {"SAFETUNE_MODE": "frozn"}
+        done = fresh_process(RUN, "run", tmp_path / "train.py", env=env)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("Error: SAFETUNE_MODE='frozn' is not known; use one of:")
+        assert done.stderr.count("\n") == 1
+
     def test_a_script_its_arguments_and_its_exit_code(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
