@@ -64,7 +64,9 @@ class Resolved:
 
     @functools.cached_property
     def scratch_bytes(self) -> int:
-        """Global scratch memory of one launch, from the compiled kernel; compiles it if need be.
+        """Global scratch memory of each CTA, from the compiled kernel; compiles it if need be.
+
+        A launch needs that for each program of its grid, times `num_ctas`.
 
         Raises:
             NoDevice: Triton finds no GPU to compile for.

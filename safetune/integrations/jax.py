@@ -148,7 +148,7 @@ def _check_carried(resolved: Resolved) -> None:
         return
     if size:
         raise TracingError(
-            f"{resolved.kernel} needs {size} bytes of scratch memory for each launch, which "
+            f"{resolved.kernel} needs {size} bytes of scratch memory for each program, which "
             "jax-triton does not allocate: use a kernel without device-side tensor descriptors"
         )
 

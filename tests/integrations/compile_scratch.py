@@ -3,18 +3,25 @@
 Run by `test_scratch.py` in a process of its own, where nothing is interpreted.
 
     python compile_scratch.py CAPABILITY...
+    python compile_scratch.py resolved CAPABILITY...
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+import traced  # beside this file
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from safetune import safetune
 
 
 @triton.jit
@@ -77,8 +84,31 @@ def scratch_of(kernel: Any, capability: int, **options: int) -> list[int]:
     return [compiled.metadata.global_scratch_size, compiled.metadata.global_scratch_align]
 
 
+def resolved(capability: int) -> dict[int, int]:
+    """Return the bytes that a resolved `branch_kernel` says, by the BLOCK that is its choice."""
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        )
+    )
+    branch_kernel.device_caches.clear()
+    found, x = {}, torch.zeros(64, 64, dtype=torch.float16)
+    tuner = safetune(configs=traced.configs(32, 64), key=["M"])(branch_kernel)
+    with traced.a_gpu_to_trace_for():
+        for config in tuner.configs:
+            traced.choose(tuner, config, x, x, 64, 64)
+            record = tuner.resolve(x, x, 64, 64, grid=(1,))
+            found[record.metaparams["BLOCK"]] = record.scratch_bytes
+    return found
+
+
 def main() -> None:
-    """Print {capability: {kernel: [bytes, alignment]}}."""
+    """Print {capability: {kernel: [bytes, alignment]}}, or {capability: {BLOCK: bytes}}."""
+    if sys.argv[1] == "resolved":
+        sys.stdout.write(json.dumps({each: resolved(int(each)) for each in sys.argv[2:]}))
+        return
     found = {}
     for capability in map(int, sys.argv[1:]):
         found[capability] = {

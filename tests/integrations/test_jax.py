@@ -138,6 +138,13 @@ def test_what_cannot_be_called(tuner: Any) -> None:
         triton_call(x, N, kernel=print, out_shape=x, grid=(1,))
 
 
+def test_scratch_memory_is_refused(tuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax-triton would pass none."""
+    monkeypatch.setattr(Resolved, "scratch_bytes", 128)
+    with pytest.raises(TracingError, match=r"scale_kernel needs 128 bytes of scratch memory"):
+        lowered(scaling(tuner), jnp.zeros(N))
+
+
 def test_a_miss_while_tracing(tuner: Any) -> None:
     with pytest.raises(MissingChoice, match=r"bfloat16.*`safetune tune --recorded`"):
         lowered(scaling(tuner), jnp.zeros(N, jnp.bfloat16))

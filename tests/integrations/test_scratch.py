@@ -55,6 +55,14 @@ def test_metadata_says_which_configs_need_it(fresh_process: FreshProcess) -> Non
 
 
 @pytest.mark.internals
+def test_a_resolved_kernel_says_what_its_config_needs(fresh_process: FreshProcess) -> None:
+    """As it was compiled, for two configs of one kernel of which one makes descriptors."""
+    done = fresh_process(SCRIPT, "resolved", 80, 90, env={"TRITON_INTERPRET": None})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"80": {"32": 0, "64": 0}, "90": {"32": 0, "64": 128}}
+
+
+@pytest.mark.internals
 class TestWhoseAllocator:
     @pytest.fixture
     def needy(self, copies: type[Copies], monkeypatch: pytest.MonkeyPatch) -> Needy:
