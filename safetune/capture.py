@@ -25,6 +25,7 @@ from triton.runtime.autotuner import Config
 from safetune import agreement, fallback, miss
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
+from safetune.frozen import instead
 from safetune.inline import why_not_isolated
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
@@ -33,6 +34,7 @@ from safetune.tuning import cuda_driver
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
     from safetune.call_form import CallForm
+    from safetune.store.lookup import Lookup
     from safetune.store.sqlite import Store
     from safetune.tuning.jobs import TuningRequest
 
@@ -139,13 +141,14 @@ def resolve(
 ) -> Config:
     """Return the config for a call that this capture has none for: stored, or the fallback.
 
-    The fallback is not kept for the calls that are not captured: the next one of them tunes.
+    The fallback is not kept for the calls that are not captured, as the next one of them tunes; in
+    the modes that never tune, it is theirs as well.
 
     Raises:
         CaptureMiss: there is no choice, and the policy is `error`.
     """
-    if Settings.current().mode not in (Mode.TUNE, Mode.BACKGROUND):
-        return miss.resolve(tuner, key, form, args, kwargs)  # which measures nothing either
+    if Settings.current().mode is Mode.OFF:
+        return miss.resolve(tuner, key, form, args, kwargs)
     known = tuner.captured.get(key)
     if known is not None and known.capture == capture:
         return known.config  # a graph has one config for a key
@@ -156,21 +159,19 @@ def resolve(
 def _find(
     tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capture: int
 ) -> Config:
-    settings, store = Settings.current(), None
+    settings = Settings.current()
+    lookup: Lookup | None = None
+    tunes = settings.mode in (Mode.TUNE, Mode.BACKGROUND)
     missed = miss.Miss(tuner, args, kwargs)
     request = missed.request()
     if len(request.configs) == 1:
         return tuner.adopt(key, request.configs[0])
     agreement.remember(tuner, key, request)
-    if tuner.isolation == "inline" or why_not_isolated(missed.call):
-        config = request.configs[0]
-    else:
+    if not tunes or not (tuner.isolation == "inline" or why_not_isolated(missed.call)):
         lookup = open_lookup(settings)
         stored = miss.stored(missed, request, lookup)
         if stored is not None:
             return tuner.adopt(key, stored)
-        store = lookup.store
-        config = fallback.fallback(request, store)
     if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
         raise CaptureMiss(
             f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned while "
@@ -178,6 +179,10 @@ def _find(
             "with the function that you capture and its arguments; or tune it offline with "
             "`safetune tune`"
         )
+    if lookup is None:
+        config = request.configs[0]
+    else:
+        config = fallback.fallback(request, lookup.store) if tunes else instead(request, lookup)
     captured = CapturedMiss(
         kernel=request.key.kernel.name,
         key=str(request.key),
@@ -188,7 +193,10 @@ def _find(
         _memory_key=key,
     )
     tuner.captured[key] = captured
+    store = None if lookup is None or settings.mode is Mode.FROZEN else lookup.store
     record(captured, missed, request, store)
+    if not tunes:  # which the log has said
+        return tuner.adopt(key, config)
     _tell(tuner, captured)
     return config
 

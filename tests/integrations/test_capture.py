@@ -19,7 +19,11 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+import safetune
 from safetune import CaptureMiss, InvalidSetting, background, capture
+from safetune.settings import Settings
+from safetune.store.calls import calls
+from safetune.store.lookup import open_lookup
 from safetune.tuning import cuda_driver
 
 if TYPE_CHECKING:
@@ -265,6 +269,39 @@ class TestModes:
             warnings.simplefilter("error")
             assert copies()(100) == 16
         assert capture.misses() == ()
+
+    @pytest.mark.parametrize("mode", ["frozen", "record"])
+    def test_a_mode_that_never_tunes_counts_them_too(
+        self, mode: str, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the graph keeps is no choice; what is launched outside of it is the same."""
+        monkeypatch.setenv("SAFETUNE_MODE", mode)
+        copy = copies()
+        with driver.capturing(7), warnings.catch_warnings():
+            warnings.simplefilter("error")  # the log has it
+            assert [copy(100), copy(100)] == [16, 16]
+        assert copy(100) == 16
+        (miss,) = capture.misses()
+        assert (miss.capture, miss.outdated) == (7, False)
+        assert len(calls(open_lookup(Settings.current()).store)) == (mode == "record")
+
+    @pytest.mark.parametrize("mode", ["frozen", "record"])
+    def test_an_error_in_a_mode_that_never_tunes(
+        self,
+        mode: str,
+        copies: type[Copies],
+        driver: Driver,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setenv("SAFETUNE_MODE", mode)
+        copy = copies(capture_miss="error")
+        with driver.capturing(7), pytest.raises(CaptureMiss, match=r"safetune\.prepare"):
+            copy(100)
+        assert "runs with" not in caplog.text
+        assert not safetune.prepare(copy, 100).unsettled
+        with driver.capturing(8):
+            assert copy(100) == 16
 
     def test_inline_is_not_tuned_either_and_has_no_store(
         self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch

@@ -272,7 +272,6 @@ class TestVariable:
         done = fresh_process("import safetune", env={"SAFETUNE_INSTALL": "yes"})
         assert "SAFETUNE_INSTALL='yes' is not known; use one of: 0, 1" in done.stderr
 
-
     @pytest.mark.parametrize("how", ["script", "-m"])
     def test_the_command_says_so_on_one_line(
         self, fresh_process: FreshProcess, tmp_path: Path, how: str
