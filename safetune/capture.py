@@ -150,9 +150,9 @@ def resolve(
     if Settings.current().mode is Mode.OFF:
         return miss.resolve(tuner, key, form, args, kwargs)
     known = tuner.captured.get(key)
-    if known is not None and known.capture == capture:
-        return known.config  # a graph has one config for a key
     find = functools.partial(_find, capture=capture)
+    if known is not None and known.capture == capture:  # a graph has one config for a key
+        find = functools.partial(_again, known.config)
     return miss.resolve(tuner, key, form, args, kwargs, find)
 
 
@@ -198,6 +198,10 @@ def _find(
     if not tunes:  # which the log has said
         return tuner.adopt(key, config)
     _tell(tuner, captured)
+    return config
+
+
+def _again(config: Config, *_: Any) -> Config:
     return config
 
 

@@ -135,7 +135,8 @@ def resolve(
     Raises:
         MissingChoice: the key has no choice, and there is no data to tune it on, or no grid.
         NoWorkingConfig: it was tuned now, and every config failed.
-        InvalidSetting: `kernel` is no safetuned kernel, `grid` no grid, an argument there twice.
+        InvalidSetting: `kernel` is no safetuned kernel, `grid` no grid, `device` no index, an
+            argument there twice.
     """
     values = {name: arrays.plain(value) for name, value in kwargs.items()}
     args = tuple(map(arrays.plain, args))
@@ -150,6 +151,8 @@ def resolve(
         raise InvalidSetting(f"{kernel.base_fn.__name__} gets {min(twice)} by position and by name")
     if grid is not None:
         grid = checked_grid(grid)
+    if not (device is None or (type(device) is int and device >= 0)):
+        raise InvalidSetting(f"device={device!r} is no index of a GPU: give an int, e.g. device=0")
     abstract = AbstractMiss(
         kernel, _each(arrays.meta, args), {**_each(arrays.meta, values), "grid": grid}, device
     )

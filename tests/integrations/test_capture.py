@@ -194,6 +194,23 @@ class TestFallback:
         tuning.join(SOON_S)
         assert captured == [32]
 
+    def test_a_fallback_that_cannot_be_launched_is_tried_once(
+        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        copy = copies()
+        run, tried = copy.tuner.fn.run, []
+
+        def too_large(*args: Any, BLOCK: int, **kwargs: Any) -> Any:
+            tried.append(BLOCK)
+            if BLOCK == 16:
+                raise OutOfResources(2, 1, "shared memory")
+            return run(*args, BLOCK=BLOCK, **kwargs)
+
+        monkeypatch.setattr(copy.tuner.fn, "run", too_large)
+        with driver.capturing(7), warned(), pytest.warns(UserWarning, match="cannot be launched"):
+            assert [copy(100) for _ in range(3)] == [32] * 3
+        assert tried == [16, 32, 32, 32]
+
     def test_the_stream_is_the_one_of_the_launching_thread(
         self, copies: type[Copies], driver: Driver, tried: Callable[[], list[str]]
     ) -> None:

@@ -126,6 +126,13 @@ class TestResolve:
         with pytest.raises(InvalidSetting, match="up to three integers"):
             tuner.resolve(x, x, 100, grid=given)
 
+    @pytest.mark.parametrize("given", ["cuda:0", torch.device("cuda"), -1, 0.0, True], ids=repr)
+    def test_what_is_no_device(self, module: Any, given: Any) -> None:
+        tuner, x = traced.kernel(module), torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+        with pytest.raises(InvalidSetting, match=r"device=.* is no index of a GPU"):
+            tuner.resolve(x, x, 100, device=given)
+
     def test_an_argument_that_is_there_twice(self, module: Any) -> None:
         """As an output by position and the scalar meant for its place by name, from JAX."""
         tuner, x = traced.kernel(module), torch.zeros(100)
