@@ -24,7 +24,18 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import TracingError, announce, capture, miss, plan, plan_source, safetune, scratch
+from safetune import (
+    TracingError,
+    announce,
+    capture,
+    device,
+    miss,
+    plan,
+    plan_source,
+    prepare,
+    safetune,
+    scratch,
+)
 from safetune.call_form import PIN
 from safetune.phantom import PhantomKeyWarning
 
@@ -530,6 +541,19 @@ class TestChanges:
         running[0] = 0
         call(kernel)
         assert kernel.tuner.best_config is CONFIGS[0]
+
+
+def test_what_prepare_has_launched_is_known(
+    kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a capture afterwards compiles, loads and asks for nothing."""
+    h100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
+    toolchain = device.Toolchain("3.9.0", "backend", "cuda:90:32")
+    monkeypatch.setattr(miss, "detect", lambda index: (h100, toolchain))
+    assert [key.settled for key in prepare(call, kernel).keys] == [True]
+    compiled = len(machine.compiled)
+    assert not goes_by_triton(kernel)
+    assert len(machine.compiled) == compiled == 1
 
 
 class TestUnderCapture:
