@@ -216,12 +216,10 @@ def installs() -> bool:
 
 def _distributed_size() -> int:
     """How many ranks there are where no launcher says so, as under srun and MPI."""
-    if "torch.distributed" not in sys.modules:
-        return 1
-    from torch import distributed
-
-    available = distributed.is_available() and distributed.is_initialized()
-    return int(distributed.get_world_size()) if available else 1
+    distributed = sys.modules.get("torch.distributed")
+    # Not there where torch is without, and while it is being imported.
+    is_initialized = getattr(distributed, "is_initialized", None)
+    return int(distributed.get_world_size()) if is_initialized and is_initialized() else 1
 
 
 def _number(text: str | None) -> int:

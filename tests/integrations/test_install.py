@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+
+from safetune.settings import Settings
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -208,6 +213,15 @@ def test_every_process_reports_its_own_launches(
         "safetune: 1 kernels, 3 launches: 1 tunings, 0 keys looked up, 2 hits",
         "safetune: 1 kernels, 2 launches: 1 tunings, 0 keys looked up, 1 hits",
     ]
+
+
+def test_while_torch_distributed_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose import may be what imports Triton, and so installs: the settings are read there."""
+    unfinished = types.ModuleType("torch.distributed")
+    monkeypatch.setitem(sys.modules, "torch.distributed", unfinished)
+    monkeypatch.setattr(torch, "distributed", unfinished)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert Settings.current().world_size == 1
 
 
 class TestVariable:
