@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import platformdirs
 
@@ -216,10 +216,11 @@ def installs() -> bool:
 
 def _distributed_size() -> int:
     """How many ranks there are where no launcher says so, as under srun and MPI."""
-    distributed = sys.modules.get("torch.distributed")
-    # Not there where torch is without, and while it is being imported.
-    is_initialized = getattr(distributed, "is_initialized", None)
-    return int(distributed.get_world_size()) if is_initialized and is_initialized() else 1
+    distributed: Any = sys.modules.get("torch.distributed")
+    # Without the function where torch has none of it, and while it is being imported.
+    if not hasattr(distributed, "is_initialized") or not distributed.is_initialized():
+        return 1
+    return int(distributed.get_world_size())
 
 
 def _number(text: str | None) -> int:
