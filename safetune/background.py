@@ -221,7 +221,9 @@ class _Worker:
             finally:
                 job.bench.discard()
                 self.jobs.remove(job)
-                job.over.set()
+                over = job.over
+                del job  # and the caller's tensors with it, not only when the next one comes
+                over.set()
 
     def _stop_at_exit(self) -> None:
         """Stop once every thread that the interpreter waits for has ended.

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,17 @@ def test_a_world_that_no_launcher_tells_of(monkeypatch: pytest.MonkeyPatch) -> N
         torch.distributed.destroy_process_group()
     assert (found.world_size, found.local_world_size) == (8, 8)
     assert Settings.current().world_size == 1
+
+
+def test_no_tensor_is_kept_once_it_is_tuned(copies: Any) -> None:
+    """Though no other call comes, for which the thread would let go of the last one."""
+    made, dst, src = copies(None, None), torch.zeros(100), torch.ones(100)
+    made.tuner[(7,)](dst, src, 100, FLAG=0)
+    (key,) = made.tuner.cache
+    background.wait(made.tuner, key)
+    references = [weakref.ref(each) for each in (dst, src)]
+    del dst, src
+    assert [reference() for reference in references] == [None, None]
 
 
 class TestMarks:
