@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import platformdirs
 
@@ -216,7 +216,9 @@ def installs() -> bool:
 
 def _distributed_size() -> int:
     """How many ranks there are where no launcher says so, as under srun and MPI."""
-    distributed: Any = sys.modules.get("torch.distributed")
+    if "torch.distributed" not in sys.modules:
+        return 1
+    distributed = sys.modules["torch.distributed"]
     # Without the function where torch has none of it, and while it is being imported.
     if not hasattr(distributed, "is_initialized") or not distributed.is_initialized():
         return 1
