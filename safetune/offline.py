@@ -21,7 +21,7 @@ from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_store
 from safetune.store.sqlite import Store
 from safetune.tuning.jobs import TuningRequest
-from safetune.tuning.result import Observer, Progress, TuningResult
+from safetune.tuning.result import Observer, TuningResult
 from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 
@@ -121,11 +121,7 @@ def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResul
     store = open_tuning_store()
     request = request_for(task, force)
 
-    def both(step: Progress) -> None:
-        announce.log_config(step)
-        observe(step)
-
-    result = tune(request, store, both)
+    result = tune(request, store, announce.both(announce.log_config, observe))
     announce.log_result(request, result)
     return result
 

@@ -106,6 +106,11 @@ def call_words(call: Mapping[str, Any]) -> str:
     return " ".join([*values, *([dtypes] if dtypes else [])])
 
 
+def counted(count: int, noun: str) -> str:
+    """Return `1 key`, `2 keys`."""
+    return f"{count} {noun if count == 1 else noun + 's'}"
+
+
 def _reason(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if _TRITON_PLACE.match(lines[0]) else lines[0]

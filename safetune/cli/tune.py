@@ -15,7 +15,7 @@ from safetune.cli import targets
 from safetune.cli.messages import plain_warnings
 from safetune.cli.progress import TuningProgress
 from safetune.cli.recorded import RecordedPlan
-from safetune.cli.tables import outcome_data, print_outcomes, stdout_console
+from safetune.cli.tables import counted, outcome_data, print_outcomes, stdout_console
 from safetune.errors import NoWorkingConfig, TargetError
 
 if TYPE_CHECKING:
@@ -197,13 +197,9 @@ class _Report:
             for title, rows in self._tables:
                 print_outcomes(console, title, rows)
             console.print(
-                f"{_counted(len(self.tunings), 'tuning')}, {_counted(measured, 'config')} measured"
+                f"{counted(len(self.tunings), 'tuning')}, {counted(measured, 'config')} measured"
                 + (f", {self._failed} without a working config" if self._failed else "")
             )
             for left in self.left_out:
                 console.print(f"not tuned: {left.words}: {left.reason}")
         return 1 if self._failed else 0
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun if count == 1 else noun + 's'}"
