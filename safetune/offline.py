@@ -18,7 +18,7 @@ from safetune.inline import why_not_isolated
 from safetune.kernel_source import is_interpreted
 from safetune.miss import Miss
 from safetune.settings import Mode, Settings
-from safetune.store.lookup import open_store
+from safetune.store.lookup import open_lookup
 from safetune.store.sqlite import Store
 from safetune.tuning.jobs import TuningRequest
 from safetune.tuning.result import Observer, TuningResult
@@ -109,7 +109,7 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
 
 def open_tuning_store() -> Store:
     """Return the store to tune into, whatever SAFETUNE_MODE says."""
-    return open_store(replace(Settings.current(), mode=Mode.TUNE))
+    return open_lookup(replace(Settings.current(), mode=Mode.TUNE)).store
 
 
 def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
