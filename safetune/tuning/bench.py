@@ -48,8 +48,8 @@ class LaunchBench:
 
     Attributes:
         phases: seconds that the caller spent in `transfer` (packing and copying the call),
-            `resolve`, `compile` (waiting for a config to be compiled) and `start` (waiting for
-            the measuring child).
+            `resolve`, `compile` (waiting for a config to be compiled), `start` (waiting for the
+            measuring child), `measure` (the first launches of each config) and `finals`.
         facts: what the compiler said of each config that compiled: `shared`, in bytes, and the
             `hash` of its entry in Triton's disk cache.
     """
