@@ -293,7 +293,7 @@ class TestOurGraph:
         report = safetune.prepare(adds.launch)
         assert (report.kernels, report.tunings, report.unsettled) == (("add_kernel",), 1, ())
         assert report.compiles == 1
-        before = len(parent.compiled), len(parent.loaded), adds.by_triton
+        before = len(parent.compiled), len(parent.loaded)
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".* a choice")
@@ -301,8 +301,7 @@ class TestOurGraph:
                 adds.launch()
         assert captured.report.graph == "decode"
         assert (captured.report.misses, captured.report.tunings) == ((), 0)
-        now = len(parent.compiled), len(parent.loaded), adds.by_triton
-        assert now == before, "compiled, loaded, launched by Triton's own path"
+        assert (len(parent.compiled), len(parent.loaded)) == before
         adds.check(graph.replay)
 
     def test_misses_are_counted_and_the_graph_named_later(
