@@ -16,6 +16,7 @@ from safetune.kernels.operands import (
     as_rows,
     in_shape,
     launches_directly,
+    refuse_tangents,
     residual_rows,
     stores_residual,
     with_offset,
@@ -158,7 +159,9 @@ def group_norm(
 
     Raises:
         InvalidOperand: a shape, dtype or device does not go with `x`, or a row is too long.
+        TracingError: in forward-mode AD.
     """
+    refuse_tangents(x, weight, bias, residual)
     weight = with_offset(weight, weight_offset)
     if launches_directly(x, weight, bias, residual):
         return LayerNormFunction.apply(
