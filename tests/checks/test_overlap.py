@@ -860,6 +860,20 @@ class TestErrors:
         with pytest.raises(InvalidSetting, match=r"^n: given by position and by name"):
             check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, n=2)
 
+    @pytest.mark.parametrize(
+        "grid", [(1,), lambda meta: (meta["BLOCK"],)], ids=["sizes", "function"]
+    )
+    def test_an_argument_that_is_missing(self, grid: Any) -> None:
+        with pytest.raises(
+            InvalidSetting, match=r"^n, BLOCK: without a value; add_kernel has y, x"
+        ):
+            check_overlap(add_kernel, grid, zeros(4), zeros(4))
+
+    def test_an_array_over_a_tensors_memory(self) -> None:
+        """It has a base, as what `triton.reinterpret` returns has."""
+        with pytest.raises(NotInterpretable, match="add_kernel does not run"):
+            check_overlap(add_kernel, (1,), zeros(4), zeros(4).numpy(), 4, 16)
+
     def test_a_config_without_a_tuner(self) -> None:
         """Where the parameter has a default, the launch would be another one than was meant."""
         with pytest.raises(InvalidConfig, match="add_kernel has no tuner that would set it"):
