@@ -100,6 +100,8 @@ def layer_norm_bwd(
     if rstd is None or (mean is None and not is_rms_norm):
         missing = "rstd" if rstd is None else "mean"
         raise InvalidOperand(f"{missing} is None; pass what layer_norm_fwd returned")
+    if rstd.dtype.itemsize < 4:  # all sums would be of that dtype
+        raise InvalidOperand(f"rstd is of {rstd.dtype}; pass what layer_norm_fwd returned")
     dy, x, weight, bias, mean, rstd, dres = _contiguous(dy, x, weight, bias, mean, rstd, dres)
     pinned = is_pinned(deterministic)
     plan = backward_plan(x, num_groups, multiprocessors(x, pinned))
