@@ -455,6 +455,16 @@ class TestOrder:
         with pytest.raises(NotInterpretable, match=r"timeout_s=0\.2.*test_overlap\.py:\d+"):
             check_overlap(wait, (2,), zeros(1, dtype=torch.int32), timeout_s=0.2)
 
+    def test_a_grid_of_any_size_is_ended(self) -> None:
+        """Where no program touches memory, too; and nothing is made for those to come."""
+
+        @triton.jit
+        def idle(y):
+            pass
+
+        with pytest.raises(NotInterpretable, match=r"timeout_s=0\.2.* now at program \(0, "):
+            check_overlap(idle, (2**31 - 1, 65535, 65535), zeros(1), timeout_s=0.2)
+
 
 @triton.jit
 def store_at(y, offset, BLOCK: tl.constexpr):
