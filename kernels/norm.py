@@ -153,7 +153,7 @@ def group_norm(
             residual `x`, in fp32 if `residual_in_fp32`.
         is_rms_norm: do not subtract the mean.
         weight_offset: multiply by weight + weight_offset, added in fp32; 1.0 for Gemma.
-        deterministic: run the first declared config of each kernel on a fixed number of programs,
+        deterministic: run each kernel's first config that is not pruned on a fixed number of programs,
             so that tuning and the GPU's model do not change a bit of the result. Default: what
             `torch.are_deterministic_algorithms_enabled()` says.
 
