@@ -153,9 +153,9 @@ def group_norm(
             residual `x`, in fp32 if `residual_in_fp32`.
         is_rms_norm: do not subtract the mean.
         weight_offset: multiply by weight + weight_offset, added in fp32; 1.0 for Gemma.
-        deterministic: run each kernel's first config that is not pruned on a fixed number of programs,
-            so that tuning and the GPU's model do not change a bit of the result. Default: what
-            `torch.are_deterministic_algorithms_enabled()` says.
+        deterministic: run the first config of each kernel that is not pruned on a fixed number of
+            programs, so that tuning and the GPU's model do not change a bit of the result. Default:
+            what `torch.are_deterministic_algorithms_enabled()` says.
 
     Raises:
         InvalidOperand: a shape, dtype or device does not go with `x`, or a row is too long.
