@@ -6,23 +6,42 @@ benchmark that has no result yet has no line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import recording
 
 DEVICE = "NVIDIA_H100_80GB_HBM3"
 Figures = recording.Figures
+Rows = list[list[str]]
+
+#: (benchmark, what is timed, {state of the caches: in words}, figures of both tuners, their ratio)
+TIMES = (
+    (
+        "tuning_time",
+        "72 matmul configs, {}, first call in a fresh process",
+        {"cold": "empty caches", "warm": "warm compile cache"},
+        *("first_call_s_{}_triton", "first_call_s_{}_safetune", "wall_ratio_{}"),
+    ),
+    (
+        "startup",
+        "60 small tunings in a row, {}, in a fresh process",
+        {"": "empty caches", "_warm": "warm compile cache"},
+        *("startup_60_s_triton{}", "startup_60_s_safetune{}", "startup_60_ratio{}"),
+    ),
+    (
+        "unmodified",
+        "FLA's layer norm, GLA and delta rule, first forward and backward, {}",
+        {"cold": "empty caches", "warm": "caches of an earlier process"},
+        *(f"unmodified_first_step_{name}_{{}}" for name in ("s_triton", "s_safetune", "ratio")),
+    ),
+)
 
 
 def table(device: str = DEVICE, results: Path = recording.RESULTS) -> str:
     """Return the Markdown tables of one device's results."""
     folder = results / device
-    times = [
-        *_tuning(recording.stored_figures(folder, "tuning_time")),
-        *_startup(recording.stored_figures(folder, "startup")),
-        *_unmodified(recording.stored_figures(folder, "unmodified")),
-    ]
+    times = [row for benchmark in TIMES for row in _times(folder, *benchmark)]
     tables = (
         _table(["what", "triton.autotune", "safetune", "ratio"], times),
         _table(["choices", "triton.autotune", "safetune"], _choices(folder)),
@@ -41,50 +60,17 @@ def table(device: str = DEVICE, results: Path = recording.RESULTS) -> str:
     return "\n\n".join(filter(None, tables))
 
 
-def _tuning(found: Figures) -> list[list[str]]:
-    words = {"cold": "empty caches", "warm": "warm compile cache"}
-    return [
-        _compared(
-            f"72 matmul configs, {words[cache]}, first call in a fresh process",
-            found[f"first_call_s_{cache}_triton"],
-            found[f"first_call_s_{cache}_safetune"],
-            found[f"wall_ratio_{cache}"],
-        )
-        for cache in words
-        if f"wall_ratio_{cache}" in found
-    ]
-
-
-def _startup(found: Figures) -> list[list[str]]:
-    words = {"": "empty caches", "_warm": "warm compile cache"}
-    return [
-        _compared(
-            f"60 small tunings in a row, {words[cache]}, in a fresh process",
-            found[f"startup_60_s_triton{cache}"],
-            found[f"startup_60_s_safetune{cache}"],
-            found[f"startup_60_ratio{cache}"],
-        )
-        for cache in words
-        if f"startup_60_ratio{cache}" in found
-    ]
-
-
-def _unmodified(found: Figures) -> list[list[str]]:
-    words = {"cold": "empty caches", "warm": "caches of an earlier process"}
-    return [
-        _compared(
-            f"FLA's layer norm, GLA and delta rule, first forward and backward, {words[state]}",
-            found[f"unmodified_first_step_s_triton_{state}"],
-            found[f"unmodified_first_step_s_safetune_{state}"],
-            found[f"unmodified_first_step_ratio_{state}"],
-        )
-        for state in words
-        if f"unmodified_first_step_ratio_{state}" in found
-    ]
-
-
-def _compared(what: str, stock: float, ours: float, ratio: float) -> list[str]:
-    return [what, f"{stock:.1f} s", f"{ours:.1f} s", f"{ratio:.2f}"]
+def _times(folder: Path, benchmark: str, what: str, states: Mapping[str, str], *names: str) -> Rows:
+    """One line for each state of the caches: the figures of both tuners, and their ratio."""
+    found = recording.stored_figures(folder, benchmark)
+    rows = []
+    for state, words in states.items():
+        keys = [name.format(state) for name in names]
+        if keys[-1] in found:
+            stock, ours, ratio = (found[key] for key in keys)
+            line = [what.format(words), f"{stock:.1f} s", f"{ours:.1f} s", f"{ratio:.2f}"]
+            rows.append(line)
+    return rows
 
 
 def _choices(folder: Path) -> list[list[str]]:

@@ -50,6 +50,7 @@ __all__ = [
     "NoDevice",
     "NoMemory",
     "NoWorkingConfig",
+    "NotInterpretable",
     "NotReproducible",
     "Outcome",
     "PhantomKey",

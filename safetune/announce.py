@@ -100,7 +100,7 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
     """
     count_tuning()
     if knobs.autotuning.print:
-        yield _both(log_config, print_config)
+        yield both(log_config, print_config)
         return
     if quiet or not _is_terminal(sys.stderr):
         yield log_config
@@ -111,7 +111,7 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
         yield log_config
         return
     with progress.late_line(kernel) as show:
-        yield _both(log_config, show)
+        yield both(log_config, show)
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -122,7 +122,9 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
-def _both(first: Observer, second: Observer) -> Observer:
+def both(first: Observer, second: Observer) -> Observer:
+    """Return what reports a step to both."""
+
     def observe(step: Progress) -> None:
         first(step)
         second(step)

@@ -88,7 +88,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         name = kernel_name(fn)
         configs = check_configs(name, configs, arg_names)
         around = {"reset_to_zero": reset_to_zero, "restore_value": restore_value}
-        scratch = tuple(scratch)
+        scratch = scratch if isinstance(scratch, str) else tuple(scratch)
         check_names(name, arg_names, {**around, "scratch": scratch})
         check_functions(name, {"reference": reference, "inputs": inputs})
         self.limits = Limits(compile_timeout_s, run_timeout_s)
@@ -110,7 +110,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
         self.tuning_phases: dict[str, float] = {}
         hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
-        self.hooks = replace(hooks, scratch=scratch, reference=reference, inputs=inputs)
+        self.hooks = replace(hooks, scratch=tuple(scratch), reference=reference, inputs=inputs)
         self._forms = call_form.Forms(self)
         self._remember_nothing()
         _alive.add(pruning.show_one_config(self))

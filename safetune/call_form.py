@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 #: so the argument costs nothing at launch either.
 PIN = 1
 
-_LAUNCH_KEYWORDS = frozenset({"grid", "warmup"})
+#: What a launch says beside the kernel's arguments.
+LAUNCH_KEYWORDS = frozenset({"grid", "warmup"})
 
 #: Equal values of these are the same value, once their classes are equal too.
 _SCALARS = frozenset({int, bool, float, str, type(None)})
@@ -42,7 +43,7 @@ class CallForm:
     def __init__(self, tuner: Autotuner, positional: int, keywords: tuple[str, ...]) -> None:
         self._where = {
             **{name: f"a[{i}]" for i, name in enumerate(tuner.arg_names[:positional])},
-            **{name: f"k[{name!r}]" for name in keywords if name not in _LAUNCH_KEYWORDS},
+            **{name: f"k[{name!r}]" for name in keywords if name not in LAUNCH_KEYWORDS},
         }
         self._parameters = tuner.arg_names
         self._constexprs = constexpr_names(tuner.fn)

@@ -122,6 +122,10 @@ def check_names(
     """Raise `InvalidSetting` for a name that is no argument of the kernel."""
     for parameter, names in parameters.items():
         unknown = [name for name in names or () if name not in arg_names]
+        if unknown and isinstance(names, str):
+            raise InvalidSetting(
+                f'{parameter}={names!r} of {kernel} is one string; write {parameter}=["{names}"]'
+            )
         if unknown:
             raise InvalidSetting(
                 f"{parameter} of {kernel} contains names that are not kernel arguments: "

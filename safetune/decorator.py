@@ -75,6 +75,8 @@ def safetune(
 
     if hasattr(configs, "fn"):
         return take_over(configs)
+    if callable(configs):  # used bare, above what is no kernel
+        _check_kernel(configs)
     return decorate
 
 

@@ -169,9 +169,12 @@ class Postponed:
         """Whether tuning should be tried again now."""
         if clock() < self._from_s or (settings.world_size > 1 and self._syncs == _syncs):
             return False
-        if self.needed_bytes and self.index >= 0 and _free_bytes(self.index) < self.needed_bytes:
-            self._from_s = clock() + self.delay_s
-            return False
+        if self.needed_bytes and self.index >= 0:
+            from safetune.tuning import room  # imports torch
+
+            if room.device_free(self.index) < self.needed_bytes:
+                self._from_s = clock() + self.delay_s
+                return False
         return True
 
     def again(self, config: Config, needed_bytes: int) -> Postponed:
@@ -212,12 +215,3 @@ def count_sync() -> None:
     """Let what was postponed before now be tried again in a world of several processes."""
     global _syncs
     _syncs += 1
-
-
-def _free_bytes(index: int) -> int:
-    import torch
-
-    from safetune.tuning import cuda_driver
-
-    with cuda_driver.relaxed_capture():
-        return int(torch.cuda.mem_get_info(index)[0])

@@ -72,7 +72,7 @@ class TuningKey:
 
 def describe_call(call: Mapping[str, Any]) -> str:
     """Return the values and dtypes of a `TuningKey.record()` as people read them."""
-    values = ", ".join(f"{name}={_plain(value)}" for name, value in call["values"])
+    values = ", ".join(f"{name}={readable(value)}" for name, value in call["values"])
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
     return f"{values or 'any arguments'}{f' ({dtypes})' if dtypes else ''}"
 
@@ -91,8 +91,8 @@ def key_digest(
     return canonical.digest([kernel_name, kernel_digest, call, device, toolchain])
 
 
-def _plain(value: Any) -> Any:
-    """An encoded value as people read it."""
+def readable(value: Any) -> Any:
+    """Return an encoded value as people read it."""
     if isinstance(value, dict) and len(value) == 1:
         return next(iter(value.values()))
     return value.get("repr", value) if isinstance(value, dict) else value

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-_LAUNCH_KEYWORDS = ("grid", "warmup")
-
 
 class Miss:
     """One call that a tuner has no config for."""
@@ -39,7 +37,7 @@ class Miss:
     def __init__(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tuner = tuner
         self._named = dict(zip(tuner.arg_names, args, strict=False))
-        self._passed = {n: v for n, v in kwargs.items() if n not in _LAUNCH_KEYWORDS}
+        self._passed = {n: v for n, v in kwargs.items() if n not in call_form.LAUNCH_KEYWORDS}
         self._kwargs = kwargs
         self.call = self._call(args, kwargs)
 

@@ -18,10 +18,10 @@ from safetune.inline import why_not_isolated
 from safetune.kernel_source import is_interpreted
 from safetune.miss import Miss
 from safetune.settings import Mode, Settings
-from safetune.store.lookup import open_store
+from safetune.store.lookup import open_lookup
 from safetune.store.sqlite import Store
 from safetune.tuning.jobs import TuningRequest
-from safetune.tuning.result import Observer, Progress, TuningResult
+from safetune.tuning.result import Observer, TuningResult
 from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 
@@ -109,7 +109,7 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
 
 def open_tuning_store() -> Store:
     """Return the store to tune into, whatever SAFETUNE_MODE says."""
-    return open_store(replace(Settings.current(), mode=Mode.TUNE))
+    return open_lookup(replace(Settings.current(), mode=Mode.TUNE)).store
 
 
 def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
@@ -121,11 +121,7 @@ def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResul
     store = open_tuning_store()
     request = request_for(task, force)
 
-    def both(step: Progress) -> None:
-        announce.log_config(step)
-        observe(step)
-
-    result = tune(request, store, both)
+    result = tune(request, store, announce.both(announce.log_config, observe))
     announce.log_result(request, result)
     return result
 

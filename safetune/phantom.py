@@ -241,7 +241,9 @@ def _names(what: str, names: Iterable[str] | str | None) -> list[str]:
         raise InvalidSetting(f'{what}={names!r} is one string; write {what}=["{names}"]')
     found = list(dict.fromkeys(names or ()))
     if wrong := [name for name in found if not isinstance(name, str)]:
-        raise InvalidSetting(f"{what} has {wrong[0]!r}, a {type(wrong[0]).__name__}; names only")
+        raise InvalidSetting(
+            f"{what} has {wrong[0]!r}, of type {type(wrong[0]).__name__}; give names of arguments"
+        )
     return found
 
 

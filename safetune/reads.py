@@ -111,16 +111,16 @@ class _JitBodies:
 
 def bind(call: ast.Call, function: Callable[..., Any]) -> Iterator[tuple[str, ast.expr]]:
     """Yield (parameter, argument) of a call, as far as its text says which goes where."""
+    known = inspect.signature(function).parameters
     positional = [
         parameter.name
-        for parameter in inspect.signature(function).parameters.values()
+        for parameter in known.values()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     for name, argument in zip(positional, call.args, strict=False):
         if isinstance(argument, ast.Starred):
             break
         yield name, argument
-    known = set(inspect.signature(function).parameters)
     yield from ((k.arg, k.value) for k in call.keywords if k.arg is not None and k.arg in known)
 
 

@@ -21,7 +21,7 @@ from triton.runtime.jit import MockTensor
 from safetune import announce, arrays, frozen, miss, record
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
 from safetune.inline import why_not_isolated
-from safetune.kernel_source import base_function
+from safetune.kernel_source import base_function, inner_heuristics
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.tuning.jobs import TuningRequest
@@ -252,11 +252,12 @@ def _record(
     fn, _ = base_function(call.kernel)
     arguments = {**meta_arguments(call, config), **call.pins}
     named = {**call.named(), **call.pins}
+    set_here = {*config.kwargs, *call.pins, *inner_heuristics(call.kernel)}
     metaparams = {
         name: value
         for name, value in arguments.items()
         if name in fn.arg_names and (name not in named or name in call.pins)
-        if name in config.kwargs or name in call.pins or _by_heuristic(call.kernel, name)
+        if name in set_here
     }
     options = {"maxnreg": None, **config.all_kwargs()}
     return Resolved(
@@ -278,14 +279,6 @@ def _record(
             for name, value in {**named, **metaparams}.items()
         },
     )
-
-
-def _by_heuristic(kernel: Any, name: str) -> bool:
-    while isinstance(kernel, Heuristics):
-        if name in kernel.values:
-            return True
-        kernel = kernel.fn
-    return False
 
 
 def _each(function: Any, values: Any) -> Any:

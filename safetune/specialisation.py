@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Config, Heuristics
 
 from safetune import canonical
-from safetune.call_form import CallForm, constexpr_names
+from safetune.call_form import LAUNCH_KEYWORDS, CallForm, constexpr_names
 
 if TYPE_CHECKING:
     from safetune.autotuner import Autotuner
@@ -32,7 +32,7 @@ def specialisation(
     return tuple(
         (name, _exact(value) if name in constants or name not in tuner.arg_names else _kind(value))
         for name, value in sorted(named.items())
-        if name not in ("grid", "warmup")
+        if name not in LAUNCH_KEYWORDS
     )
 
 

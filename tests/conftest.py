@@ -291,6 +291,24 @@ def _ancestors(pid: int, processes: Mapping[int, Running]) -> Iterator[int]:
         yield pid
 
 
+def ended(*pids: int, within_s: float = 20.0) -> bool:
+    """Wait until these processes have ended; False when one has not in that time."""
+    deadline = time.monotonic() + within_s
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return False
+        finally:
+            os.close(handle)
+    return True
+
+
 def _end_of(processes: list[Running]) -> list[Running]:
     """Wait for these to end, on the ends themselves; kill and return those that do not."""
     watched: dict[int, Running] = {}

@@ -198,6 +198,16 @@ class TestSettings:
             "Valid argument names are: dst, src, N, BLOCK."
         )
 
+    @pytest.mark.parametrize("name", ["reset_to_zero", "restore_value", "scratch"])
+    def test_names_as_one_string(self, name: str) -> None:
+        """The message was of the arguments d, s and t."""
+        with pytest.raises(InvalidSetting) as caught:
+            safetune(configs=CONFIGS, key=["N"], **{name: "dst"})(copy_kernel)
+
+        assert (
+            message(caught) == f"{name}='dst' of copy_kernel is one string; write {name}=[\"dst\"]"
+        )
+
     def test_key_as_one_string(self) -> None:
         with pytest.raises(InvalidSetting) as caught:
             safetune(configs=CONFIGS, key="src")(copy_kernel)
@@ -221,6 +231,13 @@ class TestSettings:
             InvalidSetting, match=r"which is no Triton kernel: put @triton\.jit below"
         ):
             safetune(configs=CONFIGS, key=["N"])(target)
+
+    def test_no_kernel_below_a_bare_decorator(self) -> None:
+        """It became a decorator, and said so at the first launch: not subscriptable."""
+        with pytest.raises(InvalidSetting, match=r"@triton\.jit below"):
+
+            @safetune
+            def forgotten(x: Any) -> None: ...
 
 
 class TestSurroundings:

@@ -305,7 +305,7 @@ def test_keep_as_a_lone_string(kernel: Any) -> None:
 
 
 def test_a_name_that_is_none(kernel: Any) -> None:
-    with pytest.raises(InvalidSetting, match=r"key has 3, a int"):
+    with pytest.raises(InvalidSetting, match=r"key has 3, of type int; give names of arguments"):
         classify(kernel, ["D", 3], configs=CONFIGS)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli.stored import json_option, open_store, print_json
+from safetune.cli.tables import counted
 from safetune.errors import TargetError
 from safetune.settings import Settings
 
@@ -63,10 +64,10 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
         print_json(vars(done))
         return
     click.echo(
-        f"{_counted(done.new, 'choice')} imported, {done.known} known already, {done.kept} not "
+        f"{counted(done.new, 'choice')} imported, {done.known} known already, {done.kept} not "
         "taken: the store has another one of the same generation"
         if done.kept
-        else f"{_counted(done.new, 'choice')} imported, {done.known} known already"
+        else f"{counted(done.new, 'choice')} imported, {done.known} known already"
     )
 
 
@@ -166,7 +167,7 @@ def _write(entries: Sequence[StoredChoice], place: Path, as_json: bool) -> None:
         print_json({"written": written})
         return
     for each in written:
-        click.echo(f"{each['path']}: {_counted(each['choices'], 'choice')}")
+        click.echo(f"{each['path']}: {counted(each['choices'], 'choice')}")
 
 
 def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None) -> str:
@@ -176,7 +177,3 @@ def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: s
     there = sorted({(e.key.kernel_name, str(e.key.device["name"])) for e in entries})
     listed = ", ".join(f"{name} on {place}" for name, place in there)
     return f"there is no choice for {' and '.join(wanted)}; there are: {listed}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun if count == 1 else noun + 's'}"

@@ -14,6 +14,7 @@ import click
 from safetune.cli.tables import (
     call_words,
     config_words,
+    counted,
     empty_table,
     outcome_data,
     print_outcomes,
@@ -117,7 +118,7 @@ def clear(kernel: str, as_json: bool) -> None:
     if as_json:
         print_json({"kernel": kernel, "cleared": count})
     else:
-        click.echo(f"cleared {count} {'key' if count == 1 else 'keys'} of {kernel}")
+        click.echo(f"cleared {counted(count, 'key')} of {kernel}")
 
 
 def _database() -> Path:

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from safetune.key import readable
 from safetune.outcome import Outcome
 from safetune.progress import milliseconds
 
@@ -87,7 +88,7 @@ _OPTIONS = {"num_warps": None, "num_stages": None, "num_ctas": 1, "maxnreg": Non
 def config_words(record: Mapping[str, Any]) -> str:
     """Return a stored config as people read it: its kwargs, then its launch options."""
     words = [
-        f"{name}={_plain(value)}"
+        f"{name}={readable(value)}"
         for name, value in record.items()
         if name not in _OPTIONS and name != "pre_hook"
     ]
@@ -101,18 +102,19 @@ def config_words(record: Mapping[str, Any]) -> str:
 
 def call_words(call: Mapping[str, Any]) -> str:
     """Return the values and dtypes of a stored key as people read them."""
-    values = [f"{name}={_plain(value)}" for name, value in call["values"]]
+    values = [f"{name}={readable(value)}" for name, value in call["values"]]
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
     return " ".join([*values, *([dtypes] if dtypes else [])])
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 key`, `2 keys`."""
+    return f"{count} {noun if count == 1 else noun + 's'}"
 
 
 def _reason(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if _TRITON_PLACE.match(lines[0]) else lines[0]
-
-
-def _plain(value: Any) -> Any:
-    return next(iter(value.values())) if isinstance(value, dict) and value else value
 
 
 def _times(outcome: Outcome, best: float) -> tuple[str, str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from safetune.cli import targets
 from safetune.cli.messages import plain_warnings
 from safetune.cli.progress import TuningProgress
 from safetune.cli.recorded import RecordedPlan
-from safetune.cli.tables import outcome_data, print_outcomes, stdout_console
+from safetune.cli.stored import print_json
+from safetune.cli.tables import counted, outcome_data, print_outcomes, stdout_console
 from safetune.errors import NoWorkingConfig, TargetError
 
 if TYPE_CHECKING:
@@ -191,19 +191,15 @@ class _Report:
         if self._as_json:
             data = {"measured": measured, "tunings": self.tunings, "trials": self._trials}
             left_out = [{"call": left.words, "reason": left.reason} for left in self.left_out]
-            click.echo(json.dumps({**data, "left_out": left_out}, indent=2))
+            print_json({**data, "left_out": left_out})
         else:
             console = stdout_console()
             for title, rows in self._tables:
                 print_outcomes(console, title, rows)
             console.print(
-                f"{_counted(len(self.tunings), 'tuning')}, {_counted(measured, 'config')} measured"
+                f"{counted(len(self.tunings), 'tuning')}, {counted(measured, 'config')} measured"
                 + (f", {self._failed} without a working config" if self._failed else "")
             )
             for left in self.left_out:
                 console.print(f"not tuned: {left.words}: {left.reason}")
         return 1 if self._failed else 0
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun if count == 1 else noun + 's'}"

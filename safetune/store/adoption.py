@@ -20,7 +20,7 @@ from safetune.store.connection import BUSY_TIMEOUT_S, Connection
 from safetune.store.records import ChoiceRecord, StoredChoice
 from safetune.store.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
 from safetune.store.shared_record import Name, encode, name_of, namespace
-from safetune.store.table import CorruptRowError, Scalar, Table
+from safetune.store.table import CorruptRowError, Table
 
 if TYPE_CHECKING:
     import sqlite3
@@ -79,8 +79,8 @@ def adopt(
     with connection.transaction(wait_s) as sqlite:
         for key, choice in prepared:
             for table, row in key:  # what this node knows of a kernel is more
-                _insert(sqlite, "INSERT OR IGNORE", table, row)
-            _insert(sqlite, "INSERT OR REPLACE", CHOICE, choice)
+                table.insert(sqlite, row, "IGNORE")
+            CHOICE.insert(sqlite, choice, "REPLACE")
 
 
 def unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
@@ -139,8 +139,3 @@ def _sound(table: Table, found: Iterable[Sequence[Any]]) -> Iterator[dict[str, A
     for row in found:
         with contextlib.suppress(CorruptRowError):
             yield table.unseal(row)
-
-
-def _insert(sqlite: sqlite3.Connection, insert: str, table: Table, row: dict[str, Scalar]) -> None:
-    columns, values = ", ".join(row), ", ".join("?" * len(row))
-    sqlite.execute(f"{insert} INTO {table.name} ({columns}) VALUES ({values})", tuple(row.values()))

@@ -128,7 +128,7 @@ class Connection:
 
     def _connect(self) -> None:
         if self.path is None:
-            self._sqlite = _prepared(_plain(":memory:"), migrations.prepare)
+            self._sqlite = prepared(_plain(":memory:"), migrations.prepare)
         else:
             self._sqlite, self._file = _connect(self.path, self._suspect)
             self._suspect = False
@@ -207,12 +207,12 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     for last in (False, False, False, True):
         if place.is_read_only(path):
             place.check(path)
-            return _prepared(recovery.open_read_only(path), migrations.check_current), None
+            return prepared(recovery.open_read_only(path), migrations.check_current), None
         place.make(path)
         found = place.identity(path)
         try:
             prepare = migrations.prepare_suspect if suspect else migrations.prepare
-            connection = _prepared(_plain(path), prepare)
+            connection = prepared(_plain(path), prepare)
         except (sqlite3.Error, Damaged) as error:
             # An error of a file that is no longer there says nothing of the one that is.
             replaced = recovery.is_replaced(path, found)
@@ -248,9 +248,10 @@ def _begin(connection: sqlite3.Connection, must: bool) -> bool:
     return True
 
 
-def _prepared(
+def prepared(
     connection: sqlite3.Connection, prepare: Callable[[sqlite3.Connection], None]
 ) -> sqlite3.Connection:
+    """Return a connection that was just opened once `prepare` is done with it; else close it."""
     try:
         # A flipped byte may end in text that is no UTF-8: the checksum's business, not an error.
         connection.text_factory = _decode

@@ -89,16 +89,6 @@ class Courier:
 
         self._put(_Errand(logged))
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was asked for is done; False if it is not in time."""
-        if self._thread is None:
-            return True
-        try:
-            self.ask(lambda: None, timeout_s)
-        except Late:
-            return False
-        return True
-
     def _put(self, errand: _Errand[Any]) -> None:
         with self._lock:
             if self._thread is None:

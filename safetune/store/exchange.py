@@ -198,10 +198,7 @@ def _put_if_absent(
     if found is not None:
         with contextlib.suppress(CorruptRowError):
             return table.unseal(found)
-    names, places = ", ".join(row), ", ".join("?" * len(row))
-    connection.execute(
-        f"INSERT OR REPLACE INTO {table.name} ({names}) VALUES ({places})", list(row.values())
-    )
+    table.insert(connection, row, "REPLACE")
     return None
 
 

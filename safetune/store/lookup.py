@@ -115,7 +115,9 @@ def open_lookup(settings: Settings) -> Lookup:
     """Return this process's `Lookup` for the settings.
 
     One object per process, directory of the store, shared store, packs, and whether the store is
-    only read, as it is under `Mode.FROZEN`; usable after a fork.
+    only read, as it is under `Mode.FROZEN`; usable after a fork. Where the database cannot be
+    opened there is one warning, and its store is in memory. That store's tuning methods never raise
+    (`GuardedStore`).
 
     Raises:
         InvalidSetting: nothing here can open SAFETUNE_SHARED. Never `StoreError`.
@@ -165,15 +167,6 @@ def _backend(url: str) -> SharedStore | None:
     from safetune.store.opening import open_shared
 
     return open_shared(url)
-
-
-def open_store(settings: Settings) -> Store:
-    """Return this process's store for the settings.
-
-    Where the database cannot be opened there is one warning, once per process and path, and the
-    store is in memory. Its tuning methods never raise (`GuardedStore`).
-    """
-    return open_lookup(settings).store
 
 
 def _read_only(directory: Path) -> GuardedStore:

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from safetune.errors import StoreError
 from safetune.store import migrations
-from safetune.store.connection import Connection
+from safetune.store.connection import BUSY_TIMEOUT_S, Connection, prepared
 from safetune.store.sqlite import Store
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
-
-_BUSY_TIMEOUT_S = 30.0
 
 AnyStore = TypeVar("AnyStore", bound=Store)
 
@@ -84,19 +82,16 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _opened(uri: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-    try:
-        connection.text_factory = lambda data: data.decode("utf-8", "replace")
-        connection.execute("PRAGMA trusted_schema=OFF")
-        if not migrations.is_current(connection):
-            raise StoreError(
-                "an older safetune wrote it; run `safetune list` once where it can be written"
-            )
-        migrations.check_schema(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    return prepared(connection, _check)
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    if not migrations.is_current(connection):
+        raise StoreError(
+            "an older safetune wrote it; run `safetune list` once where it can be written"
+        )
+    migrations.check_schema(connection)
 
 
 def _copied(path: Path, log: Path) -> sqlite3.Connection:

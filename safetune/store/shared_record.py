@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune import canonical
+from safetune.key import key_digest
 from safetune.store import rows
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.store.table import RecordError
@@ -103,15 +104,8 @@ def decode(text: str | bytes) -> StoredChoice:
 
 
 def _key(content: dict[str, Any]) -> KeyRecord:
-    digest = canonical.digest(
-        [
-            content["kernel_name"],
-            content["kernel_digest"],
-            content["call"],
-            content["device"],
-            content["toolchain"],
-        ]
-    )
+    parts = ("kernel_name", "kernel_digest", "call", "device", "toolchain")
+    digest = key_digest(*(content[part] for part in parts))
     return KeyRecord(digest=digest, kernel_source="", kernel_file="", kernel_line=0, **content)
 
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetune import canonical
 from safetune.errors import StoreError
+
+if TYPE_CHECKING:
+    import sqlite3
 
 Scalar = str | int | float | None
 
@@ -75,6 +78,14 @@ class Table:
             }
         except (TypeError, ValueError, RecursionError) as error:
             raise CorruptRowError(str(error)) from error
+
+    def insert(
+        self, connection: sqlite3.Connection, row: Mapping[str, Scalar], otherwise: str
+    ) -> None:
+        """Write a row; where one with its key is there, `otherwise` is done: REPLACE or IGNORE."""
+        names, places = ", ".join(row), ", ".join("?" * len(row))
+        statement = f"INSERT OR {otherwise} INTO {self.name} ({names}) VALUES ({places})"
+        connection.execute(statement, tuple(row.values()))
 
     def _value(self, name: str, kind: type, value: Any) -> Any:
         if value is None and name in self.nullable:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from safetune.tuning import regenerate
-from safetune.tuning.checksum import checksums
+from safetune.tuning.checksum import checksums, gathered
 from safetune.tuning.layout import ALIGNMENT, FLOATS, BlockSpec, TensorSpec
 
 #: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
@@ -101,7 +101,7 @@ class Arguments:
         file_bytes = torch.frombuffer(memory, dtype=torch.uint8)
         specs = [BlockSpec(**block) for block in header["blocks"]]
         self.blocks = [Block(spec, _loader(file_bytes, spec)) for spec in specs]
-        self.views = [_spec(tensor) for tensor in header["tensors"]]
+        self.views = [TensorSpec.of(tensor) for tensor in header["tensors"]]
         self.tensors = [view_of(self.blocks[view.block].live, view) for view in self.views]
         self._sums = checksums([block.live for block in self.blocks])
 
@@ -176,7 +176,7 @@ class Arguments:
         """Return each (block, `before` or `after`) whose guard band something has written."""
         sides = [(i, side) for i, block in enumerate(self.blocks) for side in block.guards]
         bands = [self.blocks[index].guards[side] for index, side in sides]
-        touched = _gathered([(band != _GUARD_BYTE).any() for band in bands])
+        touched = gathered([(band != _GUARD_BYTE).any() for band in bands])
         return [side for side, is_touched in zip(sides, touched, strict=True) if is_touched]
 
     def unowned(self) -> list[int]:
@@ -204,11 +204,6 @@ class Arguments:
         return bool((changed & uncovered.to(changed.device)).any())
 
 
-def _spec(data: dict[str, Any]) -> TensorSpec:
-    """JSON has no tuples."""
-    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as integers of the same size: torch indexes and compares those of every size."""
     return tensor.detach().view(_BITS[tensor.itemsize])
@@ -217,16 +212,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _poison_bits(dtype: torch.dtype) -> int:
     poison = torch.tensor([_POISON], dtype=dtype)
     return int(_bits(poison).item())
-
-
-def _gathered(flags: Sequence[torch.Tensor]) -> list[bool]:
-    """Return flags from any devices, with one wait for each device."""
-    found: dict[int, bool] = {}
-    for device in {flag.device for flag in flags}:
-        here = [index for index, flag in enumerate(flags) if flag.device == device]
-        values = torch.stack([flags[index] for index in here]).tolist()
-        found.update(zip(here, values, strict=True))
-    return [found[index] for index in range(len(flags))]
 
 
 def _room(

@@ -26,7 +26,6 @@ from safetune.tuning.inputs import Inputs
 from safetune.tuning.jobs import Call, TuningRequest
 from safetune.tuning.launch_grid import grid_of
 from safetune.tuning.measure import Budget
-from safetune.tuning.session import kernel_base
 from safetune.tuning.worker import MeasuringChild
 
 _device_locks: dict[int, threading.RLock] = {}
@@ -49,10 +48,10 @@ class LaunchBench:
 
     Attributes:
         phases: seconds that the caller spent in `transfer` (packing and copying the call),
-            `resolve`, `compile` (waiting for a config to be compiled) and `start` (waiting for
-            the measuring child).
-        facts: what the compiler said of each config that compiled: `shared` and `global_scratch`,
-            in bytes, and the `hash` of its entry in Triton's disk cache.
+            `resolve`, `compile` (waiting for a config to be compiled), `start` (waiting for the
+            measuring child), `measure` (the first launches of each config) and `finals`.
+        facts: what the compiler said of each config that compiled: `shared`, in bytes, and the
+            `hash` of its entry in Triton's disk cache.
     """
 
     _begin_at_once = True
@@ -82,7 +81,7 @@ class LaunchBench:
         )
         self._kernel = b""
         if not self.interpreted:
-            self._kernel = compilation.pack_for_compiler(kernel_base(call.kernel))
+            self._kernel = compilation.pack_for_compiler(base_function(call.kernel)[0])
         self._inputs = Inputs(call, tensors.tensors)
         self.marks = (*self._inputs.marks, *request.marks)
         self.grids = grids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,13 +19,17 @@ def checksums(runs: Sequence[torch.Tensor]) -> list[int]:
     A run that has changed in any place gets another number, but for one chance in 2^32 or less; a
     permutation of its values is a change, too.
     """
-    sums = [_checksum(run) for run in runs]
-    found: dict[int, int] = {}
-    for device in {run.device for run in runs}:
-        here = [index for index, run in enumerate(runs) if run.device == device]
-        values = torch.stack([sums[index] for index in here]).tolist()
+    return gathered([_checksum(run) for run in runs])
+
+
+def gathered(numbers: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what scalar tensors on any devices hold, with one wait for each device."""
+    found: dict[int, Any] = {}
+    for device in {number.device for number in numbers}:
+        here = [index for index, number in enumerate(numbers) if number.device == device]
+        values = torch.stack([numbers[index] for index in here]).tolist()
         found.update(zip(here, values, strict=True))
-    return [found[index] for index in range(len(runs))]
+    return [found[index] for index in range(len(numbers))]
 
 
 def _checksum(run: torch.Tensor) -> torch.Tensor:

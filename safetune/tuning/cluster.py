@@ -105,7 +105,7 @@ def _wait(leading: Lead, shared: SharedLayer, patience: Patience) -> None:
     while True:
         begin = time.monotonic()
         claim = shared.claim(*wanted)
-        if claim.stored is not None and _is_usable(request, claim.stored.choice):
+        if claim.stored is not None and flight.is_usable(request, claim.stored.choice):
             leading.choice = claim.stored.choice
             return
         leading.lease = claim.lease
@@ -115,12 +115,6 @@ def _wait(leading: Lead, shared: SharedLayer, patience: Patience) -> None:
             logger.info("waiting for another node: %s", request.key.kernel.name)
         flight.pause(random.uniform(pause_s / 2, pause_s), patience, begin)
         pause_s = min(2 * pause_s, _MAX_POLL_S)
-
-
-def _is_usable(request: TuningRequest, choice: ChoiceRecord) -> bool:
-    from safetune.config import config_digest
-
-    return choice.config_digest in map(config_digest, request.configs)
 
 
 def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:

@@ -143,12 +143,7 @@ def compile_spec(jit: JITFunction, spec: bytes) -> dict[str, Any]:
         source_type = GluonASTSource
     source = source_type(jit, signature, constexprs, attrs)
     compiled = triton_compile(source, target=target, options=options)
-    metadata = compiled.metadata
-    return {
-        "hash": compiled.hash,
-        "shared": int(metadata.shared),
-        "global_scratch": int(getattr(metadata, "global_scratch_size", 0) or 0),
-    }
+    return {"hash": compiled.hash, "shared": int(compiled.metadata.shared)}
 
 
 class _TargetOnly:

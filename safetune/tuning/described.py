@@ -76,7 +76,7 @@ def rebuild(
         filled: whether anybody will look at what they hold.
     """
     blocks = [BlockSpec(**block) for block in data["blocks"]]
-    views = _views(data)
+    views = [TensorSpec.of(view) for view in data["tensors"]]
     memory = [
         _memory(block, [view for view in views if view.block == index], device, index, filled)
         for index, block in enumerate(blocks)
@@ -89,17 +89,9 @@ def rebuild(
 def with_tensors(data: dict[str, Any], arg_names: Sequence[str], floats: bool = True) -> list[str]:
     """Return the described arguments with tensors, or those with tensors of no float type."""
     named = {**dict(zip(arg_names, data["args"], strict=False)), **data["kwargs"]}
-    wanted = {i for i, view in enumerate(_views(data)) if floats or view.dtype not in FLOATS}
+    views = enumerate(map(TensorSpec.of, data["tensors"]))
+    wanted = {i for i, view in views if floats or view.dtype not in FLOATS}
     return [name for name, value in named.items() if wanted & set(_numbers(value))]
-
-
-def _views(data: dict[str, Any]) -> list[TensorSpec]:
-    """JSON has no tuples."""
-    lists = ("shape", "stride")
-    return [
-        TensorSpec(**{**view, **{name: tuple(view[name]) for name in lists}})
-        for view in data["tensors"]
-    ]
 
 
 def _memory(

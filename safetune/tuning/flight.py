@@ -165,9 +165,12 @@ def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
     if request.force:
         return None
     choice = store.choice(request.key.digest, request.declared)
-    if choice is None or choice.config_digest not in map(config_digest, request.configs):
-        return None
-    return choice
+    return choice if choice is not None and is_usable(request, choice) else None
+
+
+def is_usable(request: TuningRequest, choice: ChoiceRecord) -> bool:
+    """Whether a choice is one of the configs that pruning leaves."""
+    return choice.config_digest in map(config_digest, request.configs)
 
 
 def _start_over() -> None:

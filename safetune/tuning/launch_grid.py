@@ -6,6 +6,7 @@ child. Heuristics run here for it, as they do at every launch.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from triton.runtime.autotuner import Config
 
 from safetune.errors import InvalidSetting
+from safetune.kernel_source import base_function
 from safetune.tuning.jobs import Call
 
 
@@ -83,12 +85,9 @@ def meta_arguments(call: Call, config: Config) -> dict[str, Any]:
 
 
 def _defaults(kernel: Any) -> dict[str, Any]:
-    import inspect
-
-    while not inspect.isfunction(kernel):
-        kernel = kernel.fn
+    _, function = base_function(kernel)
     return {
         name: parameter.default
-        for name, parameter in inspect.signature(kernel).parameters.items()
+        for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }

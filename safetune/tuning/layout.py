@@ -63,6 +63,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> TensorSpec:
+        """Return the view in plain JSON data, which has no tuples."""
+        return cls(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
+
 
 @dataclass(frozen=True)
 class Absent:

@@ -15,7 +15,7 @@ class Progress:
     """One step of a tuning, for progress bars and verbose output.
 
     Attributes:
-        stage: `compile`, `screen`, `final`.
+        stage: `screen` or `final`.
         outcome: None when the config is about to run, else what became of it.
         done, total: configs screened, and to be screened, in this tuning.
     """

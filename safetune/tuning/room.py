@@ -48,15 +48,15 @@ def check_device(
     idle child of an earlier tuning, by `drop_idle`, then the caching allocator's unused blocks.
     """
     enough = 2 * size + FLUSH + CONTEXT
-    free = _device_free(index)
+    free = device_free(index)
     if free < enough:
         drop_idle(index)
-        free = _device_free(index)
+        free = device_free(index)
     if free < enough and _unused(index):
         # While a graph is captured torch refuses, and keeps its blocks.
         with contextlib.suppress(RuntimeError), relaxed_capture(), torch.cuda.device(index):
             torch.cuda.empty_cache()
-        free = _device_free(index)
+        free = device_free(index)
     needed = size + CONTEXT
     if free < needed:
         error = too_large(f"memory on cuda:{index}", needed, free, arguments)
@@ -113,7 +113,8 @@ def _left(folder: Path) -> int:
     return max(0, most - now + int(statistics[cache]))
 
 
-def _device_free(index: int) -> int:
+def device_free(index: int) -> int:
+    """Return the bytes that are free on a device; a capture beside this is left alone."""
     with relaxed_capture():
         return int(torch.cuda.mem_get_info(index)[0])
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from triton.runtime.autotuner import Config
-from triton.runtime.jit import JITFunction
 
 from safetune import scratch
+from safetune.kernel_source import base_function
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.tuning import compilation, factory, failures
 from safetune.tuning.answers import outcome_reply
@@ -55,7 +55,7 @@ class Session:
     def resolve(self, index: int) -> tuple[dict[str, Any], bytes]:
         """Return what a compiler needs for one config, after its heuristics and hooks have run."""
         launch = _Launch(self._call, self._configs[index], self._grids[index])
-        jit = kernel_base(self._call.kernel)
+        jit, _ = base_function(self._call.kernel)
         try:
             spec = launch.with_hooks(
                 lambda: compilation.capture_spec(jit, launch, self._call.index)
@@ -156,13 +156,6 @@ class _Launch:
             raise
         self.after()
         return result
-
-
-def kernel_base(kernel: Any) -> JITFunction:
-    """Return the jit function below heuristics."""
-    while hasattr(kernel, "values") and hasattr(kernel, "fn"):
-        kernel = kernel.fn
-    return kernel
 
 
 def _use_device(index: int) -> str:

@@ -134,8 +134,7 @@ class _Server:
             poll.register(handle, select.POLLIN)
             if not poll.poll(_REAP_S * 1000):
                 return {"status": None}
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # what it had started
+            process.kill_group(pid)  # what it had started
             self._children.discard(pid)
             return {"status": os.waitpid(pid, 0)[1]}
         finally:

@@ -9,13 +9,14 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+
+from tests.conftest import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,20 +132,10 @@ def fifo(tmp_path: Path) -> Fifo:
 @pytest.fixture(scope="session")
 def still_running() -> Callable[[list[int]], list[int]]:
     """A function that waits until these processes are gone, and returns those that are not."""
-    return _still_running
 
+    def left(pids: list[int]) -> list[int]:
+        if ended(*pids, within_s=DEADLINE_S):
+            return []
+        return [pid for pid in pids if not ended(pid, within_s=0)]
 
-def _still_running(pids: list[int]) -> list[int]:
-    deadline = time.monotonic() + DEADLINE_S
-    left = []
-    for pid in pids:
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            left.append(pid)
-        os.close(handle)
     return left

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ended
+
 #: For anything that should happen at once; far more than it takes on a loaded machine.
 SOON_S = 20.0
 
@@ -121,18 +123,7 @@ class Processes:
 
     def gone(self, *pids: int, within_s: float = SOON_S) -> bool:
         """Wait until all of these have ended; False when one has not in that time."""
-        deadline = time.monotonic() + within_s
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                handle = os.pidfd_open(pid)
-                try:
-                    poll = select.poll()
-                    poll.register(handle, select.POLLIN)
-                    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                        return False
-                finally:
-                    os.close(handle)
-        return True
+        return ended(*pids, within_s=within_s)
 
 
 @pytest.fixture

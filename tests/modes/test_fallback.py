@@ -19,7 +19,7 @@ from safetune.fallback import distance
 from safetune.miss import Miss
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning import fork_server
+from safetune.tuning import fork_server, room
 from safetune.tuning.tuner import tune
 
 BLOCKS = (16, 32, 64)
@@ -283,7 +283,7 @@ def test_memory_that_is_known_to_be_needed_is_waited_for(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [10]
-    monkeypatch.setattr(fallback, "_free_bytes", lambda index: free[0])
+    monkeypatch.setattr(room, "device_free", lambda index: free[0])
     config = triton.Config({})
     settings = Settings.current()
     postponed = fallback.Postponed(config, index=0, needed_bytes=11)

@@ -139,6 +139,7 @@ class Hanging(Large):
         threading.Event().wait()
 local = GuardedStore.open(Path(sys.argv[2]))
 SharedLayer(Hanging(open_shared(sys.argv[1])), local.connection).refresh(SPACE)
+threading.Event().wait()  # its thread may still be at it
 """
     child = children.start(script, url, tmp_path / "node")
     assert child.stdout is not None

@@ -14,7 +14,7 @@ from safetune.errors import StoreError
 from safetune.key import KernelIdentity, TuningKey
 from safetune.settings import Settings
 from safetune.store.guarded import GuardedStore
-from safetune.store.lookup import Lookup, open_lookup, open_store
+from safetune.store.lookup import Lookup, open_lookup
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def test_a_newer_generation_is_not_picked_up_in_the_middle_of_a_run(store, recor
 
 
 def test_a_process_has_one_store_per_directory(tmp_path, settings_for):
-    first = open_store(settings_for(tmp_path / "a"))
+    first = open_lookup(settings_for(tmp_path / "a")).store
     assert first.path == tmp_path / "a" / "safetune.db"
-    assert open_store(settings_for(tmp_path / "b" / ".." / "a")) is first
+    assert open_lookup(settings_for(tmp_path / "b" / ".." / "a")).store is first
     assert open_lookup(settings_for(tmp_path / "a")).store is first
-    assert open_store(settings_for(tmp_path / "b")) is not first
+    assert open_lookup(settings_for(tmp_path / "b")).store is not first
 
 
 def break_with_a_file_in_the_way(directory) -> str:
@@ -116,7 +116,7 @@ def break_with_a_newer_version(directory) -> str:
 def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for, records, break_it):
     reason = break_it(tmp_path / "cache")
     with pytest.warns(UserWarning, match="safetune") as caught:
-        store = open_store(settings_for(tmp_path / "cache"))
+        store = open_lookup(settings_for(tmp_path / "cache")).store
     message = str(caught[0].message)
     assert len(caught) == 1
     assert str(tmp_path / "cache" / "safetune.db") in message
@@ -125,7 +125,7 @@ def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for,
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert open_store(settings_for(tmp_path / "cache")) is store
+        assert open_lookup(settings_for(tmp_path / "cache")).store is store
         assert store.path is None
         store.put_key(records.key())
         store.put_trial(records.trial())

@@ -270,7 +270,7 @@ with place.creating, lookup._opening:
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
-        os._exit(0 if lookup.open_store(Settings.current()).choice("key") is None else 1)
+        os._exit(0 if lookup.open_lookup(Settings.current()).store.choice("key") is None else 1)
 print(os.waitpid(pid, 0)[1])
 """,
         tmp_path,

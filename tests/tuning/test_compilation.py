@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune.device import Device, Toolchain
 from safetune.errors import WorkerUnavailable
-from safetune.kernel_source import kernel_identity
+from safetune.kernel_source import base_function, kernel_identity
 from safetune.key import TuningKey
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning import compilation, devices, kernel_ref, worker
@@ -31,7 +31,7 @@ from safetune.tuning.arguments import Arguments
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.compilation import CallerResolver, capture_spec
 from safetune.tuning.jobs import Call, Hooks, TuningRequest
-from safetune.tuning.session import _Launch, kernel_base
+from safetune.tuning.session import _Launch
 from safetune.tuning.snapshot import Snapshot
 
 pytestmark = pytest.mark.internals
@@ -197,14 +197,14 @@ def of_child(call: Call, config: triton.Config) -> bytes:
     with contextlib.closing(Snapshot(tensors.tensors)) as snapshot:
         arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
     rebuilt, config = kernel_ref.unpack(blob, arguments.tensors)
-    jit = kernel_base(rebuilt.kernel)
+    jit, _ = base_function(rebuilt.kernel)
     return capture_spec(jit, _Launch(rebuilt, config, (1,)), 0)
 
 
 def compiled_from(call: Call, spec: bytes) -> tuple[str, Any, Any]:
     """Return all that a compilation depends on: the source's hash, the options, the target."""
     signature, constexprs, attrs, options, target = kernel_ref.unpack(spec)
-    source = ASTSource(kernel_base(call.kernel), signature, constexprs, attrs)
+    source = ASTSource(base_function(call.kernel)[0], signature, constexprs, attrs)
     return source.hash(), options, target
 
 
@@ -212,7 +212,7 @@ def compiled_from(call: Call, spec: bytes) -> tuple[str, Any, Any]:
 def test_the_caller_resolves_as_the_child_does(name: str) -> None:
     case = CASES[name]
     call = call_of(case)
-    jit = kernel_base(call.kernel)
+    jit, _ = base_function(call.kernel)
     assert jit.cache_key  # it is computed once, whoever asks
     before = {key: (id(value), repr(value)) for key, value in vars(jit).items()}
     config = triton.Config(dict(case.options), **dict(case.config))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import resource
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from safetune.tuning.compilation import pack_for_compiler
 from safetune.tuning.compile_pool import Compiled, CompilePool
 from safetune.tuning.fork_server import compile_server, server
 from safetune.tuning.surroundings import start_job
+from tests.conftest import ended
 
 pytestmark = pytest.mark.internals
 
@@ -154,23 +154,6 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     yield Pool(tmp_path / "log", tmp_path / "cache")
     worker._drop_idle()  # the next test starts its own
-
-
-def ended(*pids: int, within_s: float = 20.0) -> bool:
-    """Wait until these processes have ended; False when one has not in that time."""
-    for pid in pids:
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        try:
-            if not poll.poll(within_s * 1000):
-                return False
-        finally:
-            os.close(handle)
-    return True
 
 
 def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:

@@ -30,7 +30,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from safetune.kernel_source import base_function, inner_heuristics
 from safetune.tuning import kernel_ref
-from safetune.tuning.session import kernel_base
 
 modules = {}
 
@@ -43,7 +42,7 @@ def module(path):
     return vars(modules[path])
 
 def facts(obj):
-    kernel = kernel_base(obj)
+    kernel, _ = base_function(obj)
     found = {
         "type": type(kernel).__name__,
         "name": kernel.__name__,

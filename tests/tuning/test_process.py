@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from safetune.tuning import process
+from tests.conftest import ended
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,19 +73,6 @@ def test_an_exit_that_nobody_saw() -> None:
     assert process.describe_exit(None) == "unknown"
 
 
-def ended(pid: int, within_s: float = 20.0) -> bool:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        return bool(poll.poll(within_s * 1000))
-    finally:
-        os.close(handle)
-
-
 class Family:
     """A process and what it prints: pids, one on each line."""
 
@@ -130,7 +117,7 @@ def test_a_group_is_killed_with_what_it_started(families: list[Family]) -> None:
     process.kill_group(family.process.pid)
 
     assert family.process.wait(20) == -signal.SIGKILL
-    assert all(ended(pid) for pid in pids)
+    assert ended(*pids)
 
 
 def test_one_that_has_not_left_our_group_yet_is_killed_alone(families: list[Family]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import struct
 import sys
@@ -31,6 +30,7 @@ from safetune.tuning.jobs import Call, Hooks
 from safetune.tuning.snapshot import Snapshot
 from safetune.tuning.surroundings import start_job
 from safetune.tuning.worker import MeasuringChild
+from tests.conftest import ended
 
 BUDGET = {"estimate_launches": 2, "time_ms": 0.0, "max_launches": 4}
 
@@ -82,19 +82,6 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
         os.close(witness)
 
 
-def ended(pid: int, within_s: float = 20.0) -> bool:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        return bool(poll.poll(within_s * 1000))
-    finally:
-        os.close(handle)
-
-
 def writer(path: Path) -> Callable[[Any], None]:
     """Return a hook that appends its process's id."""
     text = str(path)
@@ -140,7 +127,7 @@ os._exit(3)
 class TestAChild:
     def test_that_is_killed_says_so_once(self, child: Child) -> None:
         assert os.WTERMSIG(child.kill() or 0) == signal.SIGKILL
-        assert ended(child.pid, 0)
+        assert ended(child.pid, within_s=0)
         assert child.kill() is None
 
     def test_that_dies_between_jobs_fails_the_next(self, child: Child) -> None:
@@ -251,7 +238,7 @@ class TestAMeasuringChild:
         assert verdicts == [Verdict.OK, Verdict.LAUNCH_ERROR] * 2
         pids = list(dict.fromkeys((tmp_path / "pids").read_text().split()))
         assert len(pids) == 2
-        assert all(ended(int(pid)) for pid in pids)
+        assert ended(*map(int, pids))
 
     def test_tells_of_the_last_words_of_its_last_config_only(self) -> None:
         def chats(arguments: Any) -> None:
@@ -348,7 +335,7 @@ def test_children_are_started_from_many_threads(tmp_path: Path) -> None:
     assert len({pid for pid, _ in results}) == 8
     labels = [outcome and outcome.label for _, outcome in results]
     assert labels == [None, "died(SIGKILL)"] * 4
-    assert all(ended(pid, 0) for pid, _ in results)
+    assert ended(*(pid for pid, _ in results), within_s=0)
 
 
 def test_a_server_that_was_stopped_starts_again(child: Child) -> None:

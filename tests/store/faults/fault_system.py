@@ -54,7 +54,7 @@ from tally import *
 directory = Path(sys.argv[1])
 with warnings.catch_warnings(record=True) as caught, heard() as log:
     warnings.simplefilter("always")
-    store = lookup.open_store(settings(directory))
+    store = lookup.open_lookup(settings(directory)).store
     before = sum(store.choice(f"key-{{n}}") == choice(n) for n in range(40))
     told = []
     for number in range(100, 103):
