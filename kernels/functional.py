@@ -97,9 +97,7 @@ def layer_norm_bwd(
         {"weight": weight, "bias": bias},
         {"mean": mean, "rstd": rstd},
     )
-    if rstd is None or (mean is None and not is_rms_norm):
-        missing = "rstd" if rstd is None else "mean"
-        raise InvalidOperand(f"{missing} is None; pass what layer_norm_fwd returned")
+    rstd = _checked_statistics(mean, rstd, is_rms_norm)
     dy, x, weight, bias, mean, rstd, dres = _contiguous(dy, x, weight, bias, mean, rstd, dres)
     pinned = is_pinned(deterministic)
     plan = backward_plan(x, num_groups, multiprocessors(x, pinned))
@@ -124,6 +122,16 @@ def layer_norm_bwd(
     dres_in = outputs.x if has_residual and outputs.residual is None else outputs.residual
     gradients = (outputs.x, dw, db, dres_in)
     return (*gradients, outputs.y) if recompute_output else gradients
+
+
+def _checked_statistics(mean: Tensor | None, rstd: Tensor | None, is_rms_norm: bool) -> Tensor:
+    """Return rstd; raise `InvalidOperand` for what layer_norm_fwd does not return."""
+    if rstd is None or (mean is None and not is_rms_norm):
+        missing = "rstd" if rstd is None else "mean"
+        raise InvalidOperand(f"{missing} is None; pass what layer_norm_fwd returned")
+    if rstd.dtype.itemsize < 4:  # all sums would be of that dtype
+        raise InvalidOperand(f"rstd is of {rstd.dtype}; pass what layer_norm_fwd returned")
+    return rstd
 
 
 def _finalize(

@@ -16,6 +16,7 @@ from safetune.kernels.operands import (
     as_rows,
     in_shape,
     launches_directly,
+    refuse_tangents,
     residual_rows,
     stores_residual,
     with_offset,
@@ -152,13 +153,15 @@ def group_norm(
             residual `x`, in fp32 if `residual_in_fp32`.
         is_rms_norm: do not subtract the mean.
         weight_offset: multiply by weight + weight_offset, added in fp32; 1.0 for Gemma.
-        deterministic: run the first declared config of each kernel on a fixed number of programs,
-            so that tuning and the GPU's model do not change a bit of the result. Default: what
-            `torch.are_deterministic_algorithms_enabled()` says.
+        deterministic: run the first config of each kernel that is not pruned on a fixed number of
+            programs, so that tuning and the GPU's model do not change a bit of the result. Default:
+            what `torch.are_deterministic_algorithms_enabled()` says.
 
     Raises:
         InvalidOperand: a shape, dtype or device does not go with `x`, or a row is too long.
+        TracingError: in forward-mode AD.
     """
+    refuse_tangents(x, weight, bias, residual)
     weight = with_offset(weight, weight_offset)
     if launches_directly(x, weight, bias, residual):
         return LayerNormFunction.apply(

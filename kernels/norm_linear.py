@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
-from safetune.errors import InvalidOperand, TracingError
+from safetune.errors import InvalidOperand
 from safetune.kernels.functional import layer_norm_fwd
 from safetune.kernels.launches import check_kind
 from safetune.kernels.operands import (
     as_rows,
+    refuse_tangents,
     residual_rows,
     stores_residual,
     with_offset,
@@ -119,16 +119,6 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         check_kind("linear_bias", bias, x.device)
 
 
-def _refuse_tangents(*operands: Tensor | None) -> None:
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(o is not None and forward_ad.unpack_dual(o).tangent is not None for o in operands):
-        raise TracingError(
-            "safetune's norms with a linear map have no forward-mode derivative; use torch's, or "
-            "reverse mode"
-        )
-
-
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, norm_weight, norm_bias, linear_weight, _, residual, _, *options = inputs
     norm = keep_norm(ctx, x, residual, options, output[1:])
@@ -185,9 +175,9 @@ def group_norm_linear(
 
     Raises:
         InvalidOperand: as `group_norm`, and where the linear map does not go with `x`.
-        TracingError: in forward-mode AD, whose tangents an operator would lose without a word.
+        TracingError: in forward-mode AD.
     """
-    _refuse_tangents(x, norm_weight, norm_bias, linear_weight, linear_bias, residual)
+    refuse_tangents(x, norm_weight, norm_bias, linear_weight, linear_bias, residual)
     kind = x.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype

@@ -6,8 +6,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from safetune.errors import InvalidOperand
+from safetune.errors import InvalidOperand, TracingError
 
 #: What has memory that a kernel can be launched on; subclasses (fake, functional, distributed
 #: tensors) have none, or more than one.
@@ -20,6 +21,16 @@ def launches_directly(x: Tensor, *others: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or x.is_meta or torch._C._len_torch_dispatch_stack():
         return False
     return type(x) in _PLAIN and _PLAIN.issuperset(map(type, others))
+
+
+def refuse_tangents(*operands: Tensor | None) -> None:
+    """Raise `TracingError` in forward-mode AD: an operator of `ops` would lose the tangents."""
+    if forward_ad._current_level < 0:
+        return
+    if any(o is not None and forward_ad.unpack_dual(o).tangent is not None for o in operands):
+        raise TracingError(
+            "safetune's norms have no forward-mode derivative; use torch's, or reverse mode"
+        )
 
 
 def as_rows(x: Tensor, num_groups: int) -> Tensor:

@@ -26,6 +26,7 @@ class Instruments:
         self._builder = builder
         self._relaxed = False  # whether volatile loads are those of a relaxed poll
         self._poll = getattr(builder, "create_atomic_poll", None)
+        self._begin = builder.set_grid_idx
         self._load = builder.create_masked_load
         self._store = builder.create_masked_store
         self._cas = builder.create_atomic_cas
@@ -36,6 +37,7 @@ class Instruments:
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return them by the names they have in the builder."""
         found: dict[str, Callable[..., Any]] = {
+            "set_grid_idx": self.begin,
             "create_masked_load": self.load,
             "create_masked_store": self.store,
             "create_atomic_cas": self.compare_and_swap,
@@ -47,6 +49,11 @@ class Instruments:
             found["create_atomic_poll"] = self.atomic_poll
             found["create_atomic_store"] = self.atomic_store
         return found
+
+    def begin(self, *ids: int) -> None:
+        """Begin a program, which need not touch any memory."""
+        self._watch.check_time((f"program {ids}",))
+        self._begin(*ids)
 
     def load(self, pointer: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         """Load; a volatile one, which an atomic load is made of, may wait for another program."""

@@ -16,7 +16,6 @@ import ast
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -83,7 +82,8 @@ def _run(kernel: Callable[..., Any], given: Mapping[str, Any], grid: tuple[int, 
     }
     builder = interpreter.interpreter_builder
     builder.set_grid_dim(*grid)
-    for program in itertools.product(*map(range, grid)):
+    columns, rows, layers = map(range, grid)  # not `itertools.product`: it makes lists of them
+    for program in ((x, y, z) for x in columns for y in rows for z in layers):
         builder.set_grid_idx(*program)
         kernel(**arguments)
 

@@ -63,8 +63,8 @@ def check_overlap(
 
     Raises:
         InvalidConfig: `config` is missing, or of no tuner, or sets what the call sets too.
-        InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid; or
-            a name is neither a parameter of the kernel nor a launch option of Triton's.
+        InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid; a
+            parameter has no value; or a name is neither one nor a launch option of Triton's.
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
     """
@@ -76,7 +76,9 @@ def check_overlap(
     memory = Memory(named, reachable)
     copies = {name: memory.copied(value) for name, value in named.items()}
     text = _apply_decorators(kernel, config, named, copies)
-    sizes = _sizes(grid, {**_defaults(function), **named})
+    values = {**_defaults(function), **named}
+    _check_complete(jit, values)
+    sizes = _sizes(grid, values)
     watch = Watch(memory, sizes, timeout_s)
     _check_outputs(function.__name__, outputs, memory)
     addressed = {name: memory.addressed(value) for name, value in copies.items()}
@@ -200,6 +202,15 @@ def _check_names(kernel: Any, names: Iterable[str]) -> None:
             f"{', '.join(unknown)}: no parameter of {base_function(kernel)[1].__name__} "
             f"({', '.join(parameters)}), no launch option of Triton's (num_warps, ...), and none "
             f"of check_overlap's ({', '.join(_OPTIONS)})"
+        )
+
+
+def _check_complete(jit: Any, values: Mapping[str, Any]) -> None:
+    missing = [name for name in jit.arg_names if name not in values]
+    if missing:
+        raise InvalidSetting(
+            f"{', '.join(missing)}: without a value; {base_function(jit)[1].__name__} has "
+            f"{', '.join(jit.arg_names)}: pass all of them, or a config that sets them"
         )
 
 

@@ -171,6 +171,15 @@ class Watch:
             self._programs.append(program)
             self._begins.append(self._begin)
 
+    def check_time(self, place: tuple[object, ...]) -> None:
+        """Raise `NotInterpretable` if the launch takes longer than its limit."""
+        if time.monotonic() > self._deadline:
+            raise NotInterpretable(
+                f"the launch took longer than timeout_s={self._timeout_s:g} in Triton's "
+                f"interpreter, now at {':'.join(map(str, place))}: check a smaller problem. "
+                "Programs run one after the other: one that waits for a later one hangs."
+            )
+
     def access(
         self,
         access: Access,
@@ -211,13 +220,9 @@ class Watch:
         return real, allowed
 
     def _tick(self) -> int:
-        if time.monotonic() > self._deadline:
-            raise NotInterpretable(
-                f"the launch took longer than timeout_s={self._timeout_s:g} in Triton's "
-                f"interpreter, now at {':'.join(map(str, _kernel_line()))}: check a smaller "
-                "problem. Programs run one after the other: one that waits for a later one hangs."
-            )
-        self.lines.append(_kernel_line())
+        line = _kernel_line()
+        self.check_time(line)
+        self.lines.append(line)
         return len(self.lines) - 1
 
     def _touch(

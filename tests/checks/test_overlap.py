@@ -455,6 +455,16 @@ class TestOrder:
         with pytest.raises(NotInterpretable, match=r"timeout_s=0\.2.*test_overlap\.py:\d+"):
             check_overlap(wait, (2,), zeros(1, dtype=torch.int32), timeout_s=0.2)
 
+    def test_a_grid_of_any_size_is_ended(self) -> None:
+        """Where no program touches memory, too; and nothing is made for those to come."""
+
+        @triton.jit
+        def idle(y):
+            pass
+
+        with pytest.raises(NotInterpretable, match=r"timeout_s=0\.2.* now at program \(0, "):
+            check_overlap(idle, (2**31 - 1, 65535, 65535), zeros(1), timeout_s=0.2)
+
 
 @triton.jit
 def store_at(y, offset, BLOCK: tl.constexpr):
@@ -859,6 +869,20 @@ class TestErrors:
     def test_an_argument_twice(self) -> None:
         with pytest.raises(InvalidSetting, match=r"^n: given by position and by name"):
             check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, n=2)
+
+    @pytest.mark.parametrize(
+        "grid", [(1,), lambda meta: (meta["BLOCK"],)], ids=["sizes", "function"]
+    )
+    def test_an_argument_that_is_missing(self, grid: Any) -> None:
+        with pytest.raises(
+            InvalidSetting, match=r"^n, BLOCK: without a value; add_kernel has y, x"
+        ):
+            check_overlap(add_kernel, grid, zeros(4), zeros(4))
+
+    def test_an_array_over_a_tensors_memory(self) -> None:
+        """It has a base, as what `triton.reinterpret` returns has."""
+        with pytest.raises(NotInterpretable, match="add_kernel does not run"):
+            check_overlap(add_kernel, (1,), zeros(4), zeros(4).numpy(), 4, 16)
 
     def test_a_config_without_a_tuner(self) -> None:
         """Where the parameter has a default, the launch would be another one than was meant."""

@@ -192,6 +192,36 @@ def test_residual_and_prenorm(
     check.compare(ours, theirs, leaves, slack=2.0**12 if rounded else 1.0)
 
 
+@kinds
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", ["plain", "both"])
+@pytest.mark.parametrize("columns", [50, 64, 256, 512, 513, 1024])
+def test_widths(
+    check: Check,
+    random: Any,
+    columns: int,
+    affine: str,
+    residual_dtype: torch.dtype | None,
+    is_rms_norm: bool,
+) -> None:
+    """Statement C8: all gradients at these widths, of a residual too, in the same dtype or not."""
+    has_weight, has_bias = AFFINE[affine]
+    weight, bias = (random(columns) if there else None for there in (has_weight, has_bias))
+    residual = None if residual_dtype is None else random(21, columns, dtype=residual_dtype)
+    leaves = (random(21, columns), weight, bias, residual)
+    exact_leaves = check.exact_leaves(*leaves)
+
+    y = layer_norm(*leaves, is_rms_norm=is_rms_norm)
+
+    exact = check.reference(*exact_leaves, is_rms_norm=is_rms_norm)
+    check.close(y, exact)
+    dy = torch.randn_like(y)
+    theirs = check.gradients(exact, dy.double(), *exact_leaves)
+    # Backward normalizes the sum as it was stored: in bf16, 2^-8 of it are lost.
+    slack = 2.0**12 if residual_dtype is torch.bfloat16 else 2.0
+    check.compare(check.gradients(y, dy, *leaves), theirs, leaves, slack)
+
+
 def test_residual_without_prenorm_returns_y_alone(check: Check, random: Any) -> None:
     x, residual = random(8, 24), random(8, 24)
     exact = check.reference(x.double(), None, None, residual.double())

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import jvp
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from safetune import TracingError
 from safetune.kernels import (
     GroupNorm,
     LayerNorm,
@@ -21,6 +23,7 @@ from safetune.kernels import (
     group_norm_linear,
     layer_norm,
     rms_norm,
+    rms_norm_linear,
 )
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
@@ -218,6 +221,29 @@ def test_a_fake_weight_is_enough(random: Any) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         y = rms_norm(x, torch.ones(24), None)
     assert isinstance(y, FakeTensor)
+
+
+def norm(x: Tensor) -> Tensor:
+    return rms_norm(x, None, None)
+
+
+def norm_linear(x: Tensor) -> Tensor:
+    return rms_norm_linear(x, None, None, torch.ones(3, x.shape[-1], device=x.device), None)
+
+
+@pytest.mark.parametrize("way", ["plain", "meta", "compiled"])
+@pytest.mark.parametrize("function", [norm, norm_linear])
+def test_tangents_are_refused_and_not_lost(random: Any, function: Any, way: str) -> None:
+    """An operator of torch.library says nothing, and its results have none."""
+    x = random(4, 24, grad=False)
+    x = x.to("meta") if way == "meta" else x
+
+    def tangent(x: Tensor) -> Tensor:
+        return jvp(function, (x,), (x,))[1]
+
+    tangent = torch.compile(tangent, backend="aot_eager") if way == "compiled" else tangent
+    with pytest.raises(TracingError, match="no forward-mode derivative"):
+        tangent(x)
 
 
 @pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])

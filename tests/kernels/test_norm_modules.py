@@ -368,6 +368,10 @@ def test_device_and_dtype(device: str) -> None:
             lambda x: layer_norm_linear(x, None, None, x.to("meta"), None),
             "linear_weight is on meta",
         ),
+        (
+            lambda x: layer_norm_bwd(x, x, None, None, rstd=x[:, 0].half(), is_rms_norm=True),
+            "rstd is of torch.float16; pass what layer_norm_fwd returned",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call: Any, message: str) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from safetune.config import config_digest, config_record
+from safetune.kernels import launches
 from safetune.miss import declared_by, identity_of
 from safetune.offline import OfflineKernel, find_kernels
 from safetune.store import pack_format
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.internals
 
 ROOT = Path(__file__).resolve().parents[2]
+DEVICES = ("NVIDIA_H100_80GB_HBM3", "NVIDIA_H200")
 
 
 def shipped_kernels() -> dict[str, OfflineKernel]:
@@ -61,6 +64,24 @@ def _problems_of(entry: Any, kernel: OfflineKernel | None) -> list[str]:
 def test_every_pack_is_of_a_kernel_as_it_is() -> None:
     assert problems(ROOT / "cache") == []
     assert shipped() is not None
+
+
+def keys_of(kernel: OfflineKernel) -> set[str]:
+    """The keys of a kernel's workloads on a card: shapes are enough for them."""
+    (declared,) = kernel.tuner.workloads
+    workloads = declared.function(torch.device("meta"), torch.bfloat16)
+    return {str([[name, work.kwargs[name]] for name in kernel.tuner.keys]) for work in workloads}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_workload_has_a_choice(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """For the kernels as they are: to delete what is outdated is not enough."""
+    monkeypatch.setattr(launches, "sm_count", lambda _: 132)
+    found: dict[str, set[str]] = {name: set() for name in shipped_kernels()}
+    for path in (ROOT / "cache").glob(f"*.{device}.*.json"):
+        for entry in read_pack(path):
+            found[entry.key.kernel_name].add(str(entry.key.call["values"]))
+    assert found == {name: keys_of(kernel) for name, kernel in shipped_kernels().items()}
 
 
 @pytest.fixture
