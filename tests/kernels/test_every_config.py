@@ -130,17 +130,19 @@ class Backward:
         )
 
 
-#: Each problem with the other kind than the one before; both, where all is to be run.
+PROBLEMS = [(1, 1, 4), (33, 1, 2), (21, 1, 16), (7, 3, 3), (2, 5, 1)]
+
+#: Each config with every other problem, and that with one kind; with both, where all is to be run.
 CASES = [
-    (*problem, is_rms_norm)
-    for number, problem in enumerate([(1, 1, 4), (33, 1, 2), (21, 1, 16), (7, 3, 3), (2, 5, 1)])
+    pytest.param(config, *problem, is_rms_norm, id=f"{config_text(config)}-{problem}-{is_rms_norm}")
+    for place, config in enumerate(BACKWARD_CONFIGS)
+    for number, problem in enumerate(PROBLEMS)
     for is_rms_norm in (False, True)
-    if FULL or is_rms_norm == (number % 2 == 0)
+    if FULL or (place % 2 == number % 2 and is_rms_norm == (place // 2 % 2 == number // 2 % 2))
 ]
 
 
-@pytest.mark.parametrize(("tokens", "groups", "sm_count", "is_rms_norm"), CASES)
-@pytest.mark.parametrize("config", BACKWARD_CONFIGS, ids=config_text)
+@pytest.mark.parametrize(("config", "tokens", "groups", "sm_count", "is_rms_norm"), CASES)
 def test_backward(
     reference: Any,
     close: Any,
