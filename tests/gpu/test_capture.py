@@ -288,11 +288,12 @@ def test_make_graphed_callables(kernels: Any, tunings: Callable[[], list[str]]) 
 
 
 class TestOurGraph:
-    def test_after_prepare_it_has_nothing_to_say(self, kernels: Any) -> None:
+    def test_after_prepare_it_has_nothing_to_say(self, kernels: Any, parent: Any) -> None:
         adds = Adds(kernels)
         report = safetune.prepare(adds.launch)
         assert (report.kernels, report.tunings, report.unsettled) == (("add_kernel",), 1, ())
         assert report.compiles == 1
+        before = len(parent.compiled), len(parent.loaded)
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".* a choice")
@@ -300,6 +301,7 @@ class TestOurGraph:
                 adds.launch()
         assert captured.report.graph == "decode"
         assert (captured.report.misses, captured.report.tunings) == ((), 0)
+        assert (len(parent.compiled), len(parent.loaded)) == before
         adds.check(graph.replay)
 
     def test_misses_are_counted_and_the_graph_named_later(

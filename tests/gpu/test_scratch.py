@@ -198,8 +198,11 @@ def test_it_is_not_reused_before_the_kernel_is_done() -> None:
         torch.cuda._sleep(200_000_000)  # about 0.1 s
         tiles.launch(x, y)
     assert sizes == [ROWS // 32 * 256]
-    with torch.cuda.stream(other):
-        taken = [torch.full((sizes[0],), 255, dtype=torch.uint8, device="cuda") for _ in range(256)]
+    taken = []
+    for elsewhere in (other, torch.cuda.default_stream()):  # whose memory it is not
+        with torch.cuda.stream(elsewhere):
+            for _ in range(256):
+                taken.append(torch.full((sizes[0],), 255, dtype=torch.uint8, device="cuda"))
     torch.cuda.synchronize()
     assert torch.equal(y, x * 2)
     del taken
