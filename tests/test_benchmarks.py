@@ -545,13 +545,18 @@ def with_a_residual(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 #: Results of a benchmark's script that do not have its name.
-SCRIPT_OF = {"norms_residual": "norms", "norms_max_autotune": "norms"}
+SCRIPT_OF = {
+    "norms_residual": "norms",
+    "norms_max_autotune": "norms",
+    "norms_residual_max_autotune": "norms",
+}
 
 SAMPLE_ROWS = {
     "store": [{**FIRST_LAUNCH, "kind": kind, "ms": 9.0} for kind in ("jit", "safetune")],
     "norms": NORM_ROWS,
     "norms_residual": with_a_residual(NORM_ROWS),
     "norms_max_autotune": NORM_ROWS,
+    "norms_residual_max_autotune": with_a_residual(NORM_ROWS),
     "norms_host": NORM_HOST_ROWS,
     "tuning_time": TUNING_ROWS,
     "startup": STARTUP_ROWS,
@@ -592,7 +597,7 @@ def test_what_is_good_is_small_or_great(bars: ModuleType) -> None:
     assert found["share_within_1pct"].verdict(0.5) == "no bar"
     assert found["backward_share_D1024_rms"].bar == 0.80
     assert found["backward_vs_best_peer_D32768_ln"].bar == 0.85
-    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * (4 + 4 + 2) + 4
+    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * (4 + 4 + 2 + 2) + 4
 
 
 def write_figures(folder: Path, bench: str, **figures: float) -> None:
