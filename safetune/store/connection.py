@@ -208,14 +208,17 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
         if place.is_read_only(path):
             place.check(path)
             return prepared(recovery.open_read_only(path), migrations.check_current), None
-        place.make(path)
-        found = place.identity(path)
+        place.make_directory(path)
+        found: Identity = None
         try:
-            prepare = migrations.prepare_suspect if suspect else migrations.prepare
-            connection = prepared(_plain(path), prepare)
+            with recovery.unmoved(path):
+                place.make(path)
+                found = place.identity(path)
+                prepare = migrations.prepare_suspect if suspect else migrations.prepare
+                connection = prepared(_plain(path), prepare)
         except (sqlite3.Error, Damaged) as error:
             # An error of a file that is no longer there says nothing of the one that is.
-            replaced = recovery.is_replaced(path, found)
+            replaced = place.identity(path) != found
             if last or not (replaced or recovery.is_damage(error)):
                 raise
             if looked and not replaced:

@@ -23,20 +23,24 @@ LOCK = ".lock"
 creating = threading.Lock()
 
 
-def make(path: Path) -> None:
-    """Make the directory and an empty database that only their owner can read.
+def make_directory(path: Path) -> None:
+    """Make the directory of a database, which only its owner can read.
 
     Raises:
-        StoreError: something there is a symbolic link or another user's, or there is no home.
+        StoreError: it is a symbolic link or another user's, or there is no home.
         OSError: it cannot be made.
     """
     if path.parts[0].startswith("~"):
         raise StoreError(
             "there is no home directory; set SAFETUNE_CACHE_DIR to a place to write to"
         )
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check(path.parent, stat.S_ISDIR, "directory")
+
+
+def make(path: Path) -> None:
+    """Make an empty database that only its owner can read, unless there is one; raises likewise."""
     with creating:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check(path.parent, stat.S_ISDIR, "directory")
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         check(path)

@@ -17,6 +17,10 @@ from safetune.store import place
 #: So many moved databases are kept, the newest.
 _KEPT = 3
 
+#: How long the lock is waited for, in seconds, and how long between two tries.
+_WAIT_S = 30.0
+_PAUSE_S = 0.001
+
 
 class Damaged(StoreError):
     """It is a database of safetune, or was meant to be one, and cannot be used."""
@@ -36,9 +40,10 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
     Of many processes that see the damage one moves; `found` is the file that was seen.
 
     Raises:
+        StoreError: other processes have been opening it for too long.
         OSError: it cannot be renamed.
     """
-    with _alone(path):
+    with _locked(path, exclusive=True):
         if found is None or place.identity(path) != found:
             return
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}-{os.getpid()}")
@@ -54,16 +59,21 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
     )
 
 
-def is_replaced(path: Path, found: tuple[int, int] | None) -> bool:
-    """Whether another file is there by now; waits for a process that is moving it.
+@contextlib.contextmanager
+def unmoved(path: Path) -> Iterator[None]:
+    """Let nobody move a database aside while it is opened.
+
+    SQLite finds the logs by their names: a process that has just opened the file that is moved, and
+    finds beside it the logs of the one that took its place, rolls those back or deletes them.
+    Where no lock is to be had, such as on a full disk, it is opened all the same.
 
     Raises:
-        OSError: that cannot be told.
+        StoreError: another process has been moving it for too long.
     """
-    if not path.with_name(path.name + place.LOCK).exists():
-        return place.identity(path) != found
-    with _alone(path):
-        return place.identity(path) != found
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ImportError):
+            held.enter_context(_locked(path, exclusive=False))
+        yield
 
 
 def remove(aside: Path) -> None:
@@ -96,14 +106,24 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _locked(path: Path, exclusive: bool) -> Iterator[None]:
     """The lock for moving a database. Its file stays: who deletes a lock file breaks the lock."""
     import fcntl
 
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path.with_name(path.name + place.LOCK), flags, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        kind, end = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, time.monotonic() + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    busy = "opening" if exclusive else "moving"
+                    message = f"other processes have been {busy} it for {_WAIT_S:.0f} s"
+                    raise StoreError(message) from None
+            time.sleep(_PAUSE_S)
         yield
     finally:
         os.close(descriptor)

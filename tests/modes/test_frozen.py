@@ -208,7 +208,7 @@ def test_nothing_is_started_or_written(
         else:
             store.close()
         before = state(cache_dir)
-        assert len(before) == (4 if hot else 2)
+        assert len(before) == (5 if hot else 3)
         assert run() == [[], other if hot else chosen]
         after = state(cache_dir)
         assert set(after) == set(before)

@@ -60,7 +60,11 @@ def test_sixteen_writers_find_an_empty_database(database: str) -> None:
     assert execute(database, "SELECT count(*) FROM safetune.version") == [(1,)]
 
 
-def test_a_hundred_nodes_share_forty_connections(database: str, shared: Postgres) -> None:
+def test_a_hundred_nodes_share_forty_connections(
+    database: str, shared: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds none tries again; how long that takes is this machine's affair."""
+    monkeypatch.setattr(postgres_server, "_CONNECT_FOR_S", 60.0)
     shared.publish(SPACE, [stored(number) for number in range(20)])
     shared.close()
 

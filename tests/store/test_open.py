@@ -29,7 +29,8 @@ def test_only_the_owner_can_read(tmp_path, records, umask):
     finally:
         os.umask(previous)
     assert mode(tmp_path / "cache") == 0o700
-    assert names == dict.fromkeys(("safetune.db", "safetune.db-wal", "safetune.db-shm"), 0o600)
+    files = ("safetune.db", "safetune.db-wal", "safetune.db-shm", "safetune.db.lock")
+    assert names == dict.fromkeys(files, 0o600)
     store.close()
 
 
@@ -96,6 +97,38 @@ def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, reco
     assert len(caught) == 1
     assert str(aside) in str(caught[0].message)
     assert aside.read_bytes() == content
+    store.put_choice(records.choice())
+    assert store.choice("key") == records.choice()
+    store.close()
+
+
+def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path, monkeypatch, records):
+    """Regression: whoever had opened the old file took the new one's logs for its own."""
+    path, prepare = tmp_path / "safetune.db", migrations.prepare
+    path.write_bytes(b"{}" * 4096)
+    refused = []
+
+    def prepare_slowly(connection):
+        monkeypatch.setattr(migrations, "prepare", prepare)
+        with pytest.raises(StoreError, match="other processes have been opening it") as caught:
+            Store.open(tmp_path)
+        refused.append(caught.value)
+        assert recovery.moved(path) == []
+        prepare(connection)
+
+    monkeypatch.setattr(migrations, "prepare", prepare_slowly)
+    monkeypatch.setattr(recovery, "_WAIT_S", 0.0)
+    with pytest.warns(UserWarning, match="damaged"):
+        store = Store.open(tmp_path)
+    assert len(refused) == len(recovery.moved(path)) == 1
+    store.put_choice(records.choice())
+    assert store.choice("key") == records.choice()
+    store.close()
+
+
+def test_a_database_is_opened_where_no_lock_is_to_be_had(tmp_path, records):
+    (tmp_path / "safetune.db.lock").mkdir()
+    store = Store.open(tmp_path)
     store.put_choice(records.choice())
     assert store.choice("key") == records.choice()
     store.close()

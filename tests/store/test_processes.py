@@ -288,4 +288,4 @@ store.put_trial(trial("c1"))
 """
     child = children.start(script, tmp_path)
     assert child.communicate() == ("", "")
-    assert [path.name for path in tmp_path.iterdir()] == ["safetune.db"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["safetune.db", "safetune.db.lock"]
