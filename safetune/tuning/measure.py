@@ -36,6 +36,10 @@ class Budget:
     best_ms: float | None = None
 
 
+#: There a launch is slow, and its time says nothing of a GPU's.
+IN_INTERPRETER = Budget(estimate_launches=2, time_ms=0.0)
+
+
 class InvalidTime(Exception):
     """A measurement that is not a positive, finite number."""
 
