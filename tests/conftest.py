@@ -77,6 +77,8 @@ os.environ["PYTEST_LEAK_TAG"] = LEAK_TAG
 
 # Inductor's pool of compile workers lives as long as its process: it would be one of those left.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Two test processes on two cores: threads that wait for the next operation only take them away.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 # A shell has its background jobs ignore SIGINT, and so would do all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -209,7 +209,6 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
             place.check(path)
             return prepared(recovery.open_read_only(path), migrations.check_current), None
         place.make_directory(path)
-        found: Identity = None
         try:
             with recovery.unmoved(path):
                 place.make(path)

@@ -26,7 +26,7 @@ def race(
 
     Args:
         racers: with their screening times, which decide how many launches make a round.
-        short: few rounds of one launch, where that takes long: in the interpreter, or with the
+        short: few rounds of few launches, where one takes long: in the interpreter, or with the
             user's own benchmark function.
 
     Returns:
@@ -54,5 +54,5 @@ def race(
 
 def _budget(screened: Timing, short: bool) -> Budget:
     launches = math.ceil(_ROUND_MS / screened.median_ms)
-    count = 1 if short else min(max(launches, _MIN_LAUNCHES), _MAX_LAUNCHES)
-    return Budget(estimate_launches=count, time_ms=0.0)
+    least, most = (1, _MIN_LAUNCHES) if short else (_MIN_LAUNCHES, _MAX_LAUNCHES)
+    return Budget(estimate_launches=min(max(launches, least), most), time_ms=0.0)

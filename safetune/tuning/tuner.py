@@ -18,7 +18,7 @@ from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.flight import Patience, lead
 from safetune.tuning.jobs import TuningRequest, key_record
 from safetune.tuning.judge import Results, notes_of
-from safetune.tuning.measure import IN_INTERPRETER, Budget
+from safetune.tuning.measure import Budget
 from safetune.tuning.race import race
 from safetune.tuning.result import Observer, Progress, TuningResult
 
@@ -174,8 +174,7 @@ class _Tuning:
             if failure is not None:
                 self._settle(index, failure)
                 continue
-            budget = IN_INTERPRETER if bench.interpreted else self._budget()
-            outcome, evidence = bench.measure(index, budget, self._results.groups())
+            outcome, evidence = bench.measure(index, self._budget(), self._results.groups())
             if evidence is not None:
                 self._results.add(index, evidence)
                 marks = tuple(Mark.UNOWNED.of(name) for name in evidence.unowned)

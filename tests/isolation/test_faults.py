@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from safetune import NoWorkingConfig, safetune
-from safetune.tuning import worker
+from safetune.tuning import fork_server, worker
 
 N = 200
 RUN_TIMEOUT_S = 2.0
@@ -53,6 +53,12 @@ def body_kernel(x, y, n, FAULT: tl.constexpr, BLOCK: tl.constexpr):
 
 def grid(meta: dict[str, Any]) -> tuple[int]:
     return (triton.cdiv(meta["n"], meta["BLOCK"]),)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers_of_its_own() -> None:
+    """The tests count them: here one is enough, where others compiled there are two."""
+    fork_server.stop_servers()
 
 
 class UnprintableError(Exception):

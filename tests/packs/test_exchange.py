@@ -218,7 +218,7 @@ class TestSources:
     def test_a_database_at_rest(self, choices: Any, tmp_path: Path) -> None:
         choices.store(tmp_path / "a", choices.entry(1)).close()
         before = contents(tmp_path / "a")
-        assert list(before) == [DATABASE_NAME]
+        assert list(before) == [DATABASE_NAME, f"{DATABASE_NAME}.lock"]
         assert len(exchange.collect(tmp_path / "a").entries) == 1
         assert contents(tmp_path / "a") == before
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from safetune.tuning import measure as measure_module
 from safetune.tuning.measure import (
     Budget,
     InvalidTime,
@@ -43,6 +44,12 @@ def test_hooks_run_around_every_launch_and_outside_the_span():
     assert order == ["before", "launch", "after"] * 3
     assert len(times) == 3
     assert all(time > 0 for time in times)
+
+
+@pytest.mark.parametrize(("long_ms", "count"), [(1e9, 5), (0.0, 2)])
+def test_slow_launches_in_the_interpreter_are_fewer(monkeypatch, long_ms, count):
+    monkeypatch.setattr(measure_module, "_LONG_MS", long_ms)
+    assert len(Timer().samples(nothing, nothing, nothing, 5)) == count
 
 
 def test_a_config_gets_its_time_budget():
