@@ -210,12 +210,8 @@ def results(module: Any, values: dict[str, Any]) -> tuple[Any, ...]:
     return module.kernel.values["E"](values), module.GRID(values)
 
 
-#: More examples.
-FULL = os.environ.get("SAFETUNE_TEST_FULL") == "1"  # before conftest.py takes it out
-
-
 @hypothesis.settings(
-    max_examples=700 if FULL else 300,
+    max_examples=700,
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
     derandomize=True,
