@@ -44,11 +44,11 @@ faults: env  ## Run every named fault, print the table, and fail where one fails
 
 .PHONY: store-faults
 store-faults: env  ## Make every fault of the store as often as its row says, and count what is lost
-	TRITON_INTERPRET=1 $(VENV)/bin/python tests/store/faults/table.py $(STORE_FAULTS_ARGS)
+	TRITON_INTERPRET=1 $(VENV)/bin/python tests/store/local/faults/table.py $(STORE_FAULTS_ARGS)
 
 .PHONY: ownership
 ownership: env  ## Check who writes each element of the norms for every size, group and SM count of C6
-	OWNERSHIP=all TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/checks/test_shipped_kernels.py
+	OWNERSHIP=all TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/verify/test_shipped_kernels.py
 
 .PHONY: sanitize
 sanitize: env  ## Run the norm kernels under compute-sanitizer: out of bounds, races

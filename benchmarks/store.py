@@ -129,8 +129,8 @@ def local(part: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _times(folder: Path, count: int, number: int) -> dict[str, float]:
+    from safetune.store.local.store import Store
     from safetune.store.lookup import Lookup
-    from safetune.store.sqlite import Store
 
     wanted, near = f"key-{number * 7919 % count}", f"key-{number % count}"
     begin = time.perf_counter()
@@ -160,8 +160,8 @@ def _once(work: Callable[[], object]) -> float:
 @functools.cache
 def _key() -> Any:
     """What a launch looks for, under the name that the first row has here."""
-    from safetune.device import Device, Toolchain
-    from safetune.key import KernelIdentity, TuningKey
+    from safetune.keys.device import Device, Toolchain
+    from safetune.keys.tuning_key import KernelIdentity, TuningKey
 
     kernel, device = KernelIdentity("add", "kernel"), Device("H100", "90", 132, 232448)
     wanted = TuningKey(kernel, (), (), (), device, Toolchain("3.9.0", "ptxas", "cuda:90:32"))
@@ -179,8 +179,8 @@ def _choice(number: int) -> Any:
 def _fill(folder: Path, count: int) -> None:
     import sqlite3
 
-    from safetune.store import rows
-    from safetune.store.sqlite import DATABASE_NAME, Store
+    from safetune.store.local import rows
+    from safetune.store.local.store import DATABASE_NAME, Store
 
     Store.open(folder).close()
     connection = sqlite3.connect(folder / DATABASE_NAME)
@@ -198,7 +198,7 @@ def writers(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Fork processes that write at the same moment, and count what is there afterwards."""
     import sqlite_utils  # noqa: F401 - before the forks
 
-    from safetune.store.sqlite import Store
+    from safetune.store.local.store import Store
 
     processes = min(WRITERS, options.most_processes)
     for number in range(options.rounds):
@@ -222,7 +222,7 @@ def writers(part: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def _writer(folder: Path, process: int, receive: int, send: int) -> int:
     """Fork one, which begins when the last copy of `send` is closed."""
-    from safetune.store.sqlite import Store
+    from safetune.store.local.store import Store
 
     if pid := os.fork():
         return pid

@@ -46,7 +46,7 @@ def figures(rows: Sequence[Row]) -> Figures:
 
 def herd(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Fork a herd on a server of its own, twice."""
-    from safetune.store.opening import open_shared
+    from safetune.store.shared.url import open_shared
 
     module = _server_module()
     with tempfile.TemporaryDirectory(prefix="store-") as name:
@@ -76,7 +76,7 @@ def herd(part: str, options: argparse.Namespace) -> Iterator[Row]:
 def _herd(url: str, folder: Path, processes: int, nodes: int) -> list[dict[str, Any]]:
     import psycopg  # noqa: F401 - before the forks
 
-    from safetune.store import postgres, shared_layer  # noqa: F401
+    from safetune.store.shared import layer as shared_layer  # noqa: F401
 
     receive, send = os.pipe()
     answers, answer = os.pipe()
@@ -115,7 +115,7 @@ def _child(url: str, store: Path, pipes: tuple[int, int, int]) -> int:
 
 def directory(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Time a directory of many records."""
-    from safetune.store.opening import open_shared
+    from safetune.store.shared.url import open_shared
 
     with tempfile.TemporaryDirectory(prefix="store-") as name:
         url = f"file://{name}/shared"
@@ -144,8 +144,8 @@ def directory(part: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def _first_miss(url: str, folder: Path) -> tuple[float, float]:
     """Return how long a process that has nothing yet waits, and when it has all, both in ms."""
-    from safetune.store.opening import open_shared
-    from safetune.store.shared_layer import SharedLayer
+    from safetune.store.shared.layer import SharedLayer
+    from safetune.store.shared.url import open_shared
 
     local = _local(folder)
     layer = SharedLayer(open_shared(url), local.connection)
@@ -161,8 +161,8 @@ def _first_miss(url: str, folder: Path) -> tuple[float, float]:
 
 def _fill(directory: Path, space: str, records: int) -> None:
     """Write the files that publishing would have written, without waiting for the disk."""
-    from safetune.store import shared_record
-    from safetune.store.record_files import file_name
+    from safetune.store.shared import record as shared_record
+    from safetune.store.shared.record_files import file_name
 
     for record in map(_stored, range(records)):
         bucket = directory / "1" / space / record.choice.key[:2]
@@ -183,25 +183,25 @@ def _local(folder: Path) -> Any:
 
 
 def _refresh(url: str, local: Any) -> None:
-    from safetune.store.opening import open_shared
-    from safetune.store.shared_layer import SharedLayer
+    from safetune.store.shared.layer import SharedLayer
+    from safetune.store.shared.url import open_shared
 
     SharedLayer(open_shared(url), local.connection).refresh(_space())
 
 
 def _pull(url: str, local: Any) -> None:
     """Take over all there is, however long that takes."""
-    from safetune.store import adoption
-    from safetune.store.opening import open_shared
+    from safetune.store.shared import local_copy
+    from safetune.store.shared.url import open_shared
 
     shared = open_shared(url)
-    missing = shared.names(_space()) - adoption.adopted(local.connection)
-    adoption.adopt(local.connection, shared.pull(_space(), missing))
+    missing = shared.names(_space()) - local_copy.adopted(local.connection)
+    local_copy.adopt(local.connection, shared.pull(_space(), missing))
 
 
 def _key(number: int) -> Any:
-    from safetune.device import Device, Toolchain
-    from safetune.key import KernelIdentity, TuningKey
+    from safetune.keys.device import Device, Toolchain
+    from safetune.keys.tuning_key import KernelIdentity, TuningKey
 
     return TuningKey(
         kernel=KernelIdentity("add_one", "0" * 32),
@@ -220,12 +220,12 @@ def _space() -> str:
 
 
 def _stored(number: int) -> Any:
-    from safetune import canonical
+    from safetune.keys import encoding
     from safetune.store.records import ChoiceRecord, StoredChoice
-    from safetune.tuning.jobs import key_record
+    from safetune.tuning.requests import key_record
 
     config = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
-    key, digest = _key(number), canonical.digest(config)
+    key, digest = _key(number), encoding.digest(config)
     choice = ChoiceRecord(key.digest, 1, digest, config, "1" * 32, 1.0, 8, 1.0)
     return StoredChoice(key_record(key), choice)
 

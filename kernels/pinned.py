@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from triton import Config
 
-from safetune.autotuner import Autotuner
+from safetune.frontend.autotuner import Autotuner
 from safetune.kernels.launches import Launch
 
 #: What a pinned plan is made for on every GPU: an H100.

@@ -8,9 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from safetune.agreement import sync
-    from safetune.autotuner import Autotuner
-    from safetune.decorator import autotune, safetune
     from safetune.errors import (
         CaptureError,
         CaptureMiss,
@@ -31,11 +28,14 @@ if TYPE_CHECKING:
         WorkerUnavailable,
         WorkloadError,
     )
+    from safetune.frontend.autotuner import Autotuner
+    from safetune.frontend.decorator import autotune, safetune
     from safetune.integrations.graph import graph
     from safetune.integrations.install import install
     from safetune.integrations.prepare import prepare
+    from safetune.launch.scratch_memory import scratch_allocator
+    from safetune.miss.sync import sync
     from safetune.outcome import Outcome, Timing, Verdict
-    from safetune.scratch import scratch_allocator
     from safetune.workload import Workload
 
 __all__ = [
@@ -74,14 +74,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "agreement": ("sync",),
-    "autotuner": ("Autotuner",),
-    "decorator": ("autotune", "safetune"),
+    "miss.sync": ("sync",),
+    "frontend.autotuner": ("Autotuner",),
+    "frontend.decorator": ("autotune", "safetune"),
     "integrations.graph": ("graph",),
     "integrations.install": ("install",),
     "integrations.prepare": ("prepare",),
     "outcome": ("Outcome", "Timing", "Verdict"),
-    "scratch": ("scratch_allocator",),
+    "launch.scratch_memory": ("scratch_allocator",),
     "workload": ("Workload",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -13,15 +13,15 @@ from typing import Any
 
 from triton.runtime.autotuner import Config
 
-from safetune import canonical
 from safetune.errors import InvalidConfig, InvalidSetting
-from safetune.kernel_source import function_digest
+from safetune.keys import encoding
+from safetune.keys.kernel_digest import function_digest
 
 
 def config_record(config: Config) -> dict[str, Any]:
     """Return a config as plain JSON data, its pre_hook as a digest of the hook's code."""
     record: dict[str, Any] = {
-        name: canonical.encode(value) for name, value in config.all_kwargs().items()
+        name: encoding.encode(value) for name, value in config.all_kwargs().items()
     }
     if config.pre_hook is not None:
         record["pre_hook"] = function_digest(config.pre_hook)
@@ -30,7 +30,7 @@ def config_record(config: Config) -> dict[str, Any]:
 
 def config_digest(config: Config) -> str:
     """Return the identity of a config, the same in every process and Triton version."""
-    return canonical.digest(config_record(config))
+    return encoding.digest(config_record(config))
 
 
 def config_text(config: Config) -> str:

@@ -241,7 +241,7 @@ class Running:
         """Python's own helper, or the fork server, which waits for the next miss."""
         if "multiprocessing.resource_tracker" in self.command:
             return True
-        return self.parent == os.getpid() and "safetune.tuning.worker_main" in self.command
+        return self.parent == os.getpid() and "safetune.child.server_main" in self.command
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -251,7 +251,7 @@ def _no_process_is_left(triton_cache_dir: Path) -> Iterator[None]:
     if sys.platform != "linux":
         return
     left = _end_of([process for process in _running() if not process.stays_on_purpose])
-    if fork_server := sys.modules.get("safetune.tuning.fork_server"):
+    if fork_server := sys.modules.get("safetune.isolation.fork_server"):
         fork_server.stop_servers()
     left += _end_of(
         [process for process in _running() if "resource_tracker" not in process.command]

@@ -255,7 +255,7 @@ class TestCommandLine:
         """But for those that nothing gives yet."""
         text = self.PAGE.read_text(encoding="utf-8")
         source = "".join(
-            path.read_text(encoding="utf-8") for path in (ROOT / "safetune/tuning").glob("*.py")
+            path.read_text(encoding="utf-8") for path in (ROOT / "safetune").rglob("*.py")
         )
         given = {name.lower() for name in re.findall(r"Verdict\.([A-Z_]+)", source)}
         rows = re.findall(r"^\| (`.+?`) \| \S", text, re.MULTILINE)

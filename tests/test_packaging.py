@@ -36,7 +36,7 @@ for name in ("safetune", "safetune.cache", "safetune.kernels", "safetune.tuning"
     modules[name] = importlib.import_module(name).__file__
 distribution = importlib.metadata.distribution("safetune")
 cache = importlib.resources.files("safetune.cache")
-from safetune.store.packs import shipped
+from safetune.store.packs.packs import shipped
 print(json.dumps({
     "modules": modules,
     "shipped": str(shipped()),

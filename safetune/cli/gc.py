@@ -47,7 +47,7 @@ def gc(
 
     Whole keys go, with their trials and choices; what is being tuned now stays.
     """
-    from safetune.store.collect import Rule, sweep
+    from safetune.store.local.gc import Rule, sweep
 
     if older_than is None and not dead_toolchains and max_size is None:
         raise click.UsageError("say what may go: --older-than, --dead-toolchains or --max-size")

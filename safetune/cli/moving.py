@@ -14,7 +14,7 @@ from safetune.errors import TargetError
 from safetune.settings import Settings
 
 if TYPE_CHECKING:
-    from safetune.store.exchange import Collected
+    from safetune.store.packs.exchange import Collected
     from safetune.store.records import StoredChoice
 
 _kernel_option = click.option(
@@ -36,7 +36,7 @@ def export(place: Path, kernel: tuple[str, ...], device: str | None, as_json: bo
 
     A FILE, whose name ends in .json, takes those of one kernel and device.
     """
-    from safetune.store import exchange
+    from safetune.store.packs import exchange
 
     collected = exchange.of_store(open_store())
     chosen = exchange.selected(collected.entries, kernel, device)
@@ -55,8 +55,8 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     SOURCE is a file that export wrote, a directory of them, or another safetune.db. All are taken
     or, where one is broken, none.
     """
-    from safetune.store import exchange
-    from safetune.store.sqlite import Store
+    from safetune.store.local.store import Store
+    from safetune.store.packs import exchange
 
     entries = exchange.merged(*(_collect(path).entries for path in source))
     done = exchange.import_into(Store.open(Settings.current().cache_dir), entries)
@@ -91,7 +91,7 @@ def merge(
     SOURCE is a file that export wrote, a directory of them, or a safetune.db. Where two have a
     choice for the same thing, the later generation wins, and of one generation the first made.
     """
-    from safetune.store import exchange
+    from safetune.store.packs import exchange
 
     every = exchange.merged(*(_collect(path).entries for path in source))
     chosen = exchange.selected(every, kernel, device)
@@ -111,7 +111,7 @@ def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: 
     That is what is stored and what the directories in SAFETUNE_PACKS hold, merged. DIR must not be
     there yet, or be empty.
     """
-    from safetune.store import exchange
+    from safetune.store.packs import exchange
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TargetError(f"{directory} is there already and not empty; pack makes it anew")
@@ -129,7 +129,7 @@ def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: 
 
 
 def _collect(path: Path) -> Collected:
-    from safetune.store import exchange
+    from safetune.store.packs import exchange
 
     collected = exchange.collect(path)
     _tell_left_out(collected)
@@ -147,7 +147,7 @@ def _tell_left_out(collected: Collected) -> None:
 
 def _write(entries: Sequence[StoredChoice], place: Path, as_json: bool) -> None:
     """Write entries to a directory, or to a file where they are of one kernel and device."""
-    from safetune.store import exchange
+    from safetune.store.packs import exchange
 
     packs = exchange.packs_of(entries)
     if place.suffix == ".json" and not place.is_dir():

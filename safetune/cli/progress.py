@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from safetune.progress import Line
+from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
-    from safetune.offline import Task
+    from safetune.offline.tasks import Task
     from safetune.tuning.result import Observer
 
 

@@ -9,8 +9,8 @@ from safetune.cli import targets
 from safetune.errors import TargetError
 
 if TYPE_CHECKING:
-    from safetune.offline import OfflineKernel, Task
-    from safetune.recorded import LeftOut, Rebuildable
+    from safetune.offline.replay import LeftOut, Rebuildable
+    from safetune.offline.tasks import OfflineKernel, Task
 
 
 class RecordedPlan:
@@ -46,16 +46,16 @@ class RecordedPlan:
             NoDevice: a kernel, or the device, needs a GPU and there is none.
             TargetError: nothing is recorded.
         """
-        from safetune import offline, recorded
-        from safetune.store.calls import calls
+        from safetune.offline import replay, tasks
+        from safetune.store.local.recorded_calls import calls
 
-        stored = calls(offline.open_tuning_store())
+        stored = calls(tasks.open_tuning_store())
         if self._named is not None:
             names = {kernel.name for kernel in self._named}
             stored = [call for call in stored if call.name in names]
         if not stored:
             raise TargetError("no such call is recorded; SAFETUNE_MODE=record records them")
-        self._found, left_out = recorded.sort_out(stored, self._named, self._zeros)
+        self._found, left_out = replay.sort_out(stored, self._named, self._zeros)
         self._left_out += left_out
         targets.check_device(self.kernels, self._device)
         return len(self._found)
@@ -63,7 +63,7 @@ class RecordedPlan:
     def __iter__(self) -> Iterator[Task]:
         import torch
 
-        from safetune.recorded import LeftOut
+        from safetune.offline.replay import LeftOut
 
         for found in self._found:
             device = self._device or ("cpu" if found.kernel.interpreted else "cuda")

@@ -14,9 +14,9 @@ from safetune.cli.stored import json_option, open_store, print_json
 @json_option
 def stats(as_json: bool) -> None:
     """Say how much is stored, of what, and how old it is."""
-    from safetune.store import collect
+    from safetune.store.local import gc
 
-    found = collect.stats(open_store())
+    found = gc.stats(open_store())
     if as_json:
         print_json(found)
         return

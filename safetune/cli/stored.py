@@ -21,14 +21,14 @@ from safetune.cli.tables import (
     stdout_console,
 )
 from safetune.errors import TargetError
-from safetune.progress import milliseconds
+from safetune.miss.progress import milliseconds
 from safetune.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from safetune.store.local.store import Store
     from safetune.store.records import ChoiceRecord, StoredChoice, TrialRecord
-    from safetune.store.sqlite import Store
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
@@ -122,14 +122,14 @@ def clear(kernel: str, as_json: bool) -> None:
 
 
 def _database() -> Path:
-    from safetune.store.sqlite import DATABASE_NAME
+    from safetune.store.local.store import DATABASE_NAME
 
     return Settings.current().cache_dir / DATABASE_NAME
 
 
 def open_store() -> Store:
     """Return the store, or an empty one where there is no database."""
-    from safetune.store.sqlite import Store
+    from safetune.store.local.store import Store
 
     database = _database()
     try:

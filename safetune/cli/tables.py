@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from safetune.key import readable
+from safetune.keys.tuning_key import readable
+from safetune.miss.progress import milliseconds
 from safetune.outcome import Outcome
-from safetune.progress import milliseconds
 
 #: (config as text, outcome, whether it is the choice)
 Row = tuple[str, Outcome, bool]

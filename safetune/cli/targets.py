@@ -15,7 +15,7 @@ from safetune.cli.messages import place_of, typed
 from safetune.errors import NoDevice, TargetError
 
 if TYPE_CHECKING:
-    from safetune.offline import OfflineKernel
+    from safetune.offline.tasks import OfflineKernel
 
 
 def kernels_of(
@@ -59,7 +59,7 @@ def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
     """Raise `NoDevice` or `TargetError` where kernels cannot run, or not on that torch device."""
     import torch
 
-    from safetune.device import active_driver
+    from safetune.keys.device import active_driver
 
     if not all(kernel.interpreted for kernel in kernels):
         active_driver()
@@ -77,7 +77,7 @@ def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
 
 def _named(place: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:
     """The kernels of a module, or those of one name: an attribute's first, else a function's."""
-    from safetune.offline import find_kernels
+    from safetune.offline.tasks import find_kernels
 
     kernels = find_kernels(vars(module))
     if not kernels:

@@ -19,8 +19,8 @@ from safetune.cli.tables import counted, outcome_data, print_outcomes, stdout_co
 from safetune.errors import NoWorkingConfig, TargetError
 
 if TYPE_CHECKING:
-    from safetune.offline import OfflineKernel, Task
-    from safetune.recorded import LeftOut
+    from safetune.offline.replay import LeftOut
+    from safetune.offline.tasks import OfflineKernel, Task
     from safetune.tuning.result import TuningResult
 
 
@@ -116,10 +116,10 @@ class _DeclaredPlan:
     shapes: tuple[str, ...]
 
     def __iter__(self) -> Iterator[Task]:
-        from safetune import offline
+        from safetune.offline import tasks
 
         for kernel in self.kernels:
-            yield from offline.tasks(kernel, self.device, self.dtypes, self.shapes)
+            yield from tasks.tasks(kernel, self.device, self.dtypes, self.shapes)
 
     def check(self) -> int:
         """Return the number of tasks after a look at each: nothing is tuned before all are fine.
@@ -143,11 +143,11 @@ class _DeclaredPlan:
 
 
 def _tune_all(plan: Plan, force: bool, progress: TuningProgress, report: _Report) -> None:
-    from safetune import offline
+    from safetune.offline import tasks
 
     for task in plan:
         try:
-            result = offline.tune_task(task, progress.observer(task), force)
+            result = tasks.tune_task(task, progress.observer(task), force)
         except NoWorkingConfig as error:
             report.failed(task, error)
         else:

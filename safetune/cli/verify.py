@@ -19,8 +19,8 @@ from safetune.errors import SafetuneError, TargetError
 if TYPE_CHECKING:
     from triton.runtime.autotuner import Config
 
-    from safetune.checks.report import OverlapReport
-    from safetune.offline import OfflineKernel, Task
+    from safetune.offline.tasks import OfflineKernel, Task
+    from safetune.verify.report import OverlapReport
 
 #: A launch of this size takes seconds in the interpreter.
 MAX_ELEMENTS = 1 << 22
@@ -103,12 +103,12 @@ def _verify_all(
 ) -> Iterator[_Verified]:
     from rich.console import Console
 
-    from safetune import offline
+    from safetune.offline import tasks
 
     console = Console(stderr=True)
     checked, seen = 0, []
     for kernel in kernels:
-        for task in offline.tasks(kernel, "cpu", dtypes, ()):
+        for task in tasks.tasks(kernel, "cpu", dtypes, ()):
             name = task.workload.name
             seen.append(name)
             if shapes and name not in shapes:
@@ -132,8 +132,8 @@ def _verify_all(
 
 
 def _rows(task: Task) -> Iterator[_Row]:
-    from safetune.checks.overlap import check_overlap, pruned_configs
     from safetune.config import config_text
+    from safetune.verify.overlap import check_overlap, pruned_configs
 
     workload = task.workload
     launch = (task.kernel.outer, workload.grid, *workload.args)
@@ -161,7 +161,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _elements(task: Task) -> int:
-    from safetune.tuning.jobs import leaves
+    from safetune.tuning.requests import leaves
 
     values = (task.workload.args, dict(task.workload.kwargs))
     return sum(leaf.numel() for leaf in leaves(values) if hasattr(leaf, "numel"))

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from safetune import announce, capture, scratch
-from safetune.capture import CapturedMiss
 from safetune.errors import InvalidSetting, NoDevice
 from safetune.integrations.unloading import modules_stay_loaded
-from safetune.tuning import worker
+from safetune.isolation import measuring_child
+from safetune.launch import scratch_memory
+from safetune.miss import reporting, under_capture
+from safetune.miss.under_capture import CapturedMiss
 
 logger = logging.getLogger("safetune")
 
@@ -73,7 +74,7 @@ class Watch:
         self._watchdog_s = None if watchdog_s is None else min(watchdog_s, threading.TIMEOUT_MAX)
         self._capture = 0
         self._begin_s = time.monotonic()
-        self._tunings = announce.tunings_begun()
+        self._tunings = reporting.tunings_begun()
         self._over = threading.Event()
         self._final: CaptureReport | None = None
 
@@ -84,17 +85,17 @@ class Watch:
 
     def begin(self) -> None:
         """Say that the capture has begun, on the stream that is current now."""
-        self._capture = capture.under_way()
+        self._capture = under_capture.under_way()
         self._name = self._name or f"capture {self._capture}"
         if self._capture:
-            capture.watch(self._capture, self._name)
-            scratch.reserve(self._capture, capture.launch_stream())
+            under_capture.watch(self._capture, self._name)
+            scratch_memory.reserve(self._capture, under_capture.launch_stream())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
         report = self._final = self.report
-        scratch.release(self._capture)
-        capture.unwatch(self._capture)
+        scratch_memory.release(self._capture)
+        under_capture.unwatch(self._capture)
         if not (report.misses or report.tunings or report.scratch_allocations):
             return
         if kind is not None:  # a warning may be an error, which would take that one's place
@@ -110,9 +111,9 @@ class Watch:
         """What has happened so far, or in all."""
         return self._final or CaptureReport(
             graph=self._name,
-            misses=capture.misses(self._capture) if self._capture else (),
-            tunings=announce.tunings_begun() - self._tunings,
-            scratch_allocations=scratch.driver_calls(self._capture),
+            misses=under_capture.misses(self._capture) if self._capture else (),
+            tunings=reporting.tunings_begun() - self._tunings,
+            scratch_allocations=scratch_memory.driver_calls(self._capture),
             seconds=time.monotonic() - self._begin_s,
         )
 
@@ -128,7 +129,9 @@ class Watch:
         )
         # It may be what keeps the device busy. A call of this process's own that hangs in the
         # driver is out of reach.
-        worker.interrupt("a CUDA graph capture took too long, and tuning was given up for it")
+        measuring_child.interrupt(
+            "a CUDA graph capture took too long, and tuning was given up for it"
+        )
 
 
 def stacks() -> str:
@@ -173,7 +176,7 @@ def graph(
     if not torch.cuda.is_available():
         raise NoDevice("safetune.graph captures work of a GPU, and torch finds none here")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
-    quiet = capture.no_collection()
+    quiet = under_capture.no_collection()
     with watch, _same_stream_after(), modules_stay_loaded(), quiet, Unmasked(inner):
         watch.begin()
         yield watch

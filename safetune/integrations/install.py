@@ -46,12 +46,12 @@ class Installation:
 
     def begin(self, forked: bool = True) -> None:
         """Count from nothing: this process is new, or has just been forked off."""
-        from safetune import announce
+        from safetune.miss import reporting
 
         self.given.clear()
         self.launches = 0
         self.misses = 0
-        self._tunings_before = announce.tunings_begun()
+        self._tunings_before = reporting.tunings_begun()
         self._forked, self._reported = forked, False
 
     def count_given(self, kernel: str) -> None:
@@ -65,9 +65,9 @@ class Installation:
 
     def tunings(self) -> int:
         """Return how many tunings this process has begun."""
-        from safetune import announce
+        from safetune.miss import reporting
 
-        return announce.tunings_begun() - self._tunings_before
+        return reporting.tunings_begun() - self._tunings_before
 
     def report(self) -> None:
         """Say on stderr, once, what came of it, if this process met a kernel."""
@@ -107,8 +107,8 @@ def install() -> Installation:
     import triton  # which may install, where `when_triton_is_imported` was called
     import triton.runtime.autotuner as triton_autotuner
 
-    from safetune.autotuner import Autotuner
-    from safetune.integrations import companion
+    from safetune.frontend.autotuner import Autotuner
+    from safetune.integrations import shadow_tuner
     from safetune.settings import Settings
 
     with _one_at_a_time:
@@ -120,7 +120,7 @@ def install() -> Installation:
         for module in (triton_autotuner, triton.runtime, triton):
             module.autotune = ours  # type: ignore[attr-defined]
         _count(installation, Autotuner)
-        companion.reach(installation, triton_autotuner.Autotuner, Autotuner)
+        shadow_tuner.reach(installation, triton_autotuner.Autotuner, Autotuner)
         _report_at_exit(installation)
     return installation
 
@@ -141,17 +141,17 @@ def _report_at_exit(installation: Installation) -> None:
 
 
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
-    from safetune.autotuner import kernel_name
-    from safetune.decorator import safetune
     from safetune.errors import SafetuneError
-    from safetune.integrations import companion
-    from safetune.phantom import logged
+    from safetune.frontend.autotuner import kernel_name
+    from safetune.frontend.decorator import safetune
+    from safetune.integrations import shadow_tuner
+    from safetune.keys.key_names import logged
 
     @functools.wraps(stock)
     def autotune(*args: Any, **kwargs: Any) -> Any:
         if str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch."):
             make = stock(*args, **kwargs)  # Dynamo rebuilds tuners that it has pruned
-            return lambda fn: companion.leave(make(fn))
+            return lambda fn: shadow_tuner.leave(make(fn))
 
         def decorate(fn: Any) -> Any:
             try:
@@ -159,7 +159,7 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
                     tuner = safetune(*args, **kwargs)(fn)
             except (SafetuneError, TypeError, Warning) as error:  # warnings may be made errors
                 installation.refused[kernel_name(fn)] = str(error).partition("\n")[0]
-                return companion.leave(stock(*args, **kwargs)(fn))
+                return shadow_tuner.leave(stock(*args, **kwargs)(fn))
             installation.tuners.append(tuner)
             return tuner
 

@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from safetune import arrays
+from safetune.compilers import arrays
+from safetune.compilers.resolve import Resolved, resolve
 from safetune.errors import InvalidSetting, NoDevice, TracingError
-from safetune.resolved import Resolved, resolve
-from safetune.tuning.launch_grid import checked_grid
+from safetune.tuning.grids import checked_grid
 
 #: What jax-triton hands on to Triton.
 _CARRIED = ("num_warps", "num_stages", "num_ctas")

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from safetune import announce, background, capture, miss, scratch
-from safetune.autotuner import Autotuner
-from safetune.capture import CapturedMiss
 from safetune.config import config_text
 from safetune.errors import CaptureError
-from safetune.tuning import worker
+from safetune.frontend.autotuner import Autotuner
+from safetune.isolation import measuring_child
+from safetune.launch import scratch_memory
+from safetune.miss import background, reporting, resolve, under_capture
+from safetune.miss.under_capture import CapturedMiss
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,12 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
         CaptureError: called under capture.
         NoWorkingConfig: every config of a kernel failed.
     """
-    if capture.under_way():
+    if under_capture.under_way():
         raise CaptureError(
             "safetune.prepare was called while a CUDA graph is being captured: call it before"
         )
-    begin, tunings = time.monotonic(), announce.tunings_begun()
-    with _turn, miss.waiting(), scratch.observed() as sizes, _compilations() as compiled:
+    begin, tunings = time.monotonic(), reporting.tunings_begun()
+    with _turn, resolve.waiting(), scratch_memory.observed() as sizes, _compilations() as compiled:
         with _launches() as seen:
             fn(*args, **kwargs)
             waited = [background.wait(each.tuner, each.memory_key) for each in seen.values()]
@@ -100,11 +101,11 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
         _settle({each.index for each in seen.values()})
     return PrepareReport(
         keys=tuple(each.report() for each in seen.values()),
-        tunings=announce.tunings_begun() - tunings,
+        tunings=reporting.tunings_begun() - tunings,
         compiles=len(compiled),
         scratch_bytes=max(sizes, default=0),
         seconds=time.monotonic() - begin,
-        recapture=tuple(capture.outdated()),
+        recapture=tuple(under_capture.outdated()),
     )
 
 
@@ -115,7 +116,7 @@ _turn = threading.RLock()
 class _Launched:
     """What is seen of one key of one tuner."""
 
-    def __init__(self, tuner: Autotuner, memory_key: Any, call: miss.Miss) -> None:
+    def __init__(self, tuner: Autotuner, memory_key: Any, call: resolve.Miss) -> None:
         self.tuner = tuner
         self.memory_key = memory_key
         self.index = call.call.index
@@ -160,7 +161,7 @@ def _launches() -> Iterator[dict[Any, _Launched]]:
         with lock:
             each = seen.get((self, memory_key))
             if each is None:
-                each = _Launched(self, memory_key, miss.Miss(self, args, kwargs))
+                each = _Launched(self, memory_key, resolve.Miss(self, args, kwargs))
                 seen[self, memory_key] = each
         hit = each.known()
         result = run(self, *args, **kwargs)
@@ -202,4 +203,4 @@ def _settle(indices: set[int]) -> None:
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     for index in indices:
-        worker.drop_idle(index)
+        measuring_child.drop_idle(index)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from safetune import device
+from safetune.keys import device
 
 _lock = threading.Lock()
 _captures = 0

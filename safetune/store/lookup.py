@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
 from safetune.settings import Mode
-from safetune.store import place
-from safetune.store.guarded import GuardedStore
-from safetune.store.sqlite import DATABASE_NAME, Store
+from safetune.store.local import db_files
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.local.store import DATABASE_NAME, Store
 
 if TYPE_CHECKING:
-    from safetune.key import TuningKey
+    from safetune.keys.tuning_key import TuningKey
     from safetune.settings import Settings
-    from safetune.store.packs import Packs
+    from safetune.store.packs.packs import Packs
     from safetune.store.records import ChoiceRecord, KinChoice
-    from safetune.store.shared import SharedStore
+    from safetune.store.shared.protocol import SharedStore
 
 Layer = Callable[["TuningKey", str], "ChoiceRecord | None"]
 
@@ -103,7 +103,7 @@ class Lookup:
 
     @functools.cached_property
     def _packs(self) -> Packs:
-        from safetune.store.packs import Packs, shipped  # not where the store has all
+        from safetune.store.packs.packs import Packs, shipped  # not where the store has all
 
         if self._directories is None:
             return Packs(())
@@ -136,7 +136,7 @@ def open_lookup(settings: Settings) -> Lookup:
         except StoreError as error:
             store, problem = GuardedStore.in_memory(), error
         if backend is not None:
-            from safetune.store.shared_layer import SharedLayer
+            from safetune.store.shared.layer import SharedLayer
 
             store.shared = SharedLayer(backend, store.connection, writes=not frozen)
         lookup = _lookups[identity] = Lookup(store, settings.packs)
@@ -156,7 +156,7 @@ def open_lookup(settings: Settings) -> Lookup:
 
 
 def _space_of(key: TuningKey) -> str:
-    from safetune.store.shared_record import space_of
+    from safetune.store.shared.record import space_of
 
     return space_of(key)
 
@@ -164,14 +164,14 @@ def _space_of(key: TuningKey) -> str:
 def _backend(url: str) -> SharedStore | None:
     if not url:
         return None
-    from safetune.store.opening import open_shared
+    from safetune.store.shared.url import open_shared
 
     return open_shared(url)
 
 
 def _read_only(directory: Path) -> GuardedStore:
     """The store of a process that writes nothing; where there is none yet, an empty one."""
-    from safetune.store.read_only import open_read_only
+    from safetune.store.local.read_only import open_read_only
 
     path = directory / DATABASE_NAME
     try:
@@ -181,7 +181,7 @@ def _read_only(directory: Path) -> GuardedStore:
     except OSError:
         pass  # opening it says what is wrong
     with contextlib.suppress(OSError):
-        place.check(path)
+        db_files.check(path)
     return open_read_only(path, GuardedStore)
 
 

@@ -14,19 +14,20 @@ from typing import Any
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
+from safetune.child import compilation, failures
+from safetune.child.timing import Budget
 from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
-from safetune.kernel_source import base_function, inner_heuristics
+from safetune.inputs.inputs import Inputs
+from safetune.isolation import devices, kernel_pickle
+from safetune.isolation.compile_pool import Compiled, CompilePool
+from safetune.isolation.fork_server import start_servers
+from safetune.isolation.measuring_child import MeasuringChild
+from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning import compilation, devices, failures, kernel_ref
-from safetune.tuning.compile_pool import Compiled, CompilePool
 from safetune.tuning.evidence import Evidence, Group
-from safetune.tuning.fork_server import start_servers
-from safetune.tuning.inputs import Inputs
-from safetune.tuning.jobs import Call, TuningRequest
-from safetune.tuning.launch_grid import grid_of
-from safetune.tuning.measure import Budget
-from safetune.tuning.worker import MeasuringChild
+from safetune.tuning.grids import grid_of
+from safetune.tuning.requests import Call, TuningRequest
 
 _device_locks: dict[int, threading.RLock] = {}
 
@@ -72,8 +73,8 @@ class LaunchBench:
         if len(self._failures) == len(grids):
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
             raise NoWorkingConfig(name, str(request.key), outcomes, measured=len(outcomes))
-        tensors = kernel_ref.TensorTable()
-        blob = kernel_ref.pack(
+        tensors = kernel_pickle.TensorTable()
+        blob = kernel_pickle.pack(
             (replace(call, grid=None), list(request.configs)),
             f"the call of {name}",
             tensors,

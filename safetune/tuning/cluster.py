@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 
 from safetune.errors import LeaseLost, NoWorkingConfig, StoreError, WorkerUnavailable
 from safetune.outcome import Outcome
-from safetune.store.adoption import shareable
+from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.store.shared_record import space_of
-from safetune.store.sqlite import Store
-from safetune.tuning import flight
-from safetune.tuning.flight import Patience
-from safetune.tuning.jobs import TuningRequest, key_record
+from safetune.store.shared.local_copy import shareable
+from safetune.store.shared.record import space_of
+from safetune.tuning import single_flight
+from safetune.tuning.requests import TuningRequest, key_record
+from safetune.tuning.single_flight import Patience
 
 if TYPE_CHECKING:
-    from safetune.store.shared import Lease
-    from safetune.store.shared_layer import SharedLayer
+    from safetune.store.shared.layer import SharedLayer
+    from safetune.store.shared.protocol import Lease
 
 logger = logging.getLogger("safetune")
 
@@ -105,7 +105,7 @@ def _wait(leading: Lead, shared: SharedLayer, patience: Patience) -> None:
     while True:
         begin = time.monotonic()
         claim = shared.claim(*wanted)
-        if claim.stored is not None and flight.is_usable(request, claim.stored.choice):
+        if claim.stored is not None and single_flight.is_usable(request, claim.stored.choice):
             leading.choice = claim.stored.choice
             return
         leading.lease = claim.lease
@@ -113,7 +113,7 @@ def _wait(leading: Lead, shared: SharedLayer, patience: Patience) -> None:
             return
         if pause_s == _POLL_S:
             logger.info("waiting for another node: %s", request.key.kernel.name)
-        flight.pause(random.uniform(pause_s / 2, pause_s), patience, begin)
+        single_flight.pause(random.uniform(pause_s / 2, pause_s), patience, begin)
         pause_s = min(2 * pause_s, _MAX_POLL_S)
 
 

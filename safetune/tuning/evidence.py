@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from safetune.tuning.wire import ProtocolError
+from safetune.isolation.protocol import ProtocolError
 
 #: Results that are kept for comparison, the first of each kind.
 MAX_GROUPS = 8

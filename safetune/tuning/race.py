@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from safetune.child.timing import Budget
 from safetune.outcome import Outcome, Timing
 from safetune.tuning import choose
-from safetune.tuning.measure import Budget
 
 #: Kernel time of one config in one round, and how many launches that may be.
 _ROUND_MS = 4.0

@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from safetune.child.timing import Budget
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import Busy, LeaseLost, NoWorkingConfig
 from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Timing, Verdict
-from safetune.store.lease import Lease
+from safetune.store.local.lease import Lease
+from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, TrialRecord
-from safetune.store.sqlite import Store
-from safetune.tuning import choose, cluster, flight
+from safetune.tuning import choose, cluster, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
-from safetune.tuning.flight import Patience, lead
-from safetune.tuning.jobs import TuningRequest, key_record
-from safetune.tuning.judge import Results, notes_of
-from safetune.tuning.measure import Budget
+from safetune.tuning.majority import Results, notes_of
 from safetune.tuning.race import race
+from safetune.tuning.requests import TuningRequest, key_record
 from safetune.tuning.result import Observer, Progress, TuningResult
+from safetune.tuning.single_flight import Patience, lead
 
 _STARTED = time.time()
 
@@ -151,7 +151,7 @@ class _Tuning:
         call = self._request.call
         with contextlib.ExitStack() as turn:
             if not call.interpreted:  # before anything is started or copied
-                turn.enter_context(flight.compiling(self._store, self._patience))
+                turn.enter_context(single_flight.compiling(self._store, self._patience))
             with (
                 device_lock(call.index),
                 self._bench or LaunchBench(self._request, self._on_grid_read) as bench,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.store.calls import calls
-from safetune.store.sqlite import Store
+from safetune.store.local.recorded_calls import calls
+from safetune.store.local.store import Store
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safetune.progress import milliseconds
+from safetune.miss.progress import milliseconds
 
 DEADLINE_S = 90.0
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.tuning import worker
+from safetune.isolation import measuring_child
 
 #: An idle measuring child leaves after 2 s, and one that was let go of at once.
 LEAVING_S = 20.0
@@ -129,7 +129,7 @@ class Harmless:
             states = _children(server)
             assert [pid for pid, state in states.items() if state == "Z"] == [], "not reaped"
             assert [pid for child in states for pid in _children(child)] == [], "grandchildren"
-        worker._drop_idle()
+        measuring_child._drop_idle()
         assert self._children_are_gone()
         if memory is not None and self._device == "cuda":
             left = memory - self._memory()
@@ -182,7 +182,7 @@ def _servers() -> list[int]:
     found = []
     for pid in _children(os.getpid()):
         with contextlib.suppress(OSError):
-            if b"safetune.tuning.worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"safetune.child.server_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

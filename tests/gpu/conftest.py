@@ -235,7 +235,7 @@ def tuning_processes() -> list[TuningProcess]:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if (
                 state not in "ZX"
-                and b"safetune.tuning.worker_main" in (folder / "cmdline").read_bytes()
+                and b"safetune.child.server_main" in (folder / "cmdline").read_bytes()
             ):
                 found.append(TuningProcess(int(folder.name), int(parent)))
     servers = {process.pid for process in found if process.parent == os.getpid()}

@@ -14,7 +14,8 @@ import torch
 import triton
 
 import safetune
-from safetune import CaptureMiss, capture
+from safetune import CaptureMiss
+from safetune.miss import under_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +127,7 @@ def begun(raw_graph: Any) -> Callable[[str], tuple[Any, Callable[[], None]]]:
 
 @pytest.fixture(autouse=True)
 def _no_misses_of_other_tests() -> None:
-    capture._misses.clear()
+    under_capture._misses.clear()
 
 
 @pytest.mark.parametrize(("way", "hooked"), LAUNCHES)
@@ -178,7 +179,7 @@ def test_a_miss_is_captured_with_the_fallback(
     assert f"n={N}" in told[0]
     assert adds.block == 256, "the first config"
     assert adds.by_triton == 2, "a fallback is not remembered"
-    assert len(capture.misses()) == 1
+    assert len(under_capture.misses()) == 1
     assert tunings() == []
     adds.check(replay)
 
@@ -186,7 +187,7 @@ def test_a_miss_is_captured_with_the_fallback(
     assert tunings() == ["add_kernel"]
     assert [trial.verdict for trial in trials()] == ["ok"] * 2
     assert adds.block == 512
-    assert [miss.outdated for miss in capture.misses()] == [True]
+    assert [miss.outdated for miss in under_capture.misses()] == [True]
     adds.check(replay)  # the graph keeps what it has
 
     by_triton = adds.by_triton
@@ -278,7 +279,7 @@ def test_make_graphed_callables(kernels: Any, tunings: Callable[[], list[str]]) 
     sample = torch.randn(N, device="cuda", requires_grad=True)
     graphed = torch.cuda.make_graphed_callables(Module(), (sample,))
     assert tunings() == ["add_kernel"]
-    assert capture.misses() == ()
+    assert under_capture.misses() == ()
     for _ in range(2):
         x = torch.randn(N, device="cuda", requires_grad=True)
         incoming = torch.randn(N, device="cuda")

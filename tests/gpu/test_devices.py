@@ -15,7 +15,7 @@ import torch
 import triton
 
 from safetune import safetune
-from safetune.tuning import cuda_driver
+from safetune.isolation import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -107,9 +107,9 @@ class TestTwoCards:
 def _compute_mode(value: int) -> Iterator[None]:
     """Have the driver answer this, and the truth to all else."""
     with pytest.MonkeyPatch.context() as patch:
-        ask = cuda_driver.device_attribute
+        ask = cuda.device_attribute
         patch.setattr(
-            cuda_driver,
+            cuda,
             "device_attribute",
             lambda attribute, index: value if attribute == 20 else ask(attribute, index),
         )

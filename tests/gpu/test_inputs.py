@@ -20,9 +20,9 @@ from triton.language.extra import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
-from safetune.tuning import worker
-from safetune.tuning.arguments import Arguments
-from safetune.tuning.snapshot import Snapshot
+from safetune.child.arguments import Arguments
+from safetune.inputs.snapshot import Snapshot
+from safetune.isolation import measuring_child
 
 pytestmark = pytest.mark.gpu
 
@@ -316,7 +316,7 @@ class TestLittleRoom:
         if device == "cpu":
             pytest.skip("needs a GPU: it is about its memory")
         monkeypatch.setenv("SAFETUNE_COPY_LIMIT", "1MiB")
-        worker.drop_idle(torch.cuda.current_device())
+        measuring_child.drop_idle(torch.cuda.current_device())
         torch.cuda.empty_cache()
         yield
         torch.cuda.empty_cache()

@@ -25,8 +25,9 @@ if not any(device.platform in ("gpu", "cuda") for device in jax.devices()):
 import jax.numpy as jnp  # noqa: E402
 
 import safetune  # noqa: E402
-from safetune import MissingChoice, announce  # noqa: E402
+from safetune import MissingChoice  # noqa: E402
 from safetune.integrations.jax import triton_call  # noqa: E402
+from safetune.miss import reporting  # noqa: E402
 
 SOURCE = """
 import triton
@@ -74,24 +75,24 @@ def arrays(n: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
 
 def test_tuned_outside_jit_and_traced_inside(tuner: Any) -> None:
     x, y = arrays(10_000)
-    add, begun = adding(tuner), announce.tunings_begun()
+    add, begun = adding(tuner), reporting.tunings_begun()
 
     eager = add(x, y)
     traced = jax.jit(add)(x, y)
 
     assert (eager == x + y).all()
     assert (traced == x + y).all()
-    assert announce.tunings_begun() == begun + 1
+    assert reporting.tunings_begun() == begun + 1
 
 
 def test_a_choice_made_through_torch_serves_jax(tuner: Any) -> None:
     a, b, out = (torch.randn(5000, device="cuda") for _ in range(3))
     tuner[lambda meta: (triton.cdiv(5000, meta["BLOCK"]),)](a, b, 5000, out)
-    begun = announce.tunings_begun()
+    begun = reporting.tunings_begun()
     x, y = arrays(5000)
 
     assert (jax.jit(adding(tuner))(x, y) == x + y).all()
-    assert announce.tunings_begun() == begun
+    assert reporting.tunings_begun() == begun
     found = tuner.resolve(x, y, 5000, x, grid=(1,))
     assert found.config is tuner.best_config
     assert found.scratch_bytes == 0

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from safetune.checks.overlap import check_overlap
+from safetune.verify.overlap import check_overlap
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.store import exchange
+from safetune.store.packs import exchange
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import _allocation
 
 import safetune
-from safetune import scratch
+from safetune.launch import scratch_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -171,14 +171,14 @@ def test_plain_triton_kernels_within_the_context() -> None:
 @pytest.mark.parametrize("alignment", [128, 256, 512, 1024, 2048, 4096])
 def test_alignment(alignment: int) -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    blocks = [scratch.allocate(size, alignment, stream) for size in (1, 384, 5000, 3 << 20)]
+    blocks = [scratch_memory.allocate(size, alignment, stream) for size in (1, 384, 5000, 3 << 20)]
     assert [block.data_ptr() % alignment for block in blocks] == [0] * 4
 
 
 @pytest.mark.parametrize("side", [False, True])
 def test_the_launch_s_device_and_stream(side: bool) -> None:
     stream = torch.cuda.Stream() if side else torch.cuda.default_stream()
-    block = scratch.allocate(3 << 20, 128, stream.cuda_stream)
+    block = scratch_memory.allocate(3 << 20, 128, stream.cuda_stream)
     segment = _segment(block.data_ptr())
     assert segment["device"] == torch.cuda.current_device()
     assert segment["stream"] == stream.cuda_stream
@@ -194,7 +194,7 @@ def test_it_is_not_reused_before_the_kernel_is_done() -> None:
     x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)
     y = torch.zeros_like(x)
     torch.cuda.synchronize()
-    with scratch.observed() as sizes, torch.cuda.stream(stream):
+    with scratch_memory.observed() as sizes, torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # about 0.1 s
         tiles.launch(x, y)
     assert sizes == [ROWS // 32 * 256]
@@ -213,7 +213,7 @@ class TestUnderCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             stream = torch.cuda.current_stream().cuda_stream
-            block = scratch.allocate(4096, 128, stream)
+            block = scratch_memory.allocate(4096, 128, stream)
             pool = _segment(block.data_ptr())["segment_pool_id"]
             del block
         assert tuple(pool) == tuple(graph.pool())
@@ -249,7 +249,7 @@ class TestUnderCapture:
         x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)
         y = torch.zeros_like(x)
         tiles.launch(x, y)
-        monkeypatch.setitem(scratch._largest, torch.cuda.current_device(), 1 << 46)
+        monkeypatch.setitem(scratch_memory._largest, torch.cuda.current_device(), 1 << 46)
         graph = torch.cuda.CUDAGraph()
         with safetune.graph(graph):
             tiles.launch(x, y)
@@ -285,7 +285,7 @@ class TestTwoCards:
         before = torch.cuda.current_device()
         with torch.cuda.device(1):
             tiles.check(device="cuda:1")
-            block = scratch.allocate(4096, 128, torch.cuda.current_stream().cuda_stream)
+            block = scratch_memory.allocate(4096, 128, torch.cuda.current_stream().cuda_stream)
             assert _segment(block.data_ptr())["device"] == 1
         assert torch.cuda.current_device() == before
 
@@ -296,7 +296,7 @@ class TestTwoCards:
         y = torch.zeros_like(x)
         x[:1].to("cuda:0").to("cuda:1")
         torch.cuda.synchronize(1)
-        with scratch.observed() as sizes:
+        with scratch_memory.observed() as sizes:
             tiles.launch(x, y)
         torch.cuda.synchronize(0)
         assert len(sizes) == 1

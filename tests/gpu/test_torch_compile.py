@@ -140,7 +140,7 @@ def direct(x, y):
 def op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return launch(torch.library.wrap_triton(tuner), x, y)
 
-from safetune import inductor
+from safetune.compilers import torch_compile as inductor
 chosen = next(place for place, c in enumerate(configs) if c.kwargs["BLOCK"] == block)
 inductor.miss.stored = lambda *rest: tuner.configs[chosen]  # a choice of this process
 from torch._inductor.utils import run_and_get_code

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from safetune import capture, safetune
+from safetune import safetune
+from safetune.isolation import cuda
+from safetune.miss import under_capture
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning import cuda_driver
 
 
 @triton.jit
@@ -106,13 +107,13 @@ class Driver:
 
 @pytest.fixture(autouse=True)
 def _no_earlier_misses() -> None:
-    capture._misses.clear()
+    under_capture._misses.clear()
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     stub = Driver()
-    monkeypatch.setattr(cuda_driver, "capture_id", stub.capture_id)
+    monkeypatch.setattr(cuda, "capture_id", stub.capture_id)
     return stub
 
 

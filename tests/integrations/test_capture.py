@@ -20,11 +20,12 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import safetune
-from safetune import CaptureMiss, InvalidSetting, background, capture
+from safetune import CaptureMiss, InvalidSetting
+from safetune.isolation import cuda
+from safetune.miss import background, under_capture
 from safetune.settings import Settings
-from safetune.store.calls import calls
+from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import open_lookup
-from safetune.tuning import cuda_driver
 
 if TYPE_CHECKING:
     from tests.integrations.conftest import Copies, Driver, Gate
@@ -51,7 +52,7 @@ class TestFallback:
         assert "safetune.prepare" in str(warning.message)
         assert tried() == []
         assert copy.tuner.cache == {}
-        assert [(miss.kernel, miss.key, miss.capture) for miss in capture.misses()] == [
+        assert [(miss.kernel, miss.key, miss.capture) for miss in under_capture.misses()] == [
             ("copy_kernel", "n=100 (float32)", 7),
             ("copy_kernel", "n=200 (float32)", 7),
         ]
@@ -65,13 +66,13 @@ class TestFallback:
         copy = copies(fastest=32)
         with driver.capturing(7), warned():
             copy(100)
-        (miss,) = capture.misses()
+        (miss,) = under_capture.misses()
         assert miss.choice is None
         assert not miss.outdated
         with caplog.at_level(logging.WARNING, "safetune"):
             assert copy(100) == 32
         assert miss.outdated
-        assert list(capture.outdated()) == [miss]
+        assert list(under_capture.outdated()) == [miss]
         (line,) = caplog.messages
         assert "graph 'capture 7' was captured with BLOCK=16" in line
         assert "capture it again" in line
@@ -101,7 +102,7 @@ class TestFallback:
             copy(100)
         with caplog.at_level(logging.WARNING, "safetune"):
             assert copy(100) == 16
-        assert list(capture.outdated()) == []
+        assert list(under_capture.outdated()) == []
         assert caplog.messages == []
 
     def test_a_stored_choice_is_used(self, copies: type[Copies], driver: Driver) -> None:
@@ -110,7 +111,7 @@ class TestFallback:
         with driver.capturing(7), warnings.catch_warnings():
             warnings.simplefilter("error")
             assert copies(fastest=32)(100) == 32
-        assert capture.misses() == ()
+        assert under_capture.misses() == ()
 
     def test_the_nearest_key_s_choice_is_the_fallback(
         self, copies: type[Copies], driver: Driver
@@ -125,7 +126,7 @@ class TestFallback:
     ) -> None:
         copy = copies()
         chosen = copy(100)
-        monkeypatch.setattr(capture, "open_lookup", _never)
+        monkeypatch.setattr(under_capture, "open_lookup", _never)
         with driver.capturing(7):
             assert copy(100) == chosen
 
@@ -135,7 +136,7 @@ class TestFallback:
         copy = copies()
         with warned():
             _capture_each((7, 7, 8), copy, driver)
-        assert [len(capture.misses(number)) for number in (7, 8, 9)] == [1, 1, 0]
+        assert [len(under_capture.misses(number)) for number in (7, 8, 9)] == [1, 1, 0]
 
     def test_misses_are_not_remembered_without_end(
         self, copies: type[Copies], driver: Driver
@@ -143,12 +144,12 @@ class TestFallback:
         copy = copies()
         with driver.capturing(7), warned():
             copy(100)
-        (miss,) = capture.misses()
+        (miss,) = under_capture.misses()
         for number in range(10_000):
             again = replace(miss, capture=number)
-            capture.record(again, SimpleNamespace(), SimpleNamespace(key=miss.key), None)
-        assert len(capture.misses()) < 5000
-        assert capture.misses()[-1].capture == 9999
+            under_capture.record(again, SimpleNamespace(), SimpleNamespace(key=miss.key), None)
+        assert len(under_capture.misses()) < 5000
+        assert under_capture.misses()[-1].capture == 9999
 
     def test_another_thread_s_tuning_is_not_waited_for(
         self, copies: type[Copies], driver: Driver, gate: Gate
@@ -220,7 +221,7 @@ class TestFallback:
             thread.start()
             thread.join(SOON_S)
         assert tried() == ["ok"] * 3
-        assert capture.misses() == ()
+        assert under_capture.misses() == ()
 
 
 class TestError:
@@ -285,7 +286,7 @@ class TestModes:
         with driver.capturing(7), warnings.catch_warnings():
             warnings.simplefilter("error")
             assert copies()(100) == 16
-        assert capture.misses() == ()
+        assert under_capture.misses() == ()
 
     @pytest.mark.parametrize("mode", ["frozen", "record"])
     def test_a_mode_that_never_tunes_counts_them_too(
@@ -298,7 +299,7 @@ class TestModes:
             warnings.simplefilter("error")  # the log has it
             assert [copy(100), copy(100)] == [16, 16]
         assert copy(100) == 16
-        (miss,) = capture.misses()
+        (miss,) = under_capture.misses()
         assert (miss.capture, miss.outdated) == (7, False)
         assert len(calls(open_lookup(Settings.current()).store)) == (mode == "record")
 
@@ -323,7 +324,7 @@ class TestModes:
     def test_inline_is_not_tuned_either_and_has_no_store(
         self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(capture, "open_lookup", _never)
+        monkeypatch.setattr(under_capture, "open_lookup", _never)
         copy = copies(isolation="inline", do_bench=_never)
         with driver.capturing(7), warned():
             assert copy(100) == 16
@@ -362,14 +363,14 @@ def test_what_the_driver_says_of_a_stream(
             state._obj.value, number._obj.value = status, 42
             return error
 
-    monkeypatch.setattr(cuda_driver, "library", Library)
-    assert cuda_driver.capture_id(0x1234) == expected
+    monkeypatch.setattr(cuda, "library", Library)
+    assert cuda.capture_id(0x1234) == expected
 
 
 def test_without_a_driver_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "library", lambda: None)
-    assert cuda_driver.capture_id(0) == 0
-    assert capture.under_way() == 0
+    monkeypatch.setattr(cuda, "library", lambda: None)
+    assert cuda.capture_id(0) == 0
+    assert under_capture.under_way() == 0
 
 
 def _capture_each(numbers: Iterable[int], copy: Copies, driver: Driver) -> None:

@@ -47,7 +47,7 @@ def add(n=50, times=1):
     return type(add_kernel).__module__
 """
 
-OURS, STOCK = "safetune.autotuner", "triton.runtime.autotuner"
+OURS, STOCK = "safetune.frontend.autotuner", "triton.runtime.autotuner"
 
 RUN = "import sys; from safetune.cli import main; sys.argv[0] = 'safetune'; main()"
 
@@ -280,7 +280,7 @@ class TestVariable:
         assert not reports(done.stderr)
 
     def test_what_tunes_is_not_itself_tuned(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from safetune.tuning.process import child_environment
+        from safetune.isolation.process import child_environment
 
         monkeypatch.setenv("SAFETUNE_INSTALL", "1")
         assert "SAFETUNE_INSTALL" not in child_environment()

@@ -25,8 +25,8 @@ pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportErro
 import jax.numpy as jnp  # noqa: E402
 
 from safetune import InvalidSetting, MissingChoice, TracingError  # noqa: E402
+from safetune.compilers.resolve import Resolved  # noqa: E402
 from safetune.integrations.jax import triton_call  # noqa: E402
-from safetune.resolved import Resolved  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
 assert _spec is not None

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import safetune
-from safetune import Autotuner, CaptureError, NoWorkingConfig, background
+from safetune import Autotuner, CaptureError, NoWorkingConfig
 from safetune.integrations.graph import Watch
+from safetune.miss import background
 
 if TYPE_CHECKING:
     from tests.integrations.conftest import Copies, Driver, Gate
@@ -111,7 +112,7 @@ class TestBackground:
 def test_a_key_that_cannot_be_tuned_now_is_named(
     copies: type[Copies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from safetune.tuning import fork_server
+    from safetune.isolation import fork_server
 
     fork_server.stop_servers()
     monkeypatch.setattr("sys.executable", "/nowhere/python")

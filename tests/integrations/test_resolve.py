@@ -19,11 +19,13 @@ import triton.language as tl
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.jit import JITFunction
 
-from safetune import InvalidSetting, MissingChoice, TracingError, announce, miss, safetune
-from safetune.recorded import sort_out
-from safetune.resolved import resolve
+from safetune import InvalidSetting, MissingChoice, TracingError, safetune
+from safetune.compilers.resolve import resolve
+from safetune.miss import reporting
+from safetune.miss import resolve as miss_resolve
+from safetune.offline.replay import sort_out
 from safetune.settings import Settings
-from safetune.store.calls import calls
+from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import open_lookup
 
 if TYPE_CHECKING:
@@ -198,7 +200,7 @@ class TestResolve:
         assert (dst.dtype, dst.shape, src.shape, n) == (torch.float16, (100,), (100,), 100)
         assert dst.data_ptr() != src.data_ptr()
         assert task.workload.grid(tuner.configs[0].all_kwargs()) == (2,)
-        again = miss.Miss(tuner, task.workload.args, {"grid": task.workload.grid}).key()
+        again = miss_resolve.Miss(tuner, task.workload.args, {"grid": task.workload.grid}).key()
         assert again.digest == call.key
 
     def test_dropped_names_have_one_value(self, module: Any) -> None:
@@ -298,12 +300,12 @@ class TestTuning:
 
     def test_arrays_are_tuned_on_and_left_alone(self) -> None:
         tuner, src, dst = self.tuner(), np.ones(100, np.float32), np.zeros(100, np.float32)
-        begun = announce.tunings_begun()
+        begun = reporting.tunings_begun()
 
         found = tuner.resolve(dst, src, 100, grid=grid)
 
         assert found.provenance == "tuned"
-        assert announce.tunings_begun() == begun + 1
+        assert reporting.tunings_begun() == begun + 1
         assert not dst.any()
         again = self.tuner().resolve(abstract(100), abstract(100), 100, grid=grid)
         assert (again.provenance, again.metaparams) == ("stored", found.metaparams)
@@ -318,11 +320,11 @@ class TestTuning:
     def test_a_launch_through_torch_uses_what_was_resolved(self) -> None:
         found = self.tuner().resolve(abstract(100), np.ones(100, np.float32), 100, grid=grid)
         tuner, x, out = self.tuner(), torch.ones(100), torch.zeros(100)
-        begun = announce.tunings_begun()
+        begun = reporting.tunings_begun()
 
         tuner[grid](out, x, 100)
 
-        assert announce.tunings_begun() == begun
+        assert reporting.tunings_begun() == begun
         assert tuner.best_config.kwargs["BLOCK"] == found.metaparams["BLOCK"]
         assert (out == 2).all()
 

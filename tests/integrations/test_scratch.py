@@ -21,7 +21,7 @@ import triton
 from triton.runtime import _allocation
 
 import safetune
-from safetune import scratch
+from safetune.launch import scratch_memory
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -66,7 +66,7 @@ def test_a_resolved_kernel_says_what_its_config_needs(fresh_process: FreshProces
 class TestWhoseAllocator:
     @pytest.fixture
     def needy(self, copies: type[Copies], monkeypatch: pytest.MonkeyPatch) -> Needy:
-        monkeypatch.setattr(scratch, "allocate", lambda *request: ("ours", *request))
+        monkeypatch.setattr(scratch_memory, "allocate", lambda *request: ("ours", *request))
         return Needy(copies(None))
 
     def test_nothing_is_set_up_and_nothing_stays(self, needy: Needy) -> None:
@@ -133,7 +133,7 @@ class TestWhoseAllocator:
         assert not copy.tuner.needs_scratch
 
     def test_plain_kernels_within_the_context(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(scratch, "allocate", lambda *request: request)
+        monkeypatch.setattr(scratch_memory, "allocate", lambda *request: request)
         with safetune.scratch_allocator():
             assert _allocation._allocator.get()(12, 128, 0) == (12, 128, 0)
         with pytest.raises(RuntimeError, match="no allocator was set"):
@@ -166,11 +166,11 @@ def test_what_triton_s_own_launcher_asks_for(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(RuntimeError, match="no allocator was set") as caught:
         launcher(*arguments)
-    assert scratch.is_missing(caught.value)
+    assert scratch_memory.is_missing(caught.value)
     assert launched == [], "nothing had run"
 
-    monkeypatch.setattr(scratch, "allocate", lambda *request: ("ours", *request))
-    scratch.launch(launcher, *arguments)
+    monkeypatch.setattr(scratch_memory, "allocate", lambda *request: ("ours", *request))
+    scratch_memory.launch(launcher, *arguments)
     ((*passed,),) = launched
     assert ("ours", 3 * 5 * 2 * 384, 128, 0x51) in passed
 
@@ -242,14 +242,14 @@ class TestMemory:
         monkeypatch.setattr(cuda, "memory_stats", lambda: {"num_device_alloc": stub.segments})
         monkeypatch.setattr(cuda, "memory_snapshot", stub.snapshot)
         for name in ("_largest", "_driver_calls", "_pooled", "_kept"):
-            monkeypatch.setattr(scratch, name, type(getattr(scratch, name))())
+            monkeypatch.setattr(scratch_memory, name, type(getattr(scratch_memory, name))())
         yield stub
-        scratch._kept.clear()
+        scratch_memory._kept.clear()
 
     @pytest.mark.parametrize("alignment", [1, 128, 256, 512, 1024, 4096])
     def test_alignment_and_stream(self, memory: Memory, alignment: int) -> None:
         for size in (1, 384, 70_000):
-            block = scratch.allocate(size, alignment, 0x51)
+            block = scratch_memory.allocate(size, alignment, 0x51)
             assert block.data_ptr() % alignment == 0
             ((base, taken, stream),) = memory.live
             assert base <= block.data_ptr()
@@ -259,34 +259,34 @@ class TestMemory:
             assert memory.live == [], "the launcher has let go of it, and so is it free again"
 
     def test_what_an_observer_sees(self, memory: Memory) -> None:
-        with scratch.observed() as sizes:
-            scratch.allocate(100, 128, 1)
-            _in_thread(lambda: scratch.allocate(300, 128, 1))
-        scratch.allocate(500, 128, 1)
+        with scratch_memory.observed() as sizes:
+            scratch_memory.allocate(100, 128, 1)
+            _in_thread(lambda: scratch_memory.allocate(300, 128, 1))
+        scratch_memory.allocate(500, 128, 1)
         assert sizes == [100, 300]
 
     def test_a_graph_of_torch_s_keeps_its_own(self, memory: Memory, driver: Any) -> None:
         memory.pool = (0, 7)
         with driver.capturing(3):
-            first = scratch.allocate(100, 128, 1)
+            first = scratch_memory.allocate(100, 128, 1)
             del first
             assert memory.live == [], "back to the graph's pool"
-            scratch.allocate(200, 128, 1)
+            scratch_memory.allocate(200, 128, 1)
         assert memory.snapshots == 1, "asked once for a capture"
-        assert scratch.driver_calls(3) == 2
+        assert scratch_memory.driver_calls(3) == 2
 
     def test_what_is_reserved_serves_the_capture(self, memory: Memory, driver: Any) -> None:
         memory.pool = (0, 7)
-        scratch.allocate(1000, 128, 1)
+        scratch_memory.allocate(1000, 128, 1)
         with driver.capturing(3):
-            scratch.reserve(3, 1)
+            scratch_memory.reserve(3, 1)
             ((base, *_),) = memory.live
-            addresses = [scratch.allocate(s, 256, 1).data_ptr() for s in (10, 1000)]
+            addresses = [scratch_memory.allocate(s, 256, 1).data_ptr() for s in (10, 1000)]
             assert {address // 8192 for address in addresses} == {base // 8192}
-            assert scratch.driver_calls(3) == 0
-            assert scratch.allocate(10, 256, 2).data_ptr() not in addresses, "another stream"
-            assert scratch.driver_calls(3) == 1
-            scratch.release(3)
+            assert scratch_memory.driver_calls(3) == 0
+            assert scratch_memory.allocate(10, 256, 2).data_ptr() not in addresses, "another stream"
+            assert scratch_memory.driver_calls(3) == 1
+            scratch_memory.release(3)
         assert memory.live == []
 
     def test_a_full_card_has_no_room_to_reserve(
@@ -298,15 +298,15 @@ class TestMemory:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         memory.pool = (0, 7)
-        scratch.allocate(1000, 128, 1)
+        scratch_memory.allocate(1000, 128, 1)
         with driver.capturing(3):
             with monkeypatch.context() as patch:
                 patch.setattr(torch.cuda, "caching_allocator_alloc", full)
-                scratch.reserve(3, 1)
+                scratch_memory.reserve(3, 1)
                 with pytest.raises(torch.OutOfMemoryError):
-                    scratch.allocate(10, 128, 1)
-            scratch.allocate(10, 128, 1)
-            scratch.release(3)
+                    scratch_memory.allocate(10, 128, 1)
+            scratch_memory.allocate(10, 128, 1)
+            scratch_memory.release(3)
         assert memory.live == []
 
     def test_a_capture_that_torch_does_not_know_keeps_its_memory(
@@ -315,8 +315,8 @@ class TestMemory:
         """Nobody says when its graph ends; its launches follow each other, and share a block."""
         memory.pool = (0, 0)
         with driver.capturing(3):
-            addresses = [scratch.allocate(s, 128, 1).data_ptr() for s in (100, 50, 400, 100)]
-            scratch.release(3)
+            addresses = [scratch_memory.allocate(s, 128, 1).data_ptr() for s in (100, 50, 400, 100)]
+            scratch_memory.release(3)
         assert len(memory.live) == 2
         assert addresses[0] == addresses[1] == addresses[3] != addresses[2]
 
@@ -326,9 +326,9 @@ class TestMemory:
         """Triton asks for no bytes then, and torch gives no address."""
         memory.pool = (0, 0)
         with driver.capturing(3):
-            assert scratch.allocate(0, 128, 1).data_ptr() == 0
-            scratch.allocate(100, 128, 1)
-            scratch.release(3)
+            assert scratch_memory.allocate(0, 128, 1).data_ptr() == 0
+            scratch_memory.allocate(100, 128, 1)
+            scratch_memory.release(3)
         assert len(memory.live) == 1, "torch does not know of this capture"
 
 
@@ -364,10 +364,10 @@ class Memory:
 def test_instrumented_kernels_have_memory_in_a_child() -> None:
     before = _allocation._profile_allocator.get()
     try:
-        scratch.serve_profiles()
+        scratch_memory.serve_profiles()
         assert not isinstance(_allocation._profile_allocator.get(), _allocation.NullAllocator)
         own = _allocation._profile_allocator.get()
-        scratch.serve_profiles()
+        scratch_memory.serve_profiles()
         assert _allocation._profile_allocator.get() is own
     finally:
         _allocation._profile_allocator.set(before)

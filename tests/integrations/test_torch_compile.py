@@ -12,10 +12,11 @@ import pytest
 import torch
 import triton
 
-from safetune import TracingError, miss, record
-from safetune.recorded import sort_out
+from safetune import TracingError
+from safetune.miss import record, resolve
+from safetune.offline.replay import sort_out
 from safetune.settings import Settings
-from safetune.store.calls import calls
+from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import Lookup, open_lookup
 
 _spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
@@ -114,7 +115,7 @@ def test_the_order_of_keywords_makes_no_other_key(module: Any) -> None:
     tuner = traced.kernel(module)
     x = torch.zeros(64)
     calls = ({"dst": x, "src": x, "n": 64}, {"n": 64, "src": x, "dst": x})
-    first, second = (miss.Miss(tuner, (), {"grid": (1,), **call}).key() for call in calls)
+    first, second = (resolve.Miss(tuner, (), {"grid": (1,), **call}).key() for call in calls)
     assert first.digest == second.digest
 
     traced.choose(tuner, tuner.configs[2], **calls[1])
@@ -215,7 +216,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     assert "safetune.prepare" in left_out.reason
 
     x = torch.zeros(100)
-    missed = miss.Miss(tuner, (x, x, 100), {"grid": (2,)})
+    missed = resolve.Miss(tuner, (x, x, 100), {"grid": (2,)})
     for _ in range(2):
         record.remember(missed, missed.request(), lookup_now().store)
         ((found,), ()) = sort_out(calls(lookup_now().store), None, zeros=False)

@@ -15,12 +15,14 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from safetune import device, miss, safetune
+from safetune import safetune
 from safetune.config import config_digest, config_record
+from safetune.keys import device
+from safetune.miss import resolve
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord
-from safetune.tuning.jobs import key_record
+from safetune.tuning.requests import key_record
 
 H100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
 TOOLCHAIN = device.Toolchain("3.9.0", "backend", "cuda:90:32")
@@ -63,7 +65,7 @@ def a_gpu_to_trace_for() -> Iterator[None]:
     """Have torch and safetune believe in a GPU; good for tracing only."""
     from torch.utils import _triton
 
-    detected = mock.patch.object(miss, "detect", return_value=(H100, TOOLCHAIN))
+    detected = mock.patch.object(resolve, "detect", return_value=(H100, TOOLCHAIN))
     driver = mock.patch.object(device, "active_driver", _Driver)
     believed = mock.patch.object(_triton, "has_triton", return_value=True)
     with detected, driver, believed:
@@ -83,7 +85,7 @@ def kernel(module: Any, **options: Any) -> Any:
 
 def choose(tuner: Any, config: triton.Config, *args: Any, **kwargs: Any) -> None:
     """Store `config` as the choice for a call, as a tuning of it would."""
-    missed = miss.Miss(tuner, args, {"grid": (1,), **kwargs})
+    missed = resolve.Miss(tuner, args, {"grid": (1,), **kwargs})
     request = missed.request()
     lookup = open_lookup(Settings.current())
     lookup.forget(request.key.digest, request.declared)  # as a process that starts now

@@ -106,7 +106,7 @@ class Processes:
         """Return the fork servers of this process, or of another."""
         parent = os.getpid() if parent is None else parent
         return [
-            pid for pid in self.children(parent) if b"safetune.tuning.worker_main" in _command(pid)
+            pid for pid in self.children(parent) if b"safetune.child.server_main" in _command(pid)
         ]
 
     def children(self, parent: int) -> list[int]:

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from safetune import NoWorkingConfig, safetune
-from safetune.tuning import fork_server, worker
+from safetune.isolation import fork_server, measuring_child
 
 N = 200
 RUN_TIMEOUT_S = 2.0
@@ -297,7 +297,7 @@ def caller() -> Caller:
 def no_idle_child() -> Iterator[None]:
     """Afterwards no child waits that the next test would be given."""
     yield
-    worker._drop_idle()
+    measuring_child._drop_idle()
 
 
 def hook_of(log: Any, name: str | None) -> Callable[[dict[str, Any]], None]:

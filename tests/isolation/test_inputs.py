@@ -453,7 +453,7 @@ class TestAddresses:
 
     def test_no_child_is_asked(self, processes: Any) -> None:
         """It is found before: a new process would start a server for the first child."""
-        from safetune.tuning import fork_server
+        from safetune.isolation import fork_server
 
         fork_server.server.stop()
         kernel = safetune(configs=blocks(16, 32), key=["n"])(address_kernel)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.tuning import fork_server
+from safetune.isolation import fork_server
 
 ROOT = Path(__file__).parents[2]
 N = 128
@@ -276,7 +276,7 @@ print(json.dumps({
     "right": right,
     "started": started,
     "children": sum(children, []),
-    "server": "safetune.tuning.fork_server" in sys.modules,
+    "server": "safetune.isolation.fork_server" in sys.modules,
     "chosen": chosen,
 }))
 """

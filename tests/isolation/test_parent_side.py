@@ -54,9 +54,9 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
-from safetune.tuning import kernel_ref
-from safetune.tuning.compilation import pack_for_compiler
-from safetune.tuning.compile_pool import CompilePool
+from safetune.isolation import kernel_pickle as kernel_ref
+from safetune.child.compilation import pack_for_compiler
+from safetune.isolation.compile_pool import CompilePool
 
 @triton.constexpr_function
 def hang(fifo):
@@ -109,7 +109,7 @@ run(tuner(None, hang, run_timeout_s=1000.0), 100)
     SITE = """
 import os
 with open("/proc/self/cmdline", "rb") as file:
-    if b"safetune.tuning.worker_main" in file.read():
+    if b"safetune.child.server_main" in file.read():
         with open({fifo!r}, "w") as told:
             told.write(f"{{os.getpid()}}\\n")
 """

@@ -12,10 +12,10 @@ import torch
 
 from safetune.config import config_digest, config_record
 from safetune.kernels import launches
-from safetune.miss import declared_by, identity_of
-from safetune.offline import OfflineKernel, find_kernels
-from safetune.store import pack_format
-from safetune.store.packs import read_pack, shipped
+from safetune.miss.resolve import declared_by, identity_of
+from safetune.offline.tasks import OfflineKernel, find_kernels
+from safetune.store.packs import pack_format
+from safetune.store.packs.packs import read_pack, shipped
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -92,7 +92,7 @@ def test_every_workload_has_a_choice(monkeypatch: pytest.MonkeyPatch, device: st
 @pytest.fixture
 def choices_for() -> Any:
     """A choice for a shipped kernel, as a tuning on a card would leave it."""
-    from safetune import canonical
+    from safetune.keys import encoding
     from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
     def make(kernel: OfflineKernel, **changes: Any) -> StoredChoice:
@@ -109,7 +109,7 @@ def choices_for() -> Any:
         choice = ChoiceRecord(
             "",
             1,
-            canonical.digest(facts["config"]),
+            encoding.digest(facts["config"]),
             facts["config"],
             facts["declared"],
             1.0,
@@ -180,8 +180,8 @@ def test_compiler_and_interpreter_agree(fresh_process: FreshProcess) -> None:
     """A pack from a card is checked here without one."""
     done = fresh_process(
         "import importlib, json\n"
-        "from safetune.miss import identity_of\n"
-        "from safetune.offline import find_kernels\n"
+        "from safetune.miss.resolve import identity_of\n"
+        "from safetune.offline.tasks import find_kernels\n"
         "found = find_kernels(vars(importlib.import_module('safetune.kernels.layer_norm')))\n"
         "print(json.dumps({k.name: identity_of(k.tuner).digest for k in found}))\n",
         env={"TRITON_INTERPRET": None},

@@ -22,7 +22,8 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import plan_source, safetune
+from safetune import safetune
+from safetune.launch import fast_path_codegen
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -98,7 +99,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     monkeypatch.setattr(driver, "_active", made)
     # Tensors of the CPU stand for a device's.
-    monkeypatch.setattr(plan_source, "ON_DEVICE", "is_cpu")
+    monkeypatch.setattr(fast_path_codegen, "ON_DEVICE", "is_cpu")
     return made
 
 

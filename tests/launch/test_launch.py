@@ -24,20 +24,12 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import (
-    TracingError,
-    announce,
-    capture,
-    device,
-    miss,
-    plan,
-    plan_source,
-    prepare,
-    safetune,
-    scratch,
-)
-from safetune.call_form import PIN
-from safetune.phantom import PhantomKeyWarning
+from safetune import TracingError, prepare, safetune
+from safetune.keys import device
+from safetune.keys.key_names import PhantomKeyWarning
+from safetune.launch import fast_path, fast_path_codegen, scratch_memory
+from safetune.launch.call_shape import PIN
+from safetune.miss import reporting, resolve, under_capture
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Machine, Tuned
@@ -266,7 +258,7 @@ class TestInTheWay:
             return run(self, *args, **kwargs)
 
         monkeypatch.setattr(JITFunction, "run", watched)
-        monkeypatch.setattr(plan, "_JIT_RUN", plan._own_run())
+        monkeypatch.setattr(fast_path, "_JIT_RUN", fast_path._own_run())
         for _ in range(3):
             call(kernel)
         assert seen == [16] * 3
@@ -321,7 +313,7 @@ class TestInTheWay:
     def test_memory_that_no_device_is_known_to_reach(
         self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(plan_source, "ON_DEVICE", "is_cuda")
+        monkeypatch.setattr(fast_path_codegen, "ON_DEVICE", "is_cuda")
         for _ in range(2):
             assert goes_by_triton(kernel)
 
@@ -462,10 +454,10 @@ class TestChanges:
 
     def test_another_kernel(self, kernel: Tuned, machine: Machine, kernels: Any) -> None:
         """Its choices are not stored as those of the one before."""
-        before = miss.identity_of(kernel.tuner)
+        before = resolve.identity_of(kernel.tuner)
         kernel.tuner.fn = machine.kernel_of(kernels.mixed)
-        assert miss.identity_of(kernel.tuner).name == "mixed"
-        assert miss.identity_of(kernel.tuner).digest != before.digest
+        assert resolve.identity_of(kernel.tuner).name == "mixed"
+        assert resolve.identity_of(kernel.tuner).digest != before.digest
 
     def test_the_binaries_are_taken_away(self, kernel: Tuned, machine: Machine) -> None:
         """Triton compiles again, and so does a tuner that knows the launch."""
@@ -529,7 +521,7 @@ class TestChanges:
         running = [7]
         choose = kernel.tuner._miss
         kernel.tuner._miss = lambda *call: CONFIGS[3] if running[0] else choose(*call)
-        monkeypatch.setattr(capture, "under_way", lambda: running[0])
+        monkeypatch.setattr(under_capture, "under_way", lambda: running[0])
         collecting = []
         kernel.jit.add_pre_run_hook(lambda *_, **__: collecting.append(gc.isenabled()))
         call(kernel)
@@ -549,7 +541,7 @@ def test_what_prepare_has_launched_is_known(
     """So that a capture afterwards compiles, loads and asks for nothing."""
     h100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
     toolchain = device.Toolchain("3.9.0", "backend", "cuda:90:32")
-    monkeypatch.setattr(miss, "detect", lambda index: (h100, toolchain))
+    monkeypatch.setattr(resolve, "detect", lambda index: (h100, toolchain))
     assert [key.settled for key in prepare(call, kernel).keys] == [True]
     compiled = len(machine.compiled)
     assert not goes_by_triton(kernel)
@@ -561,7 +553,7 @@ class TestUnderCapture:
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Gets a line each time that the driver is asked for a capture; there is one."""
         asked: list[int] = []
-        monkeypatch.setattr(capture, "under_way", lambda: asked.append(7) or 7)
+        monkeypatch.setattr(under_capture, "under_way", lambda: asked.append(7) or 7)
         return asked
 
     def test_a_known_launch_asks_the_driver_nothing(self, kernel: Tuned, asked: list[int]) -> None:
@@ -594,7 +586,7 @@ def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     visible: list[bool] = []
 
     def launcher(*_: Any) -> None:
-        visible.append(_allocation._allocator.get() is scratch.allocate)
+        visible.append(_allocation._allocator.get() is scratch_memory.allocate)
 
     compiled = call(kernel)
     compiled.metadata.global_scratch_size = 128
@@ -626,7 +618,7 @@ def test_the_arguments_of_triton_s_own_launcher(machine: Machine) -> None:
     kernel = SimpleNamespace(
         run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(**sizes)
     )
-    found = plan._launcher(kernel)
+    found = fast_path._launcher(kernel)
     assert found is not None
     launch, head, together = found
     assert launch is run.launch
@@ -645,8 +637,8 @@ def test_what_is_told_of_a_tuning_is_nothing_that_launches_depend_on(
 
     def as_tuned(key: Any, *call: Any) -> triton.Config:
         config: triton.Config = choose(key, *call)
-        miss.identity_of(kernel.tuner)
-        announce.report(kernel.tuner, key, config, {config: [1.0, 1.0, 1.0]}, seconds=1.0)
+        resolve.identity_of(kernel.tuner)
+        reporting.report(kernel.tuner, key, config, {config: [1.0, 1.0, 1.0]}, seconds=1.0)
         kernel.tuner.tuning_phases = {"screen": 1.0}
         return config
 
@@ -865,7 +857,7 @@ def test_memory_does_not_grow(kernel: Tuned, machine: Machine) -> None:
 
 
 def test_what_is_remembered_has_a_limit(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_MOST_LAUNCHES", 8)
+    monkeypatch.setattr(fast_path, "_MOST_LAUNCHES", 8)
     for number in range(30):
         assert goes_by_triton(kernel, D=number)
         assert not goes_by_triton(kernel, D=number)

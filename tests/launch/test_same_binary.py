@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import knobs
 
-from safetune.call_form import PIN
+from safetune.launch.call_shape import PIN
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st  # noqa: E402

@@ -19,13 +19,13 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from safetune import safetune
-from safetune.miss import Miss
-from safetune.phantom import PhantomKeyWarning
+from safetune.child.compilation import capture_spec
+from safetune.child.session import _Launch
+from safetune.isolation import kernel_pickle
+from safetune.keys.key_names import PhantomKeyWarning
+from safetune.miss.resolve import Miss
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning import kernel_ref
-from safetune.tuning.compilation import capture_spec
-from safetune.tuning.session import _Launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 #: Multiples of 16, odd numbers, 1, and one beyond 32 bits: Triton specializes on each.
@@ -203,7 +203,7 @@ def test_a_child_is_told_to_compile_what_the_caller_launches(
                 copy = JITFunction(norm_kernel)
                 copy.device_caches = jit.device_caches
                 launch = _Launch(replace(call, kernel=copy), config, (1,))
-                spec = kernel_ref.unpack(capture_spec(copy, launch, 0))
+                spec = kernel_pickle.unpack(capture_spec(copy, launch, 0))
             signature, constexprs, attrs, options, target = spec
             assert target == TARGET
             told.add((ASTSource(copy, signature, constexprs, attrs).hash(), options["num_warps"]))

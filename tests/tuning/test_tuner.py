@@ -27,13 +27,13 @@ import triton.language as tl
 
 from safetune import NoWorkingConfig, safetune
 from safetune.config import config_digest
-from safetune.device import Device
-from safetune.miss import Miss
+from safetune.keys.device import Device
+from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Verdict
 from safetune.settings import Settings
+from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, TrialRecord
-from safetune.store.sqlite import Store
 from safetune.tuning.result import Progress, TuningResult
 from safetune.tuning.tuner import tune
 

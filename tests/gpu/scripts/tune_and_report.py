@@ -60,9 +60,9 @@ print(
             "best": str(add_kernel.best_config),
             "trials": trials,
             "newest_trial": newest,
-            "tuning_processes": sum("safetune.tuning.worker_main" in line for line in started),
+            "tuning_processes": sum("safetune.child.server_main" in line for line in started),
             "forks": forks,
-            "worker_imported": "safetune.tuning.worker" in sys.modules,
+            "worker_imported": "safetune.isolation.measuring_child" in sys.modules,
             "new_binaries": len(binaries() - before),
         }
     )

@@ -1,0 +1,256 @@
+"""The child's copies of the caller's tensors: same bits, shapes, strides, alignment and aliasing.
+
+They are made from the memory file that the parent wrote (see `snapshot`), in memory of the child's
+own, each storage between two guard bands. What a launch has written is found by a checksum, so only
+that is kept twice and put back: the rest of the arguments is on the device once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from safetune.child.checksum import checksums, gathered
+from safetune.inputs import random_inputs
+from safetune.inputs.specs import ALIGNMENT, FLOATS, BlockSpec, TensorSpec
+
+#: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
+#: within it, and the bands of many small arguments stay small.
+_MIN_GUARD = 1 << 16
+_MAX_GUARD = 1 << 21
+#: Tame in every type: tiny as a float, far from a valid index as an integer.
+_GUARD_BYTE = 0xA5
+#: What a float output holds before a launch that should overwrite it; exact in every float type.
+_POISON = 1.5
+_PROBES = 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Block:
+    """One storage, or several that overlap: its live bytes, and how to have the caller's again."""
+
+    def __init__(self, spec: BlockSpec, load: Callable[[torch.Tensor], None]) -> None:
+        guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
+        room, start = _room(spec, spec.device, guard)
+        self.spec = spec
+        self.live = room[start : start + spec.size]
+        self.guards = {"before": room[:start], "after": room[start + spec.size :]}
+        for band in self.guards.values():
+            band.fill_(_GUARD_BYTE)
+        self._load = load
+        self._pristine: torch.Tensor | None = None
+        self.written = False
+        load(self.live)
+
+    def restore(self) -> None:
+        """Put the caller's bits back."""
+        if self._pristine is None:
+            self._load(self.live)
+        else:
+            self.live.copy_(self._pristine)
+
+    def keep_pristine(self) -> None:
+        """Have the caller's bits at hand from here on: on the device, or pinned if that is full."""
+        self.written = True
+        if self.spec.device == "cpu":
+            return  # the memory file is as near
+        self._pristine = self.another()
+        self._load(self._pristine)
+
+    def pristine(self) -> torch.Tensor:
+        """Return the caller's bits: on the device if there is room."""
+        if self._pristine is not None:
+            return self._pristine
+        bits = self.another()
+        self._load(bits)
+        return bits
+
+    def another(self) -> torch.Tensor:
+        """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
+        try:
+            room, start = _room(self.spec, self.spec.device)
+        except torch.OutOfMemoryError:
+            room, start = _room(self.spec, "cpu", pinned=True)
+        return room[start : start + self.spec.size]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A few elements of a tensor: where they are, what the caller has there, and what is now."""
+
+    block: int
+    bits: torch.Tensor
+    place: tuple[torch.Tensor, ...]
+    values: torch.Tensor
+    poison: int
+
+
+class Arguments:
+    """The tensors of a call, which can be put back to the caller's bits."""
+
+    def __init__(self, header: dict[str, Any], fd: int) -> None:
+        size = os.fstat(fd).st_size
+        # A private mapping: what a candidate does on the CPU stays in this process.
+        memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
+        os.close(fd)
+        file_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        specs = [BlockSpec(**block) for block in header["blocks"]]
+        self.blocks = [Block(spec, _loader(file_bytes, spec)) for spec in specs]
+        self.views = [TensorSpec.of(tensor) for tensor in header["tensors"]]
+        self.tensors = [view_of(self.blocks[view.block].live, view) for view in self.views]
+        self._sums = checksums([block.live for block in self.blocks])
+
+    def restore(self) -> None:
+        """Put every byte back to what the caller had when tuning began."""
+        self.find_written()
+        for block in self.blocks:
+            if block.written:
+                block.restore()
+
+    def find_written(self) -> list[int]:
+        """Return the blocks that something has written since the beginning."""
+        unwritten = [index for index, block in enumerate(self.blocks) if not block.written]
+        sums = checksums([self.blocks[index].live for index in unwritten])
+        for index, now in zip(unwritten, sums, strict=True):
+            if now != self._sums[index]:
+                self.blocks[index].keep_pristine()
+        return [index for index, block in enumerate(self.blocks) if block.written]
+
+    def poison(self, tensors: Iterable[int]) -> bool:
+        """Overwrite those of these that are written floats; return whether there is one."""
+        chosen = [
+            self.tensors[index]
+            for index in tensors
+            if self.blocks[self.views[index].block].written and self.views[index].dtype in FLOATS
+        ]
+        for tensor in chosen:
+            tensor.fill_(_POISON)
+        return bool(chosen)
+
+    def overwritten(self, tensors: Iterable[int]) -> tuple[int, ...]:
+        """Return, for each of these, a number for which of its elements lost their poison.
+
+        It is 0 where none has, and for a tensor that is never poisoned.
+        """
+        masks = []
+        for index in tensors:
+            tensor, view = self.tensors[index], self.views[index]
+            if view.dtype in FLOATS and self.blocks[view.block].written:
+                mask = _bits(tensor) != _poison_bits(tensor.dtype)
+                masks.append(mask.contiguous().view(torch.uint8).flatten())
+            else:
+                masks.append(torch.zeros(0, dtype=torch.uint8))
+        return tuple(checksums(masks))
+
+    def plant(self, tensors: Iterable[int]) -> list[Probe]:
+        """Overwrite a few elements of those of these that are floats and not known as written."""
+        probes = []
+        for index in tensors:
+            tensor, view = self.tensors[index], self.views[index]
+            repeats = 0 in view.stride or 0 in view.shape
+            if view.dtype not in FLOATS or repeats or self.blocks[view.block].written:
+                continue
+            bits = _bits(tensor).view(tensor.shape or (1,))
+            flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
+            place = torch.unravel_index(flat, bits.shape)
+            poison = _poison_bits(tensor.dtype)
+            probes.append(Probe(view.block, bits, place, bits[place], poison))
+        for probe in probes:
+            probe.bits[probe.place] = probe.poison
+        return probes
+
+    def gather(self, probes: Iterable[Probe]) -> None:
+        """Put back what was planted; where something has overwritten it, that is an output."""
+        for probe in reversed(list(probes)):
+            block = self.blocks[probe.block]
+            if not block.written and bool((probe.bits[probe.place] != probe.poison).any()):
+                block.keep_pristine()
+            probe.bits[probe.place] = probe.values
+
+    def breached(self) -> list[tuple[int, str]]:
+        """Return each (block, `before` or `after`) whose guard band something has written."""
+        sides = [(i, side) for i, block in enumerate(self.blocks) for side in block.guards]
+        bands = [self.blocks[index].guards[side] for index, side in sides]
+        touched = gathered([(band != _GUARD_BYTE).any() for band in bands])
+        return [side for side, is_touched in zip(sides, touched, strict=True) if is_touched]
+
+    def unowned(self) -> list[int]:
+        """Return the written blocks of which bytes have changed that no tensor covers."""
+        suspects = [i for i, block in enumerate(self.blocks) if block.written and self._gaps(i)]
+        return [index for index in suspects if self._gap_changed(index)]
+
+    def _views_of(self, block: int) -> Iterator[TensorSpec]:
+        return (view for view in self.views if view.block == block)
+
+    def _gaps(self, block: int) -> bool:
+        size = self.blocks[block].spec.size
+        return not any(_is_dense(view, size) for view in self._views_of(block))
+
+    def _gap_changed(self, index: int) -> bool:
+        block = self.blocks[index]
+        uncovered = torch.ones(block.spec.size, dtype=torch.bool)
+        for view in self._views_of(index):
+            itemsize = getattr(torch, view.dtype).itemsize
+            shape = (*view.shape, itemsize)
+            stride = (*(step * itemsize for step in view.stride), 1)
+            if 0 not in shape:
+                uncovered.as_strided(shape, stride, view.byte_offset).fill_(False)
+        changed = block.live != block.pristine().to(block.live.device)
+        return bool((changed & uncovered.to(changed.device)).any())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers of the same size: torch indexes and compares those of every size."""
+    return tensor.detach().view(_BITS[tensor.itemsize])
+
+
+def _poison_bits(dtype: torch.dtype) -> int:
+    poison = torch.tensor([_POISON], dtype=dtype)
+    return int(_bits(poison).item())
+
+
+def _room(
+    spec: BlockSpec, device: str, guard: int = 0, pinned: bool = False
+) -> tuple[torch.Tensor, int]:
+    """Return memory around a block's bytes, and where they begin in it."""
+    size = spec.size + 2 * guard + ALIGNMENT
+    room = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return room, guard + (spec.misalignment - room.data_ptr() - guard) % ALIGNMENT
+
+
+def _loader(file_bytes: torch.Tensor, spec: BlockSpec) -> Callable[[torch.Tensor], None]:
+    def load(target: torch.Tensor) -> None:
+        if spec.noise is not None:
+            random_inputs.draw(target, spec)
+        else:
+            target.copy_(file_bytes[spec.offset : spec.offset + spec.size])
+
+    return load
+
+
+def _is_dense(view: TensorSpec, size: int) -> bool:
+    """Whether a view covers a whole block, without looking at each element."""
+    itemsize = getattr(torch, view.dtype).itemsize
+    expected = 1
+    for length, step in sorted(zip(view.shape, view.stride, strict=True), key=lambda pair: pair[1]):
+        if length != 1:
+            if step != expected:
+                return False
+            expected *= length
+    return expected * itemsize == size
+
+
+def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor as its view of a block's bytes."""
+    dtype = getattr(torch, spec.dtype)
+    offset = block_bytes.storage_offset() + spec.byte_offset
+    itemsize = dtype.itemsize
+    if offset % itemsize:
+        raise ValueError(f"a {spec.dtype} tensor at a byte offset of {offset}")
+    view = torch.empty(0, dtype=dtype, device=block_bytes.device)
+    return view.set_(block_bytes.untyped_storage(), offset // itemsize, spec.shape, spec.stride)

@@ -1,0 +1,147 @@
+"""Do two tensors hold the same result, given that configs may add in another order?
+
+Every function works in slices, so that comparing takes little memory beside the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from safetune.inputs.specs import FLOATS
+
+#: How far apart two right results may be, as a share of an element plus as much of the tensor's
+#: root mean square. Each is a small multiple of what the type can tell apart, as split-K sums of
+#: 16 to 32 terms kept in it need; float32 has room for tf32 products (10 bits).
+TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 2e-3,
+    torch.float16: 2e-2,
+    torch.bfloat16: 8e-2,
+}
+_NARROW_TOLERANCE = 0.3  # the types of 8 bits and less
+
+#: A result may differ from another by so many times what it differs from itself.
+_SPREAD_FACTOR = 4.0
+_SLICE = 1 << 22
+#: Those of 1, 2, 4 and 8 bytes first.
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8, torch.bool)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a result is, and how well it repeats.
+
+    Attributes:
+        rms: root mean square of the finite elements.
+        spread: the largest difference between two runs of one config.
+    """
+
+    rms: float = 0.0
+    spread: float = 0.0
+
+
+def rms(tensor: torch.Tensor) -> float:
+    """Return the root mean square of a float tensor's finite elements; 0 if it has none."""
+    total, count = 0.0, 0
+    for part in _slices(tensor):
+        values = _real(part)
+        if not values.is_floating_point():
+            return 0.0
+        values = values[torch.isfinite(values)]
+        total += float(values.square().sum(dtype=torch.float64))
+        count += values.numel()
+    return (total / count) ** 0.5 if count else 0.0
+
+
+def spread(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference between elements of two tensors of the same shape.
+
+    Infinite where one of them is NaN or infinite and the other is not equal to it.
+    """
+    largest = 0.0
+    for mine, theirs in zip(_slices(one), _slices(other), strict=True):
+        a, b = _real(mine), _real(theirs.to(mine.device))
+        if not a.is_floating_point():  # whose differences may be too large for their own type
+            a, b = a.double(), b.double()
+        difference = torch.where(_same(a, b), torch.zeros_like(a), (a - b).abs())
+        largest = max(largest, float(difference.nan_to_num(float("inf")).max()))
+    return largest
+
+
+def agree(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale, any_order: bool = False) -> bool:
+    """Whether two tensors of the same shape hold the same result.
+
+    Args:
+        theirs: may be on another device.
+        scale: the size of `theirs`, and how badly either repeats.
+        any_order: the same values in another order are the same result: an atomic counter hands
+            out places as programs come.
+    """
+    if _in_place(mine, theirs, scale):
+        return True
+    if not any_order or mine.numel() > _SLICE:
+        return False
+    a, b = (torch.sort(_real(tensor).flatten()).values for tensor in (mine, theirs.to(mine.device)))
+    return bool(_close(a, b, mine.dtype, scale).all())
+
+
+def _in_place(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale) -> bool:
+    if scale.spread and not mine.dtype.is_floating_point and not mine.dtype.is_complex:
+        return True  # it is not the same from run to run: nothing can be said
+    return all(
+        bool(_close(_real(a), _real(b.to(a.device)), mine.dtype, scale).all())
+        for a, b in zip(_slices(mine), _slices(theirs), strict=True)
+    )
+
+
+def _close(
+    mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, scale: Scale
+) -> torch.Tensor:
+    same = _same(mine, theirs)
+    if dtype in (torch.int8, torch.uint8):
+        return same | ((mine - theirs).abs() <= 1)  # a quantised value may round the other way
+    if not mine.dtype.is_floating_point:
+        return same
+    share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
+    limit = share * (theirs.abs() + scale.rms) + _SPREAD_FACTOR * scale.spread
+    difference = (mine - theirs).abs()
+    return same | (torch.isfinite(difference) & (difference <= limit))
+
+
+def _same(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    same = mine == theirs
+    if mine.dtype.is_floating_point:
+        same |= torch.isnan(mine) & torch.isnan(theirs)
+    return same
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as one that can be subtracted: complex as pairs, narrow types widened, what torch
+    cannot convert as its bits.
+    """
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    if str(tensor.dtype).removeprefix("torch.") in FLOATS:
+        return tensor if tensor.dtype is torch.float64 else tensor.float()
+    if tensor.dtype not in _INTEGERS:
+        tensor = tensor.view(_INTEGERS[tensor.itemsize.bit_length() - 1])
+    return tensor.long()
+
+
+def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a tensor along its dimensions into parts of a bounded number of elements."""
+    if tensor.numel() <= _SLICE or not tensor.dim():
+        if tensor.numel():
+            yield tensor
+        return
+    rows = tensor.shape[0]
+    step = max(1, rows * _SLICE // tensor.numel())
+    for start in range(0, rows, step):
+        part = tensor[start : start + step]
+        if step == 1 and part.numel() > _SLICE:
+            yield from _slices(part[0])
+        else:
+            yield part

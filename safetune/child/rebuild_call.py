@@ -1,0 +1,141 @@
+"""A call rebuilt in the child, its inputs copied from the caller's or made by `inputs=`.
+
+What the factory makes goes through a memory file as the caller's tensors do: whatever holds for
+copies, such as that every config starts from the same bits, holds for it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from safetune.child.arguments import Arguments
+from safetune.errors import InvalidSetting
+from safetune.inputs import pointers
+from safetune.inputs.snapshot import Snapshot
+from safetune.inputs.specs import Absent
+from safetune.isolation import kernel_pickle
+from safetune.tuning.requests import Call
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A call in the child.
+
+    Attributes:
+        arguments: its tensors.
+        configs: those that came with it.
+        kept: what addresses in the inputs may point to.
+    """
+
+    arguments: Arguments
+    call: Call
+    configs: list[Any]
+    kept: Any = None
+
+
+def rebuild(header: dict[str, Any], blob: bytes, fd: int) -> Rebuilt:
+    """Rebuild a packed call from what `Inputs` says of its tensors.
+
+    Raises:
+        InvalidSetting: the `inputs=` factory raised, or did not return what the call needs.
+    """
+    arguments = Arguments(header, fd)
+    absent = {int(number): Absent(**data) for number, data in header["absent"].items()}
+    metas = {number: _meta(tensor) for number, tensor in absent.items()}
+    call, configs = kernel_pickle.unpack(blob, _merged(arguments.tensors, metas))
+    if call.hooks.inputs is None:
+        return Rebuilt(arguments, call, configs)
+    made = _made(call, {id(meta): absent[number] for number, meta in metas.items()})
+    table = kernel_pickle.TensorTable()
+    captured = [table.number(tensor) for tensor in arguments.tensors]
+    packed = kernel_pickle.pack(made, "what `inputs=` returned", table)
+    snapshot = Snapshot(table.tensors)
+    kept = (call, made) if _may_point(made, table.tensors) else None
+    del arguments, call, made, table  # their memory goes before the copies take theirs
+    arguments = Arguments(snapshot.header(), snapshot.fd)
+    hooks = [arguments.tensors[number] for number in captured]
+    call, configs = kernel_pickle.unpack(blob, _merged(hooks, metas))
+    values = kernel_pickle.unpack(packed, arguments.tensors)
+    return Rebuilt(arguments, _with_values(call, values), configs, kept)
+
+
+def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:
+    """Call the factory and check what it returns."""
+    factory = call.hooks.inputs
+    assert factory is not None
+    named = call.named()
+    torch.manual_seed(0)
+    try:
+        returned: Any = factory(dict(named))
+    except Exception as error:
+        raise InvalidSetting(f"inputs= raised {type(error).__name__}: {error}") from error
+    if not isinstance(returned, Mapping):
+        raise InvalidSetting(f"inputs= returned {returned!r:.80}, not values by argument name")
+    made = dict(returned)
+    needed = [name for name, value in named.items() if _has_meta(value)]
+    if missing := [name for name in needed if name not in made or _has_meta(made[name])]:
+        raise InvalidSetting(f"inputs= returned no value for {', '.join(missing)}")
+    if unknown := [str(name) for name in made if name not in named]:
+        raise InvalidSetting(
+            f"inputs= returned a value for {', '.join(unknown)}, and the call passes no such "
+            f"argument; it passes {', '.join(named)}"
+        )
+    for name in needed:
+        if isinstance(named[name], torch.Tensor):
+            _check_kind(name, absent[id(named[name])], made[name])
+    return made
+
+
+def _check_kind(name: str, expected: Absent, value: Any) -> None:
+    """The kernel is compiled for the caller's types and runs on the caller's kind of device."""
+    wanted = f"torch.{expected.dtype} tensor on {expected.device}"
+    got = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        got = f"{value.dtype} tensor on {value.device.type}"
+    if got != wanted:
+        raise InvalidSetting(f"inputs= returned a {got} for {name}, which is a {wanted}")
+
+
+def _has_meta(value: Any) -> bool:
+    """Whether a meta tensor is in a value, however deep."""
+    table = kernel_pickle.TensorTable()
+    kernel_pickle.pack(value, "an argument", table)
+    return any(tensor.is_meta for tensor in table.tensors)
+
+
+def _may_point(made: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether addresses may be among what was made."""
+    return any(map(pointers.is_plausible, made.values())) or any(
+        pointers.plausible(tensor.detach().cpu())
+        for tensor in tensors
+        if tensor.dtype in (torch.int64, torch.uint64)
+    )
+
+
+def _merged(
+    present: Sequence[torch.Tensor], metas: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """All tensors of the packed call in its order."""
+    tensors = list(present)
+    for number in sorted(metas):
+        tensors.insert(number, metas[number])
+    return tensors
+
+
+def _meta(absent: Absent) -> torch.Tensor:
+    dtype = getattr(torch, absent.dtype)
+    return torch.empty_strided(absent.shape, absent.stride, dtype=dtype, device="meta")
+
+
+def _with_values(call: Call, values: Mapping[str, Any]) -> Call:
+    """The call with other values for some arguments."""
+    named = zip(call.arg_names, call.args, strict=False)
+    return replace(
+        call,
+        args=tuple(values.get(name, value) for name, value in named),
+        kwargs={name: values.get(name, value) for name, value in call.kwargs.items()},
+    )

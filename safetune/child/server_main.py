@@ -1,0 +1,177 @@
+"""The child side: a fork server, and the children that it forks.
+
+The server imports torch and triton once and never touches CUDA, so that a child can be forked from
+it in milliseconds and make a context of its own. It runs none of the user's code, not even the
+user's `__main__`; it answers two requests, `fork` and `reap`, and ends with the process that
+started it, however that one ends. A forked child leads its own session and dies with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any, NoReturn
+
+from safetune.isolation import process, protocol
+
+#: With no child left and no request for so long, the server goes; the next miss starts another.
+_IDLE_EXIT_S = 60.0
+_REAP_S = 10.0
+
+
+def main() -> None:
+    """Serve until the parent is gone. argv: control socket, parent's pid, modules to import."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    parent = int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hashing = threading.Thread(target=_hash_triton)
+    for module in json.loads(sys.argv[3]):
+        importlib.import_module(module)
+        if hashing.ident is None and os.environ.get("TRITON_INTERPRET") != "1":
+            hashing.start()
+    if hashing.ident is not None:
+        hashing.join()  # before the first fork, which would copy a lock that it holds
+    protocol.send(control, {"ready": True})
+    _Server(control, parent).serve()
+
+
+def _hash_triton() -> None:
+    """Have Triton hash its own files, beside the imports: or each child would, before its first
+    compile or look into the disk cache, and that takes half a second.
+    """
+    with contextlib.suppress(Exception):
+        from triton.runtime import cache
+
+        cache.triton_key()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._children: set[int] = set()
+        self._ended: dict[int, int] = {}
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        with contextlib.suppress(OSError, AttributeError):
+            # A worker process that the parent forked may hold a copy of its end of the control
+            # socket; the pidfd tells of the parent's own end all the same.
+            self._poll.register(os.pidfd_open(parent), select.POLLIN)
+        self._ends = os.pipe()
+        for end in self._ends:
+            os.set_blocking(end, False)
+        self._poll.register(self._ends[0], select.POLLIN)
+
+    def serve(self) -> NoReturn:
+        # A child that leaves by itself is waited for at once, and not at the next request.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+        while True:
+            ready = {fd for fd, _ in self._poll.poll(_IDLE_EXIT_S * 1000)}
+            idle = not ready
+            if self._ends[0] in ready:
+                ready.discard(self._ends[0])
+                os.read(self._ends[0], 4096)
+            if ready - {self._control.fileno()}:
+                self._end()
+            if ready:
+                self._answer()
+            self._collect()
+            if idle and not self._children:
+                self._end()
+
+    def _answer(self) -> None:
+        try:
+            request, _, fds = protocol.receive(self._control)
+        except (EOFError, OSError, protocol.ProtocolError):
+            self._end()
+        if request["op"] == "fork":
+            reply = self._fork(fds)
+        else:
+            reply = self._reap(request["pid"], request["kill"])
+        for fd in fds:
+            os.close(fd)
+        protocol.send(self._control, reply)
+
+    def _fork(self, fds: list[int]) -> dict[str, Any]:
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return {"error": str(error)}
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in self._ends:
+                os.close(end)
+            _become_child(self._control, server, *fds)
+        self._children.add(pid)
+        return {"pid": pid}
+
+    def _collect(self) -> None:
+        """Wait for the children that have left by themselves."""
+        for pid in list(self._children):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                process.kill_group(pid)  # what it had started, while its number is still its own
+                self._children.discard(pid)
+                self._ended[pid] = os.waitpid(pid, 0)[1]
+
+    def _reap(self, pid: int, kill: bool) -> dict[str, Any]:
+        """Wait for a child that is ending; bounded, for one stuck in a driver call may not end."""
+        if pid not in self._children:
+            return {"status": self._ended.pop(pid, None)}
+        if kill:
+            process.kill_group(pid)
+        handle = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            if not poll.poll(_REAP_S * 1000):
+                return {"status": None}
+            process.kill_group(pid)  # what it had started
+            self._children.discard(pid)
+            return {"status": os.waitpid(pid, 0)[1]}
+        finally:
+            os.close(handle)
+
+    def _end(self) -> NoReturn:
+        for pid in self._children:
+            process.kill_group(pid)
+        os._exit(0)
+
+
+def _become_child(control: socket.socket, server: int, pipe_fd: int, output_fd: int) -> NoReturn:
+    """Turn the forked process into a child of its own session and run its jobs; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        process.die_with_parent(server)
+        control.close()
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
+        os.close(output_fd)
+        from safetune.child import job_loop
+
+        job_loop.serve(socket.socket(fileno=pipe_fd))
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

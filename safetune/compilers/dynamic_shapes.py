@@ -1,0 +1,85 @@
+"""Where the choice of a kernel changes with the value of an argument, by the stored keys."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from safetune.config import config_digest
+from safetune.miss.candidates import pairs_of
+from safetune.store.records import KinChoice
+from safetune.tuning.requests import TuningRequest
+
+#: Dynamo compiles a function at most 8 times (`recompile_limit`), and two are for the first, static
+#: shapes.
+_MOST_REGIONS = 6
+
+#: (upper bound, a stored value below it) pairs, rising; the last bound is None.
+Regions = tuple[tuple[Any, Any], ...]
+
+
+def regions(
+    request: TuningRequest, names: Sequence[str], kin: Iterable[KinChoice]
+) -> tuple[Regions, ...]:
+    """Return the regions of each of `names`, for the keys that differ from the request's in those.
+
+    Stored values that lie side by side and have the same choices are one region. A name has none
+    where no such key is stored.
+    """
+    points = _points(request, names, kin)
+    return tuple(_merged(points, place) for place in range(len(names)))
+
+
+def _points(
+    request: TuningRequest, names: Sequence[str], kin: Iterable[KinChoice]
+) -> dict[tuple[Any, ...], str]:
+    """The choices of the keys that differ from the request's in `names` only, by their values."""
+    record = request.key.record()
+    toolchain = request.key.toolchain.record()
+    digests = {config_digest(config) for config in request.configs}
+    points = {}
+    for each in kin:
+        values = {str(name): value for name, value in pairs_of(each.call.get("values"))}
+        place = tuple(values.pop(name, None) for name in names)
+        if (
+            each.choice.config_digest in digests
+            and each.toolchain == toolchain
+            and (each.call.get("dtypes"), each.call.get("options"))
+            == (record["dtypes"], record["options"])
+            and values == dict(record["values"])
+            and all(type(value) in (int, float) for value in place)
+        ):
+            points[place] = each.choice.config_digest
+    return points
+
+
+def _merged(points: dict[tuple[Any, ...], str], place: int) -> Regions:
+    """The stored values of one name, neighbours with the same choices taken together."""
+    columns: dict[Any, set[Any]] = {}
+    for values, choice in points.items():
+        others = (*values[:place], *values[place + 1 :])
+        columns.setdefault(values[place], set()).add((others, choice))
+    groups: list[list[Any]] = []
+    for value in sorted(columns):
+        if groups and columns[groups[-1][-1]] == columns[value]:
+            groups[-1].append(value)
+        else:
+            groups.append([value])
+    while len(groups) > _MOST_REGIONS:
+        near = min(
+            range(1, len(groups)), key=lambda i: (groups[i][0] + 1) / (groups[i - 1][-1] + 1)
+        )
+        groups[near - 1] += groups.pop(near)
+    bounds = [_between(low[-1], high[0]) for low, high in itertools.pairwise(groups)]
+    return (
+        tuple(zip([*bounds, None], (group[0] for group in groups), strict=True)) if groups else ()
+    )
+
+
+def _between(low: float, high: float) -> int:
+    """Half-way by ratio, as `fallback.distance` measures."""
+    if low <= 0:
+        return math.floor((low + high) / 2)
+    return math.floor(math.sqrt(low * high))

@@ -1,0 +1,294 @@
+"""A kernel with its config chosen, for whoever launches it without safetune: JAX, an exporter.
+
+Arguments may be tensors of torch, arrays of numpy or JAX, or anything with a shape and a dtype:
+the key is the same for all, so a choice made through torch serves JAX, and the other way round.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Autotuner as TritonAutotuner
+from triton.runtime.autotuner import Config, Heuristics
+from triton.runtime.jit import MockTensor
+
+from safetune.compilers import arrays
+from safetune.errors import InvalidSetting, MissingChoice, TracingError
+from safetune.keys.kernel_digest import base_function, inner_heuristics
+from safetune.miss import frozen, record, reporting
+from safetune.miss import resolve as miss_resolve
+from safetune.miss.inline import why_not_isolated
+from safetune.settings import Mode, Settings
+from safetune.store.lookup import Lookup, open_lookup
+from safetune.tuning.grids import checked_grid, grid_of, meta_arguments
+from safetune.tuning.requests import TuningRequest
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plain kernel and all that it is to be launched with.
+
+    Attributes:
+        fn: the `JITFunction` below all decorators.
+        metaparams: constants by name: the config's, the heuristics' for it, and 1 for each dropped
+            argument that would compile again.
+        num_warps, num_stages, num_ctas, maxnreg: the config's launch options.
+        grid: up to three integers, for this config; empty if none was asked for.
+        config: the user's own object.
+        kernel, key, key_digest, device: what was looked up.
+        provenance: `stored`, `tuned` (just now), `only` (nothing to choose from), `off`, or
+            `fallback`, in the modes that never tune.
+    """
+
+    fn: Any
+    metaparams: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    num_ctas: int
+    maxnreg: int | None
+    grid: tuple[int, ...]
+    config: Config
+    kernel: str
+    key: str
+    key_digest: str
+    device: str
+    provenance: str
+    _signature: Mapping[str, Any] = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def scratch_bytes(self) -> int:
+        """Global scratch memory of each CTA, from the compiled kernel; compiles it if need be.
+
+        A launch needs that for each program of its grid, times `num_ctas`.
+
+        Raises:
+            NoDevice: Triton finds no GPU to compile for.
+        """
+        from safetune.keys import device
+
+        device.active_driver()
+        compiled = self.fn.warmup(**self._signature, grid=self.grid or (1,), **self.options())
+        return int(getattr(compiled.metadata, "global_scratch_size", 0) or 0)
+
+    def options(self) -> dict[str, Any]:
+        """Return the launch options by name, as a launch of `fn` takes them."""
+        return {n: v for n, v in self.config.all_kwargs().items() if n not in self.config.kwargs}
+
+    def as_plain_kernel(self, num_warps: int = 4, num_stages: int = 3, num_ctas: int = 1) -> Any:
+        """Return `fn`, for a caller that launches every plain kernel with these options.
+
+        Raises:
+            TracingError: the config has others, which that caller would lose.
+        """
+        theirs = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
+        lost = {name: value for name, value in self.options().items() if theirs.get(name) != value}
+        if lost:
+            raise TracingError(
+                f"{self.kernel} was chosen with {lost}, and as a plain kernel it would be launched "
+                f"with {theirs}: use as_single_config_autotuner(), which keeps warps and stages"
+            )
+        return self.fn
+
+    def as_single_config_autotuner(self) -> TritonAutotuner:
+        """Return Triton's own tuner with this config alone: no choice is left to make.
+
+        For TransformerEngine's `triton_call_lowering`, which takes warps and stages from a tuner's
+        configs only. The metaparams are in the config, so heuristics are not needed.
+
+        Raises:
+            TracingError: the config has an option besides warps, stages and CTAs, or a hook.
+        """
+        carried = ("num_warps", "num_stages", "num_ctas")
+        lost = {name: value for name, value in self.options().items() if name not in carried}
+        if self.config.pre_hook is not None:
+            lost["pre_hook"] = self.config.pre_hook
+        if lost:
+            raise TracingError(
+                f"{self.kernel} was chosen with {lost}, which TransformerEngine loses: give it "
+                "configs without, or launch it through safetune.integrations.jax.triton_call"
+            )
+        config = Config(
+            dict(self.metaparams),
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            num_ctas=self.num_ctas,
+        )
+        return TritonAutotuner(self.fn, self.fn.arg_names, [config], [], None, None)
+
+
+def resolve(
+    kernel: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    grid: Any = None,
+    device: int | None = None,
+) -> Resolved:
+    """Return what a launch of `kernel` with these arguments would use, without launching it.
+
+    Raises:
+        MissingChoice: the key has no choice, and there is no data to tune it on, or no grid.
+        NoWorkingConfig: it was tuned now, and every config failed.
+        InvalidSetting: `kernel` is no safetuned kernel, `grid` no grid, `device` no index, an
+            argument there twice.
+    """
+    values = {name: arrays.plain(value) for name, value in kwargs.items()}
+    args = tuple(map(arrays.plain, args))
+    while isinstance(kernel, Heuristics):
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        for name, heuristic in kernel.values.items():
+            values[name] = heuristic({**named, **values})
+        kernel = kernel.fn
+    if not hasattr(kernel, "key_report"):
+        raise InvalidSetting(f"{kernel!r} cannot be resolved: put @safetune(...) above its kernel")
+    if twice := values.keys() & {*kernel.arg_names[: len(args)]}:
+        raise InvalidSetting(f"{kernel.base_fn.__name__} gets {min(twice)} by position and by name")
+    if grid is not None:
+        grid = checked_grid(grid)
+    if not (device is None or (type(device) is int and device >= 0)):
+        raise InvalidSetting(f"device={device!r} is no index of a GPU: give an int, e.g. device=0")
+    abstract = AbstractMiss(
+        kernel, _each(arrays.meta, args), {**_each(arrays.meta, values), "grid": grid}, device
+    )
+    request = abstract.request()
+    config, provenance = _chosen(abstract, request, args, values)
+    return _record(abstract, request, config, provenance)
+
+
+class AbstractMiss(miss_resolve.Miss):
+    """A call whose tensors have no data, on a device of which they know nothing."""
+
+    def __init__(
+        self, tuner: Autotuner, args: Any, kwargs: Mapping[str, Any], index: int | None
+    ) -> None:
+        self._index = index
+        super().__init__(tuner, args, kwargs)
+
+    def _device_index(self) -> int:
+        found = super()._device_index()
+        return found if self._index is None or found < 0 else self._index
+
+
+def _chosen(
+    abstract: AbstractMiss, request: TuningRequest, args: Any, kwargs: dict[str, Any]
+) -> tuple[Config, str]:
+    settings = Settings.current()
+    if settings.mode is Mode.OFF:
+        return request.configs[0], "off"
+    if len(request.configs) == 1:
+        return request.configs[0], "only"
+    lookup = open_lookup(settings)
+    stored = miss_resolve.stored(abstract, request, lookup)
+    if stored is not None:
+        return stored, "stored"
+    if settings.mode in (Mode.FROZEN, Mode.RECORD):
+        if settings.mode is Mode.RECORD:
+            record.remember(abstract, request, lookup.store)
+        return frozen.instead(request, lookup), "fallback"
+    values = [*args, *kwargs.values()]
+    given = [value for value in values if arrays.is_array(value)]
+    factory = abstract.tuner.hooks.inputs is not None
+    if not (factory or any(map(arrays.has_data, given))) or any(map(arrays.is_traced, given)):
+        without_grid = "" if abstract.call.grid is not None else "it was resolved without a grid"
+        record.remember(abstract, request, lookup.store, without_grid)
+        raise MissingChoice(
+            f"{request.key.kernel.name} has no choice for {request.key} on "
+            f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
+            f"call it once with real arrays, or resolve it with them{_or_offline(abstract)}"
+        )
+    if abstract.call.grid is None:
+        raise MissingChoice(
+            f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned "
+            "without a grid: resolve it with grid=, as it is launched"
+        )
+    return _tuned(abstract, args, kwargs, lookup), "tuned"
+
+
+def _or_offline(abstract: AbstractMiss) -> str:
+    """The commands that tune a recorded call, as a shell takes them; none without its file."""
+    _, function = base_function(abstract.tuner.fn)
+    place, script = function.__module__, ""
+    if place == "__main__":
+        main = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        place = shlex.quote(spec.name if spec else os.path.abspath(file) if file else "")
+        script = f" {place}"
+    if not place:
+        return ""
+    commands = [f"`safetune tune --recorded{script}` for this very call"]
+    if abstract.call.grid is None:
+        commands = [f"after resolving it with its grid, {commands[0]}"]
+    if abstract.tuner.workloads:
+        commands.append(f"`safetune tune {place}:{function.__name__}` for its workloads")
+    return f"; or run offline {', or '.join(commands)}"
+
+
+def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:
+    """Tune on the caller's data; what it has only a shape of is new memory."""
+    from safetune.tuning.tuner import tune
+
+    index = abstract.call.index
+    place = functools.partial(arrays.tensor, index=index)
+    grid = {"grid": abstract.call.grid}
+    concrete = AbstractMiss(
+        abstract.tuner, _each(place, args), {**_each(place, kwargs), **grid}, index
+    )
+    request = concrete.request()
+    if reason := why_not_isolated(concrete.call):
+        raise MissingChoice(
+            f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
+        )
+    with reporting.observing(request.key.kernel.name) as observe:
+        result = tune(request, lookup.store, observe, lambda names: None)
+    reporting.log_result(request, result)
+    return result.choice
+
+
+def _record(
+    abstract: AbstractMiss, request: TuningRequest, config: Config, provenance: str
+) -> Resolved:
+    call = abstract.call
+    fn, _ = base_function(call.kernel)
+    arguments = {**meta_arguments(call, config), **call.pins}
+    named = {**call.named(), **call.pins}
+    set_here = {*config.kwargs, *call.pins, *inner_heuristics(call.kernel)}
+    metaparams = {
+        name: value
+        for name, value in arguments.items()
+        if name in fn.arg_names and (name not in named or name in call.pins)
+        if name in set_here
+    }
+    options = {"maxnreg": None, **config.all_kwargs()}
+    return Resolved(
+        fn=fn,
+        metaparams=metaparams,
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        num_ctas=options["num_ctas"],
+        maxnreg=options["maxnreg"],
+        grid=() if call.grid is None else grid_of(call, config, lambda names: None),
+        config=config,
+        kernel=request.key.kernel.name,
+        key=str(request.key),
+        key_digest=request.key.digest,
+        device=request.key.device.name,
+        provenance=provenance,
+        _signature={
+            name: MockTensor(value.dtype) if arrays.is_array(value) else value
+            for name, value in {**named, **metaparams}.items()
+        },
+    )
+
+
+def _each(function: Any, values: Any) -> Any:
+    if isinstance(values, dict):
+        return {name: function(value) for name, value in values.items()}
+    return tuple(map(function, values))

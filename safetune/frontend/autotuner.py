@@ -1,0 +1,305 @@
+"""The tuner that `@safetune` makes: a launch is one dictionary lookup, a miss is `tuning`.
+
+Safe from several threads: nothing about a call is kept on the tuner, and a key that several
+threads miss is tuned once.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import triton.runtime.autotuner as triton_autotuner
+from triton.runtime.autotuner import Config
+
+from safetune.compilers import torch_compile
+from safetune.config import check_configs, check_functions, check_names, check_seconds
+from safetune.errors import InvalidSetting
+from safetune.frontend import launch_by_triton, pruning
+from safetune.frontend.choices import Choices
+from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.key_names import KeyReport, classify
+from safetune.launch import call_shape
+from safetune.miss import relaunch
+from safetune.settings import (
+    CaptureMissPolicy,
+    PhantomPolicy,
+    Settings,
+    parse_choice,
+    parse_optional,
+)
+from safetune.tuning.requests import Hooks, Limits
+
+if TYPE_CHECKING:
+    from safetune.compilers.resolve import Resolved
+    from safetune.miss.candidates import Postponed
+    from safetune.miss.under_capture import CapturedMiss
+    from safetune.workload import DeclaredWorkload, WorkloadFunction
+
+ISOLATIONS = ("worker", "config", "inline")
+
+#: What a tuner says of the last launch or tuning. No launch depends on it.
+_TOLD = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases", "_identity"})
+
+_alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Let go of the locks of threads that are not there, and let Triton refuse each launch."""
+    for tuner in list(_alive):
+        tuner._key_locks.clear()
+        tuner._forget_launches()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
+    """`triton.runtime.autotuner.Autotuner`, with candidates run in subprocesses.
+
+    Everything that torch, JAX and others read of Triton's tuner is here under the same name. Made
+    by `safetune`; see there for the parameters.
+    """
+
+    def __init__(
+        self,
+        fn: Any,
+        arg_names: list[str],
+        configs: Iterable[Config] | None,
+        key: Iterable[str] | str,
+        reset_to_zero: Iterable[str] | None = None,
+        restore_value: Iterable[str] | None = None,
+        *,
+        phantom: str | None = None,
+        keep: Iterable[str] = (),
+        isolation: str = "worker",
+        compile_timeout_s: float = Limits.compile_timeout_s,
+        run_timeout_s: float = Limits.run_timeout_s,
+        scratch: Iterable[str] = (),
+        reference: Callable[..., Any] | None = None,
+        inputs: Callable[..., Any] | None = None,
+        capture_miss: str | None = None,
+        **options: Any,
+    ) -> None:
+        name = kernel_name(fn)
+        configs = check_configs(name, configs, arg_names)
+        around = {"reset_to_zero": reset_to_zero, "restore_value": restore_value}
+        scratch = scratch if isinstance(scratch, str) else tuple(scratch)
+        check_names(name, arg_names, {**around, "scratch": scratch})
+        check_functions(name, {"reference": reference, "inputs": inputs})
+        self.limits = Limits(compile_timeout_s, run_timeout_s)
+        check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
+        self.isolate(isolation)
+        self.capture_miss = parse_optional(CaptureMissPolicy, "capture_miss", capture_miss)
+        policy = parse_choice(PhantomPolicy, "phantom", phantom or Settings.current().phantom.value)
+        self.key_report: KeyReport = classify(
+            fn,
+            key,
+            configs=configs,
+            policy=policy,
+            keep=keep,
+            **{name: options.get(name) for name in ("prune_configs_by", "pre_hook", "post_hook")},
+        )
+        super().__init__(fn, arg_names, configs, list(self.key_report.kept), **around, **options)
+        self.cache_results = False  # every choice is kept, in safetune's own store
+        self.workloads: list[DeclaredWorkload] = []
+        #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
+        self.tuning_phases: dict[str, float] = {}
+        hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
+        self.hooks = replace(hooks, scratch=tuple(scratch), reference=reference, inputs=inputs)
+        self._forms = call_shape.Forms(self)
+        self._remember_nothing()
+        _alive.add(pruning.show_one_config(self))
+
+    def __copy__(self) -> Autotuner:
+        """A tuner that shares the choices; as it is not told of changes, it knows no launches."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, _plans={})
+        return made
+
+    def _remember_nothing(self) -> None:
+        self.cache = Choices(self)
+        self._key_locks: dict[Any, threading.RLock] = {}
+        self.rejections: dict[Any, relaunch.Rejections] = {}
+        self.postponed: dict[Any, Postponed] = {}
+        self.captured: dict[Any, CapturedMiss] = {}
+        self.needs_scratch = False  # until a launch says so
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        """Return what launches on this grid: `kernel[grid](...)`."""
+        if (
+            "run" in self.__dict__ or type(self).run is not _run
+        ):  # a subclass's, or one that watches
+            return super().__getitem__(grid)  # type: ignore[no-any-return]
+        return functools.partial(self._call, grid)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Launch the kernel with the chosen config, tuning first if there is none.
+
+        Raises:
+            NoWorkingConfig: every config failed.
+            InvalidConfig: the call passes what the configs set.
+        """
+        if "grid" not in kwargs or kwargs.get("warmup", True):
+            return launch_by_triton.by_triton(self, args, kwargs)[0]
+        grid = kwargs.pop("grid")
+        del kwargs["warmup"]
+        return self._call(grid, *args, **kwargs)
+
+    def _call(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # as `plan.kind`, without a call
+            kind = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+        else:
+            kind = tuple(map(type, args))
+        known = self._plans.get(kind)
+        if known is not None:
+            kernel = known(grid, args, kwargs)
+            if kernel is not None:
+                return kernel
+        return launch_by_triton.first(self, grid, args, kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Forget every launch when anything is changed that one may depend on."""
+        object.__setattr__(self, name, value)
+        if name not in _TOLD:
+            self._forget_launches()
+        if name == "fn":
+            self.__dict__.pop("_identity", None)
+        elif name == "configs":
+            pruning.show_one_of_several(self)
+
+    def _forget_launches(self) -> None:
+        # Another dictionary, as a thread may be about to add what it knows from before.
+        self.__dict__["_plans"] = {}
+
+    def resolve(
+        self, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
+    ) -> Resolved:
+        """Return the plain kernel and what to launch it with: see `compilers.resolve`."""
+        from safetune.compilers import resolve as compilers_resolve
+
+        return compilers_resolve.resolve(self, args, kwargs, grid, device)
+
+    def isolate(self, isolation: str) -> None:
+        """Set `isolation` as the decorator would; raises `InvalidSetting`."""
+        if isolation not in ISOLATIONS:
+            raise InvalidSetting(
+                f"isolation={isolation!r} is not known; use one of: {', '.join(ISOLATIONS)}"
+            )
+        self.isolation = isolation
+        self.limits = replace(self.limits, fresh_process=isolation == "config")
+
+    def explain_key(self) -> KeyReport:
+        """Return what each name in `key` was classed as and why; prints readably."""
+        return self.key_report
+
+    def workload(
+        self,
+        function: WorkloadFunction | None = None,
+        *,
+        dtypes: Iterable[str] = (),
+    ) -> Any:
+        """Declare what `safetune tune` runs for this kernel; a decorator.
+
+        The function is called with a torch device and a torch dtype and yields `Workload`s.
+
+        Args:
+            dtypes: names of the torch dtypes to tune for, e.g. `("float16", "float32")`. Default:
+                float32 in the interpreter, bfloat16 on a GPU.
+        """
+
+        from safetune.workload import DeclaredWorkload
+
+        def register(declared: WorkloadFunction) -> WorkloadFunction:
+            self.workloads.append(DeclaredWorkload(declared, tuple(dtypes)))
+            return declared
+
+        return register if function is None else register(function)
+
+    def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
+        """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
+        return pruning.prune(self, kwargs)
+
+    def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
+        """Prune for one call, without touching this tuner: Triton's code reads `self.nargs`."""
+        view = copy.copy(self)
+        view.nargs = dict(named)
+        return view.prune_configs(dict(kwargs))
+
+    def warmup(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Compile every config left by pruning in this process, as `triton.autotune` does."""
+        form = self._forms.of(args, kwargs)
+        view = copy.copy(self)
+        view.nargs = dict(zip(self.arg_names, args, strict=False))
+        pinned_args, pinned_kwargs = form.pinned(args, kwargs)
+        return [
+            self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
+            for config in view.prune_configs(kwargs)
+        ]
+
+    def _hooks(self, do_bench: Callable[..., Any] | None) -> Hooks:
+        """What the user put around a launch; Triton's own stand-ins for it stay here."""
+        return Hooks(
+            pre_hook=self.pre_hook if self.user_defined_pre_hook else None,
+            post_hook=self.post_hook if self.user_defined_post_hook else None,
+            reset_to_zero=tuple(self.reset_to_zero),
+            restore_value=tuple(self.restore_value),
+            do_bench=do_bench,
+        )
+
+    def adopt(self, key: Any, config: Config) -> Config:
+        """Launch `config` for this memory key from here on; return it."""
+        if self.captured:
+            from safetune.miss import under_capture
+
+            under_capture.adopted(self, key, config)
+        with relaunch.noting:
+            rejections = self.rejections.get(key)
+            if rejections is None or rejections.allow(config):
+                self.cache[key] = config
+            else:
+                rejections.choice = config
+        return config
+
+    def postpone(self, key: Any, postponed: Postponed) -> None:
+        """Have this memory key missed by each call until its tuning is due again."""
+        self.postponed[key] = postponed
+        with relaunch.noting:
+            self.cache.pop(key, None)
+            if key in self.rejections:
+                self.rejections[key].choice = None
+
+    def _miss(
+        self, key: Any, form: call_shape.CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Config:
+        from safetune.miss import (  # the store and the tuning wait for the first miss
+            resolve as miss_resolve,
+        )
+        from safetune.miss import under_capture
+
+        torch_compile.refuse_vmap(kernel_name(self.fn), args)
+        if (running := under_capture.under_way()) and not kwargs.get("warmup"):
+            return under_capture.resolve(self, key, form, args, kwargs, running)
+        with self._key_locks.setdefault(key, threading.RLock()):
+            config = self.cache.get(key)
+            if config is None:
+                config = miss_resolve.resolve(self, key, form, args, kwargs)
+        self._key_locks.pop(key, None)
+        return config
+
+
+_run = Autotuner.run
+
+
+def kernel_name(fn: Any) -> str:
+    """Return the name of the function below all decorators."""
+    while hasattr(fn, "fn"):
+        fn = fn.fn
+    return str(getattr(fn, "__name__", fn))

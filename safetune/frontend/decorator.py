@@ -1,0 +1,137 @@
+"""`@safetune`: the decorator, in the shapes that `triton.autotune` and its users have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import triton.runtime.autotuner as triton_autotuner
+from triton.runtime.autotuner import Heuristics
+
+from safetune.errors import InvalidSetting
+from safetune.frontend.autotuner import Autotuner, kernel_name
+from safetune.keys.kernel_digest import is_interpreted
+from safetune.tuning.requests import Limits
+
+
+def safetune(
+    configs: Any = None,
+    key: Iterable[str] | str = (),
+    prune_configs_by: dict[str, Any] | None = None,
+    reset_to_zero: Iterable[str] | None = None,
+    restore_value: Iterable[str] | None = None,
+    pre_hook: Callable[..., object] | None = None,
+    post_hook: Callable[..., object] | None = None,
+    warmup: int | None = None,
+    rep: int | None = None,
+    use_cuda_graph: bool = False,
+    do_bench: Callable[..., Any] | None = None,
+    cache_results: bool = False,
+    *,
+    phantom: str | None = None,
+    keep: Iterable[str] = (),
+    isolation: str = "worker",
+    compile_timeout_s: float = Limits.compile_timeout_s,
+    run_timeout_s: float = Limits.run_timeout_s,
+    scratch: Iterable[str] = (),
+    reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    capture_miss: str | None = None,
+) -> Any:
+    """Decorate a Triton kernel: a drop-in for `triton.autotune`, whose parameters come first.
+
+    Used bare above `@triton.autotune(...)` it takes over that tuner's settings; bare above
+    `@triton.jit` the kernel has Triton's default config.
+
+    Args:
+        configs: `triton.Config`s to choose from; none means Triton's default one.
+        key: names of the arguments whose values make another choice, or `"auto"`: every argument
+            that the kernel reads and no config sets.
+        cache_results: accepted and ignored: every choice is kept.
+        phantom: what to do with a name in `key` that nothing reads: `drop` it (the default, see
+            SAFETUNE_PHANTOM), `keep` it, or raise an `error`.
+        keep: names in `key` that are never dropped.
+        isolation: `worker` (one measuring process until a config spoils it), `config` (a new one
+            for every config), or `inline` (stock triton.autotune, in this process, stored nowhere).
+        compile_timeout_s, run_timeout_s: seconds for one config.
+        scratch: names of arguments that hold nobody's result, such as partial sums per program;
+            configs may leave different values in them.
+        reference: called in the measuring process with the arguments by name; returns, by name,
+            what the written ones should hold. Configs that disagree with it are `wrong_result`.
+        inputs: called in the measuring process with the arguments by name, each tensor as a meta
+            tensor; returns, by name, every tensor to tune on. The caller's are then not copied.
+        capture_miss: what a key without a choice does under CUDA graph capture: launch the
+            `fallback` (the default, see SAFETUNE_CAPTURE_MISS), or raise an `error`.
+
+    Raises:
+        InvalidConfig, InvalidSetting: an argument that no launch could use; the message names it.
+        PhantomKey: under `phantom="error"`.
+    """
+    settings = {n: v for n, v in locals().items() if n not in ("configs", "key")}
+
+    def decorate(fn: Any) -> Any:
+        _check_kernel(fn)
+        return Autotuner(fn, fn.arg_names, configs, key, **settings)
+
+    if hasattr(configs, "fn"):
+        return take_over(configs)
+    if callable(configs):  # used bare, above what is no kernel
+        _check_kernel(configs)
+    return decorate
+
+
+autotune = safetune
+
+
+def take_over(kernel: Any) -> Any:
+    """Bare `@safetune`: above `@triton.autotune`, above heuristics over that, or above jit.
+
+    Raises:
+        InvalidConfig, InvalidSetting: as `safetune` does of the tuner's settings.
+    """
+    if isinstance(kernel, Heuristics) and _innermost_tuner(kernel) is not None:
+        return Heuristics(take_over(kernel.fn), kernel.arg_names, kernel.values)
+    if not isinstance(kernel, triton_autotuner.Autotuner):
+        return Autotuner(kernel, kernel.arg_names, None, ())
+    if isinstance(kernel, Autotuner):
+        return kernel
+    _check_kernel(kernel.fn)
+    deprecated = kernel.use_cuda_graph or kernel.num_warmups or kernel.num_reps
+    tuner = Autotuner(
+        kernel.fn,
+        kernel.arg_names,
+        kernel.configs,
+        kernel.keys,
+        kernel.reset_to_zero,
+        kernel.restore_value,
+        pre_hook=kernel.pre_hook if kernel.user_defined_pre_hook else None,
+        post_hook=kernel.post_hook if kernel.user_defined_post_hook else None,
+        prune_configs_by={
+            "perf_model": kernel.perf_model,
+            "top_k": kernel.configs_top_k,
+            "early_config_prune": kernel.early_config_prune,
+        },
+        do_bench=None if deprecated and is_interpreted(kernel.fn) else kernel._do_bench,
+    )
+    # Given as parameters they would warn of their deprecation a second time.
+    tuner.num_warmups, tuner.num_reps = kernel.num_warmups, kernel.num_reps
+    tuner.use_cuda_graph = kernel.use_cuda_graph
+    return tuner
+
+
+def _innermost_tuner(kernel: Any) -> triton_autotuner.Autotuner | None:
+    while kernel is not None and not isinstance(kernel, triton_autotuner.Autotuner):
+        kernel = getattr(kernel, "fn", None)
+    return kernel
+
+
+def _check_kernel(fn: Any) -> None:
+    if not hasattr(fn, "arg_names"):
+        raise InvalidSetting(
+            f"@safetune(...) is above {fn!r}, which is no Triton kernel: put @triton.jit below it"
+        )
+    if _innermost_tuner(fn) is not None:
+        raise InvalidSetting(
+            f"{kernel_name(fn)} has a tuner already: use @safetune without arguments above "
+            "@triton.autotune(...), or replace that decorator"
+        )

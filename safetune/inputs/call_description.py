@@ -1,0 +1,158 @@
+"""A call's arguments as plain JSON data, without what their tensors hold, and tensors like them.
+
+Where a tensor lies is kept as exactly as for a child (`storages`): shape, strides, offset,
+alignment, and what shares memory with what. Floats are drawn at random, as inputs too large to copy
+are (`regenerate`); nobody knows what integers mean, so they are zeros: in range as an index, and
+nothing more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from safetune.child.arguments import view_of
+from safetune.errors import KernelNotTransferable
+from safetune.inputs import pointers, random_inputs
+from safetune.inputs.spans import merged_spans, tensor_spec
+from safetune.inputs.specs import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
+from safetune.tuning.requests import Call
+
+#: Values of a standard normal distribution, without the few that are far out.
+_NOISE = {"mean": 0.0, "std": 1.0, "low": -4.0, "high": 4.0}
+
+
+def describe(call: Call) -> dict[str, Any]:
+    """Return the positional and keyword arguments of a call; no tensor's contents are looked at.
+
+    A meta tensor, which an array is that has no data yet, is described as one in memory of its own.
+
+    Raises:
+        KernelNotTransferable: one is nothing that can be written down, or an address.
+    """
+    tensors: list[torch.Tensor] = []
+    names = dict(zip(call.arg_names, call.args, strict=False))
+    args = [_encode(value, name, tensors, call) for name, value in names.items()]
+    kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
+    blocks, views = _laid_out(tensors, "cpu" if call.interpreted else "cuda")
+    return {
+        "args": args,
+        "kwargs": kwargs,
+        "blocks": [asdict(block) for block in blocks],
+        "tensors": [asdict(view) for view in views],
+    }
+
+
+def _laid_out(
+    tensors: Sequence[torch.Tensor], device: str
+) -> tuple[list[BlockSpec], list[TensorSpec]]:
+    """Where tensors lie; those that lie nowhere are given memory on `device`."""
+    merged = merged_spans([tensor for tensor in tensors if not tensor.is_meta])
+    blocks = [BlockSpec(s.device, 0, s.size, s.start % ALIGNMENT) for s in merged]
+    views = []
+    for tensor in tensors:
+        if not tensor.is_meta:
+            views.append(tensor_spec(tensor, merged))
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        views.append(TensorSpec(len(blocks), 0, dtype, shape, stride))
+        blocks.append(BlockSpec(device, 0, tensor.untyped_storage().nbytes(), 0))
+    return blocks, views
+
+
+def rebuild(
+    data: dict[str, Any], device: str, filled: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments like those described.
+
+    Args:
+        device: where tensors are made that were on a GPU.
+        filled: whether anybody will look at what they hold.
+    """
+    blocks = [BlockSpec(**block) for block in data["blocks"]]
+    views = [TensorSpec.of(view) for view in data["tensors"]]
+    memory = [
+        _memory(block, [view for view in views if view.block == index], device, index, filled)
+        for index, block in enumerate(blocks)
+    ]
+    tensors = [view_of(memory[view.block], view) for view in views]
+    args = tuple(_decode(value, tensors) for value in data["args"])
+    return args, {name: _decode(value, tensors) for name, value in data["kwargs"].items()}
+
+
+def with_tensors(data: dict[str, Any], arg_names: Sequence[str], floats: bool = True) -> list[str]:
+    """Return the described arguments with tensors, or those with tensors of no float type."""
+    named = {**dict(zip(arg_names, data["args"], strict=False)), **data["kwargs"]}
+    views = enumerate(map(TensorSpec.of, data["tensors"]))
+    wanted = {i for i, view in views if floats or view.dtype not in FLOATS}
+    return [name for name, value in named.items() if wanted & set(_numbers(value))]
+
+
+def _memory(
+    block: BlockSpec, views: Sequence[TensorSpec], device: str, seed: int, filled: bool
+) -> torch.Tensor:
+    place = "cpu" if block.device == "cpu" else device
+    room = torch.empty(block.size + ALIGNMENT, dtype=torch.uint8, device=place)
+    start = (block.misalignment - room.data_ptr()) % ALIGNMENT
+    live = room[start : start + block.size]
+    if not filled:
+        return live
+    live.zero_()
+    if views and random_inputs.is_drawable(views, block.misalignment):
+        noise = Noise(dtype=random_inputs.real_dtype(views[0].dtype), seed=seed, **_NOISE)
+        random_inputs.draw(live, BlockSpec(place, 0, block.size, 0, asdict(noise)))
+    return live
+
+
+def _encode(value: Any, name: str, tensors: list[torch.Tensor], call: Call) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, (tuple, list)):
+        items = [_encode(item, name, tensors, call) for item in value]
+        return {type(value).__name__ if type(value) in (tuple, list) else "tuple": items}
+    if isinstance(value, tl.constexpr):
+        return {"constexpr": _encode(value.value, name, tensors, call)}
+    if isinstance(value, torch.dtype):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, tl.dtype):
+        return {"triton": str(value)}
+    if type(value) is float and not math.isfinite(value):
+        return {"float": repr(value)}
+    if type(value) not in (type(None), bool, int, float, str):
+        raise KernelNotTransferable(f"{name} is a {type(value).__name__}, which is not recorded")
+    if pointers.is_plausible(value) and pointers.is_live(call.interpreted)(value):
+        raise pointers.not_reproducible(name, value)
+    return value
+
+
+def _decode(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind in ("tuple", "list"):
+        items = [_decode(item, tensors) for item in content]
+        return tuple(items) if kind == "tuple" else items
+    if kind == "constexpr":
+        return tl.constexpr(_decode(content, tensors))
+    makers = {"torch": lambda name: getattr(torch, name), "triton": tl.dtype, "float": float}
+    return makers[kind](content)
+
+
+def _numbers(value: Any) -> list[int]:
+    """The numbers of the tensors in an encoded value."""
+    if not isinstance(value, dict):
+        return []
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return [content]
+    items = content if isinstance(content, list) else [content]
+    return [number for item in items for number in _numbers(item)]

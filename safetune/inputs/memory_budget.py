@@ -1,0 +1,123 @@
+"""Whether a call's tensors fit a second time: in the host's memory, and on their devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from safetune.errors import NoMemory, NotReproducible
+from safetune.isolation.cuda import relaxed_capture
+
+#: What a child needs on a device beside tensors: its context with the libraries' code, and the
+#: buffer that empties the L2 cache.
+CONTEXT = 512 << 20
+FLUSH = 256 << 20
+
+_GIB = 1 << 30
+
+
+def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
+    """Return the bytes of each argument's largest storage."""
+    found: dict[str, int] = {}
+    for owner, size in zip(owners, storages, strict=True):
+        found[owner] = max(size, found.get(owner, 0))
+    return found
+
+
+def check_host(needed: int, arguments: Mapping[str, int]) -> None:
+    """Raise `NotReproducible` where the host has not so many bytes left.
+
+    Args:
+        arguments: bytes behind each argument, for the message.
+    """
+    free = host_free()
+    if needed > free:
+        raise too_large("host memory", needed, free, arguments)
+
+
+def check_device(
+    index: int, size: int, arguments: Mapping[str, int], drop_idle: Callable[[int], None]
+) -> None:
+    """Raise where a device cannot hold `size` bytes of arguments once more: `NoMemory` now, or
+    `NotReproducible` ever.
+
+    Where written arguments would not fit a third time, what is kept without need is released: the
+    idle child of an earlier tuning, by `drop_idle`, then the caching allocator's unused blocks.
+    """
+    enough = 2 * size + FLUSH + CONTEXT
+    free = device_free(index)
+    if free < enough:
+        drop_idle(index)
+        free = device_free(index)
+    if free < enough and _unused(index):
+        # While a graph is captured torch refuses, and keeps its blocks.
+        with contextlib.suppress(RuntimeError), relaxed_capture(), torch.cuda.device(index):
+            torch.cuda.empty_cache()
+        free = device_free(index)
+    needed = size + CONTEXT
+    if free < needed:
+        error = too_large(f"memory on cuda:{index}", needed, free, arguments)
+        if needed > torch.cuda.get_device_properties(index).total_memory:
+            raise error
+        raise NoMemory(str(error), needed)
+
+
+def too_large(
+    what: str, needed: int, free: int, arguments: Mapping[str, int], reason: object = ""
+) -> NotReproducible:
+    """Return the error that says what does not fit, and which arguments are the largest."""
+    largest = sorted(arguments, key=lambda name: -arguments[name])[:3]
+    listing = ", ".join(
+        f"{name or 'a hook'} ({arguments[name] / _GIB:.3g} GiB)" for name in largest
+    )
+    why = f" ({reason})" if reason else ""
+    return NotReproducible(
+        f"a tuning process needs {needed / _GIB:.3g} GiB of {what} for its copies of {listing}, "
+        f"and {free / _GIB:.3g} GiB are free{why}: free some, tune offline, or give `inputs=` a "
+        "function that makes smaller inputs there"
+    )
+
+
+def host_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the bytes that this process could still take: the machine's, cut by its cgroups'."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    info = {name: int(rest.split()[0]) << 10 for name, _, rest in (s.partition(":") for s in lines)}
+    return min(info["MemAvailable"] + info["SwapFree"], *_cgroup_free(root, own), 1 << 62)
+
+
+def _cgroup_free(root: Path, own: Path) -> Iterator[int]:
+    """Yield what each memory limit that this process is under leaves, page cache not counted."""
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            top = root / "memory" if "memory" in controllers.split(",") else root
+            group = top / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if top not in (folder, *folder.parents):
+                    break
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    yield _left(folder)
+
+
+def _left(folder: Path) -> int:
+    if (folder / "memory.max").exists():  # the names of version 2, then those of version 1
+        limit, used, cache = "memory.max", "memory.current", "inactive_file"
+    else:
+        limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        cache = "total_inactive_file"
+    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    most, now = (int((folder / name).read_text()) for name in (limit, used))
+    return max(0, most - now + int(statistics[cache]))
+
+
+def device_free(index: int) -> int:
+    """Return the bytes that are free on a device; a capture beside this is left alone."""
+    with relaxed_capture():
+        return int(torch.cuda.mem_get_info(index)[0])
+
+
+def _unused(index: int) -> int:
+    return int(torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index))

@@ -1,0 +1,70 @@
+"""Addresses among a call's arguments: numbers that mean nothing in another process.
+
+A grouped kernel gets an int64 tensor of addresses, others an address as an integer. Most large
+numbers are neither: the driver, or the memory map where there is none, is asked for each.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from safetune.errors import NotReproducible
+from safetune.isolation.cuda import is_known_pointer
+
+#: Indices and sizes are below these addresses, most hashes and times above them.
+_LOWEST, _HIGHEST = 1 << 32, 1 << 56
+#: How many distinct values of a tensor are asked for, and out of how many that are plausible.
+_ASKED, _LOOKED_AT = 1024, 1 << 20
+
+
+def plausible(values: torch.Tensor) -> list[int]:
+    """Return distinct values of a tensor on the CPU that could be addresses; not all of many."""
+    if values.dtype not in (torch.int64, torch.uint64) or values.numel() == 0:
+        return []
+    signed = values.view(torch.int64)
+    if int(signed.max()) < _LOWEST:
+        return []
+    large = signed[(signed >= _LOWEST) & (signed < _HIGHEST)]
+    distinct = large[:: large.numel() // _LOOKED_AT + 1].unique()
+    return [int(value) for value in distinct[:: distinct.numel() // _ASKED + 1]]
+
+
+def is_plausible(value: object) -> bool:
+    """Whether a Python integer could be an address."""
+    return isinstance(value, int) and _LOWEST <= value < _HIGHEST
+
+
+def is_live(interpreted: bool) -> Callable[[int], bool]:
+    """Return what tells whether an address is this process's, as its memory is mapped now."""
+    if not interpreted:
+        return is_known_pointer
+    regions = sorted(_writable())
+    starts = [start for start, _ in regions]
+
+    def known(address: int) -> bool:
+        index = bisect.bisect_right(starts, address) - 1
+        return (index >= 0 and address < regions[index][1]) or is_known_pointer(address)
+
+    return known
+
+
+def not_reproducible(name: str, address: int) -> NotReproducible:
+    """Return the error for an argument with an address in it."""
+    return NotReproducible(
+        f"{name} holds an address of this process ({address:#x}), and no other process has what is "
+        "there: give `inputs=` a function that makes such values in the tuning process, or tune "
+        'this kernel with isolation="inline"'
+    )
+
+
+def _writable() -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of what this process may write to."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        region, permissions = line.split()[:2]
+        if "w" in permissions:
+            start, _, end = region.partition("-")
+            yield int(start, 16), int(end, 16)

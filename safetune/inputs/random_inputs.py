@@ -1,0 +1,104 @@
+"""Float tensors too large to copy: measured in the caller, drawn at random in the child.
+
+A draw keeps mean, spread and range of a sample, so that what was positive stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from safetune.inputs.spans import reading, storage_bytes
+from safetune.inputs.specs import BlockSpec, Noise, TensorSpec
+
+#: What the elements of each type are made of. Others, such as exponents, are never drawn.
+_REAL = {
+    "float64": "float64",
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fnuz": "float8_e4m3fnuz",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    "complex32": "float16",
+    "complex64": "float32",
+    "complex128": "float64",
+}
+
+#: A sample is so many runs of so many elements, evenly spread.
+_RUNS, _RUN = 16, 4096
+#: Elements drawn at once: what they take beside the block itself is small.
+_CHUNK = 1 << 24
+
+
+def chosen(sizes: Sequence[int], drawable: Collection[int], limit: int) -> list[int]:
+    """Return the blocks to draw, the largest first, until the others have `limit` bytes at most."""
+    total = sum(sizes)
+    blocks = []
+    for index in sorted(drawable, key=lambda index: (-sizes[index], index)):
+        if total <= limit:
+            break
+        blocks.append(index)
+        total -= sizes[index]
+    return blocks
+
+
+def is_drawable(views: Iterable[TensorSpec], misalignment: int) -> bool:
+    """Whether every view of a block has the same float type, with whole elements in one grid."""
+    kinds = {_REAL.get(view.dtype, "") for view in views}
+    if len(kinds) != 1 or "" in kinds:
+        return False
+    itemsize = getattr(torch, *kinds).itemsize
+    return all((misalignment + view.byte_offset) % itemsize == 0 for view in views) and (
+        misalignment % itemsize == 0
+    )
+
+
+def real_dtype(dtype: str) -> str:
+    """Return the float type that a drawable type is made of."""
+    return _REAL[dtype]
+
+
+def noise_like(tensor: torch.Tensor, seed: int) -> dict[str, Any]:
+    """Return the fields of a `Noise` with the mean, spread and range of a tensor's sample."""
+    dtype = real_dtype(str(tensor.dtype).removeprefix("torch."))
+    values = _sample(tensor).view(getattr(torch, dtype)).float().double()
+    values = values[values.isfinite()]
+    if values.numel() == 0:
+        values = torch.zeros(1, dtype=torch.float64)
+    std, mean = torch.std_mean(values, correction=0)
+    low, high = values.aminmax()
+    return asdict(Noise(dtype, mean.item(), std.item(), low.item(), high.item(), seed))
+
+
+def draw(target: torch.Tensor, block: BlockSpec) -> None:
+    """Fill `target`, the bytes of a block, which may be elsewhere than on the block's device."""
+    noise = Noise(**(block.noise or {}))
+    dtype = getattr(torch, noise.dtype)
+    used = block.size // dtype.itemsize * dtype.itemsize
+    target[used:].zero_()
+    generator = torch.Generator(block.device)
+    generator.manual_seed(noise.seed)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    for part in target[:used].view(dtype).split(_CHUNK):
+        values = torch.empty(part.numel(), dtype=wide, device=block.device)
+        values.normal_(noise.mean, noise.std, generator=generator).clamp_(noise.low, noise.high)
+        part.copy_(values)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy some of the bytes that a tensor extends over to the host."""
+    itemsize = tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((length - 1) * step for length, step in steps) if tensor.numel() else 0
+    begin = tensor.storage_offset() * itemsize
+    extent = storage_bytes(tensor.detach())[begin : begin + count * itemsize]
+    last = max(0, count - _RUN)
+    starts = sorted({last * run // (_RUNS - 1) for run in range(_RUNS)})
+    with reading(tensor.device):
+        runs = [extent[start * itemsize : (start + _RUN) * itemsize].cpu() for start in starts]
+    return torch.cat(runs)

@@ -1,0 +1,153 @@
+"""The caller's tensors, copied once into a memory file that children can map.
+
+Storages that overlap in memory become one block, so arguments that alias each other still do. No
+CUDA memory is shared between the processes: nothing that a candidate writes can reach the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from safetune.inputs import memory_budget, random_inputs
+from safetune.inputs.spans import (
+    Span,
+    block_of,
+    merged_spans,
+    reading,
+    span_of,
+    storage_bytes,
+    tensor_spec,
+)
+from safetune.inputs.specs import ALIGNMENT, BlockSpec, TensorSpec, aligned
+
+
+class Snapshot:
+    """The bytes behind some tensors, in a memory file that children can map.
+
+    Args:
+        owners: the argument that each tensor belongs to, or nothing for a hook's. Only tensors of
+            arguments are drawn at random.
+        limit: the bytes to copy before float blocks are drawn at random; None copies all.
+
+    Attributes:
+        regenerated: the arguments with a tensor that is not copied but drawn.
+
+    Raises:
+        KernelNotTransferable: a tensor has no plain storage (sparse, fake, a wrapper subclass).
+        NotReproducible: the host has no memory left for the copy.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[str] = (), limit: int | None = None
+    ) -> None:
+        names = tuple(owners) or ("",) * len(tensors)
+        merged = merged_spans(tensors)
+        self.tensors = tuple(tensor_spec(tensor, merged) for tensor in tensors)
+        drawn = _drawn(self.tensors, names, merged, limit)
+        noises = {block: _noise(block, self.tensors, tensors) for block in drawn}
+        self.blocks = tuple(_lay_out(merged, noises))
+        self.regenerated = _owners(self.tensors, names, drawn)
+        self.fd = self._copy(
+            tensors,
+            merged,
+            memory_budget.sizes(names, [merged[spec.block].size for spec in self.tensors]),
+        )
+
+    def header(self) -> dict[str, Any]:
+        """Return what a child needs besides the memory file, as plain JSON data."""
+        return {
+            "blocks": [asdict(block) for block in self.blocks],
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+        }
+
+    def close(self) -> None:
+        """Let go of the memory file; children that mapped it keep their view."""
+        os.close(self.fd)
+
+    def _copy(
+        self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: dict[str, int]
+    ) -> int:
+        """Return a memory file with the blocks that are not drawn."""
+        size = max(1, sum(aligned(block.size) for block in self.blocks if block.noise is None))
+        # What is on the CPU here is on the CPU there: once more, beside the file.
+        needed = size + sum(block.size for block in self.blocks if block.device == "cpu")
+        memory_budget.check_host(needed, sizes)
+        with contextlib.ExitStack() as on_error:
+            try:
+                fd = os.memfd_create("safetune-arguments", os.MFD_CLOEXEC)
+                on_error.callback(os.close, fd)
+                os.posix_fallocate(fd, 0, size)  # to write without memory there is a SIGBUS
+                memory = mmap.mmap(fd, size)
+            except OSError as error:
+                free = memory_budget.host_free()
+                raise memory_budget.too_large("host memory", needed, free, sizes, error) from error
+            with memory:
+                self._fill(memory, tensors, merged)
+            on_error.pop_all()
+        return fd
+
+    def _fill(
+        self, memory: mmap.mmap, tensors: Iterable[torch.Tensor], merged: Sequence[Span]
+    ) -> None:
+        seen: set[Span] = set()
+        for tensor in tensors:
+            span = span_of(tensor)
+            index = block_of(span, merged)
+            block = self.blocks[index]
+            if span in seen or not span.size or block.noise is not None:
+                continue
+            seen.add(span)
+            offset = block.offset + span.start - merged[index].start
+            target = torch.frombuffer(memory, dtype=torch.uint8, count=span.size, offset=offset)
+            with reading(tensor.device):
+                target.copy_(storage_bytes(tensor))
+            del target  # the mapping cannot be closed under a tensor
+
+
+def _drawn(
+    specs: Sequence[TensorSpec], owners: Sequence[str], merged: Sequence[Span], limit: int | None
+) -> list[int]:
+    """The blocks to draw at random."""
+    if limit is None or sum(span.size for span in merged) <= limit:
+        return []
+    of_hooks = {spec.block for spec, owner in zip(specs, owners, strict=True) if not owner}
+    drawable = [
+        index
+        for index, span in enumerate(merged)
+        if index not in of_hooks
+        and random_inputs.is_drawable(
+            [spec for spec in specs if spec.block == index], span.start % ALIGNMENT
+        )
+    ]
+    return random_inputs.chosen([span.size for span in merged], drawable, limit)
+
+
+def _noise(
+    block: int, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """How to draw a block: like its largest view."""
+    views = [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.block == block]
+    return random_inputs.noise_like(max(views, key=torch.numel), seed=block)
+
+
+def _owners(
+    specs: Sequence[TensorSpec], owners: Sequence[str], blocks: Sequence[int]
+) -> tuple[str, ...]:
+    """The arguments that have a tensor in one of these blocks, each once."""
+    pairs = zip(specs, owners, strict=True)
+    return tuple(dict.fromkeys(owner for spec, owner in pairs if spec.block in blocks))
+
+
+def _lay_out(merged: Sequence[Span], noises: dict[int, dict[str, Any]]) -> Iterator[BlockSpec]:
+    offset = 0
+    for index, span in enumerate(merged):
+        noise = noises.get(index)
+        yield BlockSpec(span.device, offset, span.size, span.start % ALIGNMENT, noise)
+        offset += 0 if noise else aligned(span.size)

@@ -1,0 +1,166 @@
+"""Tuners that `install` could not replace, where they launch.
+
+A class of a library's own on top of Triton's, or a decorator that was applied before, makes a
+tuner that is not ours. Its launch comes to `Autotuner.run` of Triton all the same, if need be by
+`super().run(...)`. From there a tuner of ours with the same settings launches: its companion.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Config
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+    from safetune.integrations.install import Installation
+
+#: Where a tuner of Triton's keeps its companion.
+_PLACE = "_safetune_companion"
+
+_functions = operator.attrgetter(
+    *("fn", "early_config_prune", "perf_model", "pre_hook", "post_hook")
+)
+
+#: What a companion would know nothing of, if a library has written its own.
+_TUNING = ("_bench", "prune_configs", "check_disk_cache", "do_bench")
+
+
+class Companion:
+    """What launches in the place of one tuner of Triton's.
+
+    Attributes:
+        tuner: ours; None where the kernel is left to Triton.
+    """
+
+    def __init__(self, kernel: Any, tuner: Autotuner | None) -> None:
+        self.tuner = tuner
+        self._made_from = _settings(kernel)
+        #: Configs in the kernel's own cache that came from here, by Triton's key.
+        self._settled: dict[Any, Config] = {}
+
+    def __reduce__(self) -> Any:
+        return _none, ()  # a tuner that was pickled gets another
+
+    def is_of(self, kernel: Any) -> bool:
+        """Whether the kernel's settings are still those that this was made from."""
+        return self._made_from == _settings(kernel)
+
+    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launch, tuning first if need be, and leave on `kernel` what Triton's `run` leaves."""
+        tuner = self.tuner
+        assert tuner is not None
+        launched = tuner.run(*args, **kwargs)
+        kernel.best_config = tuner.best_config
+        return launched
+
+    def has_its_own(self, kernel: Any, key: Any) -> bool:
+        """Whether the kernel's cache has a config for Triton's key that did not come from here."""
+        known = kernel.cache.get(key)
+        return known is not None and known is not self._settled.get(key)
+
+    def settle(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put the choice where Triton would; what is launched for want of one is none."""
+        tuner = self.tuner
+        assert tuner is not None
+        choice = tuner.cache.get(tuner._forms.of(args, kwargs).key(args, kwargs))
+        if choice is None:
+            return
+        self._settled[key] = kernel.cache[key] = choice
+        for name in ("configs_timings", "bench_time"):
+            if hasattr(tuner, name):
+                setattr(kernel, name, getattr(tuner, name))
+
+
+def _settings(kernel: Any) -> tuple[Any, ...]:
+    return (*_functions(kernel), *kernel.keys, *kernel.configs)
+
+
+def _none() -> None:
+    return None
+
+
+def triton_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what Triton's `run` keeps a call's config under in `kernel.cache`."""
+    named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    passed = {name: value for name, value in named.items() if name in kernel.arg_names}
+    dtypes = [str(value.dtype) for value in passed.values() if hasattr(value, "dtype")]
+    return (*[passed[name] for name in kernel.keys if name in passed], *dtypes)
+
+
+def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None:
+    """Have every launch that comes to Triton's own `run` go to a companion."""
+    from safetune.frontend.autotuner import kernel_name
+
+    run, bench = stock.run, stock._bench
+
+    @functools.wraps(run)
+    def reached_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        companion = None if isinstance(self, ours) else _companion(installation, self, stock)
+        if companion is None or companion.tuner is None:
+            return run(self, *args, **kwargs)
+        if len(self.configs) == 1:
+            return companion.launch(self, args, kwargs)
+        key = triton_key(self, args, kwargs)
+        if companion.has_its_own(self, key):
+            installation.count_given(kernel_name(self))
+            return run(self, *args, **kwargs)
+        launched = companion.launch(self, args, kwargs)
+        if key not in self.cache:
+            companion.settle(self, key, args, kwargs)
+        return launched
+
+    @functools.wraps(bench)
+    def noted_bench(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, ours):
+            why = f"tuned in this process by {type(self).__name__}"
+            installation.refused.setdefault(kernel_name(self), why)
+        return bench(self, *args, **kwargs)
+
+    stock.run, stock._bench = reached_run, noted_bench  # type: ignore[attr-defined]
+
+
+def leave(kernel: Any) -> Any:
+    """Leave a tuner to Triton, whatever it launches; return it."""
+    kernel.__dict__[_PLACE] = False
+    return kernel
+
+
+def _companion(installation: Installation, kernel: Any, stock: type[Any]) -> Companion | None:
+    """Return a tuner's companion, made at its first launch; None for one that is left to Triton."""
+    companion = kernel.__dict__.get(_PLACE)
+    if companion is False:
+        return None
+    if companion is not None:
+        if companion.is_of(kernel):
+            return companion  # type: ignore[no-any-return]
+        kernel.__dict__.pop(_PLACE, None)
+    made = Companion(kernel, _take_over(installation, kernel, stock))
+    kept: Companion = kernel.__dict__.setdefault(_PLACE, made)
+    if kept is made and made.tuner is not None:  # and no other thread was faster
+        installation.tuners.append(made.tuner)
+    return kept
+
+
+def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Autotuner | None:
+    """Return a tuner of ours with a kernel's settings; None, with the reason in the report."""
+    from safetune.errors import SafetuneError
+    from safetune.frontend.autotuner import kernel_name
+    from safetune.frontend.decorator import take_over
+    from safetune.keys.key_names import logged
+
+    name = kernel_name(kernel)
+    for part in _TUNING:
+        own = part != "do_bench" and part in vars(kernel)
+        if own or getattr(type(kernel), part) is not getattr(stock, part):
+            installation.refused[name] = f"{type(kernel).__name__} has a {part} of its own"
+            return None
+    try:
+        with logged():
+            tuner: Autotuner = take_over(kernel)
+    except (SafetuneError, TypeError, AttributeError, Warning) as error:
+        installation.refused[name] = str(error).partition("\n")[0]
+        return None
+    return tuner

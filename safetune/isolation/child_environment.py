@@ -1,0 +1,50 @@
+"""What a child takes over from this process at its start and whenever it is used again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from safetune.isolation import devices, process
+
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+
+
+def start_job(gpu_blind: bool, memory_bytes: int = 0) -> dict[str, Any]:
+    """Return the job that puts a child where this process is now: environment,
+    paths, arguments of the program, Triton's knobs.
+
+    `memory_bytes` limits what the child, and each process that it starts, may allocate; 0 does not.
+    """
+    environment = process.child_environment()
+    if gpu_blind:
+        environment.update(_NO_GPU)
+    else:
+        environment.update(devices.child_visibility())
+    return {
+        "op": "start",
+        "environment": environment,
+        "path": [path or os.getcwd() for path in sys.path],
+        "argv": [str(argument) for argument in getattr(sys, "argv", [])],
+        "directory": os.getcwd(),
+        "knobs": _knobs(),
+        "memory_bytes": memory_bytes,
+    }
+
+
+def _knobs() -> dict[str, dict[str, Any]]:
+    """Triton's knobs that were set in code; those set by environment travel with it."""
+    from triton import knobs
+
+    groups = {}
+    for name, group in vars(knobs).items():
+        if isinstance(group, knobs.base_knobs):
+            plain = {
+                knob: value
+                for knob, value in vars(group).items()
+                if isinstance(value, (bool, int, str)) and not knob.startswith("_")
+            }
+            if plain:
+                groups[name] = plain
+    return groups

@@ -1,0 +1,216 @@
+"""Compiles configs on all usable cores, in children that see no GPU.
+
+Each child has one job at work and one waiting, so that it never idles while the parent is busy
+measuring. A child that dies or overruns its deadline costs the config it was compiling: another
+child takes its place, and the job that was waiting. A child with nothing left to do is kept for the
+next tuning for some seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from safetune.errors import WorkerUnavailable
+from safetune.isolation import measuring_child, process, protocol
+from safetune.isolation.answers import reply_outcome
+from safetune.isolation.child_environment import start_job
+from safetune.isolation.child_handle import START_S, Child, ChildFailed
+from safetune.outcome import Outcome, Verdict
+
+#: What a run-side verdict is called when it happens to a compiler.
+_COMPILE_VERDICTS = {
+    Verdict.TIMEOUT: Verdict.COMPILE_TIMEOUT,
+    Verdict.DIED: Verdict.COMPILE_CRASH,
+}
+_DEPTH = 2
+#: A job larger than this is not put behind another: the pipe might not take it.
+_QUEUED_BYTES = 1 << 15
+
+#: How Python, C++, LLVM and ptxas say that they were refused memory.
+_NO_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|LLVM ERROR: out of memory|[Mm]emory allocation failure"
+    r"|Cannot allocate memory"
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One config's compilation: its outcome and, if that is ok, what the metadata says."""
+
+    config: int
+    outcome: Outcome
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Slot:
+    """A child and the jobs it has not answered: configs, or None for what only sets it up."""
+
+    child: Child
+    deadline: float
+    used: bool
+    jobs: deque[int | None]
+
+
+def _pool_size(cpus: int) -> int:
+    """All cores, less one where there are enough for the measuring child to have its own."""
+    return cpus - 1 if cpus >= 4 else cpus
+
+
+class CompilePool:
+    """Compiles the specs of one kernel; compiling begins with the first `add`.
+
+    Args:
+        kernel: the packed jit function (`compilation.pack_for_compiler`).
+        timeout_s: for one config.
+        memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
+    """
+
+    def __init__(
+        self, kernel: bytes, timeout_s: float, size: int | None = None, memory_bytes: int = 0
+    ) -> None:
+        self._kernel = kernel
+        self._timeout_s = timeout_s
+        self._size = size or _pool_size(process.usable_cpus())
+        self._memory_bytes = memory_bytes
+        self._specs: dict[int, bytes] = {}
+        self._waiting: deque[int] = deque()
+        self._slots: dict[int, _Slot] = {}
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is not compiled yet."""
+        self._waiting.clear()
+        while self._slots:
+            self._slots.popitem()[1].child.kill()
+
+    def add(self, config: int, spec: bytes) -> None:
+        """Have a config compiled.
+
+        Raises:
+            WorkerUnavailable: no child can be started.
+        """
+        self._specs[config] = spec
+        self._waiting.append(config)
+        self._fill()
+
+    def results(self) -> Iterator[Compiled]:
+        """Yield each config's result as it is done, in no particular order; raises as `add`."""
+        while self._waiting or self._slots:
+            self._fill()
+            yield from self._collect()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._slots) < self._size:
+            try:
+                self._start()
+            except WorkerUnavailable:
+                if not self._slots:
+                    raise
+                self._size = len(self._slots)  # as many as the system allows
+        for slot in self._slots.values():
+            self._feed(slot)
+
+    def _start(self) -> None:
+        child, used = measuring_child.compiler()
+        child.tell(start_job(gpu_blind=True, memory_bytes=self._memory_bytes), self._kernel)
+        slot = _Slot(
+            child,
+            deadline=time.monotonic() + START_S,
+            used=used,
+            jobs=deque([None] * child.unanswered),
+        )
+        self._slots[child.pipe.fileno()] = slot
+        self._give(slot, self._waiting.popleft())
+
+    def _feed(self, slot: _Slot) -> None:
+        while self._waiting and len(slot.jobs) < _DEPTH:
+            if slot.jobs and len(self._specs[self._waiting[0]]) > _QUEUED_BYTES:
+                return
+            self._give(slot, self._waiting.popleft())
+
+    def _give(self, slot: _Slot, config: int) -> None:
+        if not slot.jobs:
+            slot.deadline = time.monotonic() + self._timeout_s
+        slot.jobs.append(config)
+        slot.child.tell({"op": "compile"}, self._specs[config], timeout_s=self._timeout_s)
+
+    def _collect(self) -> Iterator[Compiled]:
+        poll = select.poll()
+        for fd in self._slots:
+            poll.register(fd, select.POLLIN)
+        soonest = min(slot.deadline for slot in self._slots.values())
+        wait_s = min(max(0.0, soonest - time.monotonic()), protocol.SIGNAL_S)
+        ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
+        now = time.monotonic()
+        done = []
+        for fd, slot in list(self._slots.items()):
+            if fd in ready or slot.deadline <= now:
+                done += self._advance(fd, slot)
+        yield from done
+
+    def _advance(self, fd: int, slot: _Slot) -> list[Compiled]:
+        """Take one answer, or the lack of one; return what it says of a config, if of one."""
+        config = slot.jobs.popleft()
+        compiled, alive = self._result(slot.child, config, slot.deadline)
+        slot.deadline = time.monotonic() + self._timeout_s
+        if alive:
+            self._feed(slot)
+        else:
+            self._waiting.extendleft(job for job in reversed(slot.jobs) if job is not None)
+            slot.jobs.clear()
+        if not slot.jobs:
+            del self._slots[fd]
+            if alive:
+                measuring_child.release_compiler(slot.child)
+            else:
+                slot.child.kill()
+        if config is None and not alive and not slot.used:
+            self._size = len(self._slots)
+            if not self._size:
+                outcome = compiled.outcome
+                raise WorkerUnavailable(
+                    "a compile process did not get to its first job: "
+                    f"{outcome.message} {outcome.stderr}".strip()
+                )
+        return [] if config is None else [compiled]
+
+    def _result(self, child: Child, config: int | None, deadline: float) -> tuple[Compiled, bool]:
+        number = -1 if config is None else config
+        try:
+            reply, _ = child.answer(max(0.001, deadline - time.monotonic()))
+            if config is None:
+                return Compiled(number, Outcome(Verdict.OK)), True
+            outcome, alive = reply_outcome(reply), True
+            facts = reply.get("facts", {})
+        except ChildFailed as failure:
+            outcome, alive, facts = failure.outcome, False, {}
+        except protocol.ProtocolError as error:
+            outcome, alive, facts = Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), False, {}
+        verdict = _COMPILE_VERDICTS.get(outcome.verdict, outcome.verdict)
+        outcome = replace(outcome, verdict=verdict)
+        if verdict is Verdict.COMPILE_TIMEOUT:
+            message = f"not compiled within {self._timeout_s:g} s"
+            outcome = replace(outcome, message=message)
+        elif self._is_of_memory(outcome):
+            gib = self._memory_bytes / (1 << 30)
+            message = f"{outcome.message}\nit may allocate {gib:g} GiB to compile one config"
+            outcome = replace(outcome, detail="memory", message=message.strip())
+            alive = False  # what is left of its memory would cost the next config, too
+        return Compiled(number, outcome, facts), alive
+
+    def _is_of_memory(self, outcome: Outcome) -> bool:
+        failed = outcome.verdict in (Verdict.COMPILE_ERROR, Verdict.COMPILE_CRASH)
+        said = f"{outcome.detail} {outcome.message} {outcome.stderr}"
+        return bool(self._memory_bytes and failed and _NO_MEMORY.search(said))

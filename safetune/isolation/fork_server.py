@@ -1,0 +1,243 @@
+"""The parent side of the fork server: started at the first miss, never before."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO, Any
+
+from safetune.errors import WorkerUnavailable
+from safetune.isolation import process, protocol
+
+#: A cold page cache makes the first import of torch and triton take several seconds.
+_START_S = 120.0
+_ANSWER_S = 30.0
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from safetune.child.server_main import main; main()"
+)
+
+
+class ForkServer:
+    """A process that has imported `modules` and forks children; one per parent process.
+
+    Safe to use from several threads. A process forked from this one starts a server of its own.
+    """
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._modules = modules
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._output: IO[bytes] | None = None
+        self._ready = False
+        self._interpret: str | None = None
+        self._closed = False
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self.stop)
+
+    def start(self) -> None:
+        """Have the server come up while the caller does other things; what fails shows later."""
+        with self._lock, contextlib.suppress(WorkerUnavailable):
+            self._collect()
+            self._launched()
+
+    def fork(self, pipe: socket.socket, output: IO[bytes]) -> int:
+        """Fork a child that speaks on `pipe` and prints to `output`; return its pid.
+
+        Raises:
+            WorkerUnavailable: the server does not start, or the system refuses a process.
+        """
+        fds = (pipe.fileno(), output.fileno())
+        reply = self._request({"op": "fork"}, fds)
+        if "error" in reply:
+            raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
+        return int(reply["pid"])
+
+    def collect(self) -> None:
+        """Wait for the server if it has ended, so that it is no zombie."""
+        with self._lock:
+            self._collect()
+
+    def reap(self, pid: int, kill: bool) -> int | None:
+        """Return the wait status of a child that has ended, or that is to be killed, with all that
+        it started; None if it is stuck.
+        """
+        with self._lock:
+            if self._control is None or self._owner != os.getpid():
+                return None  # its server is gone, and it with that
+        try:
+            status = self._request({"op": "reap", "pid": pid, "kill": kill})["status"]
+        except WorkerUnavailable:
+            return None
+        return None if status is None else int(status)
+
+    def stop(self) -> None:
+        """End the server and with it every child."""
+        started = self._process
+        if started is not None and self._owner == os.getpid() and started.returncode is None:
+            process.kill_group(started.pid)  # ends the wait of a thread that has the lock
+        with self._lock:
+            self._discard()
+
+    def close(self) -> None:
+        """End the server for good: this process is ending, and no tuning may start another."""
+        self._closed = True
+        self.stop()
+
+    def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
+        with self._lock:
+            for attempt in (1, 2):
+                control = self._running(anew=header["op"] == "fork")
+                try:
+                    protocol.send(control, header, fds=fds, timeout_s=_ANSWER_S)
+                    return protocol.receive(control, _ANSWER_S)[0]
+                except (OSError, EOFError, protocol.ProtocolError) as error:
+                    # It leaves after an idle minute, which may be this very moment.
+                    self._discard()
+                    if attempt == 2 or header["op"] == "reap":
+                        raise WorkerUnavailable(f"the fork server is gone: {error}") from error
+        raise AssertionError("unreachable")
+
+    def _running(self, anew: bool) -> socket.socket:
+        """Return the control socket of a server that is up.
+
+        With `anew`, one that was started under another TRITON_INTERPRET is replaced: that decides,
+        when Triton is imported, what its own library of kernels is.
+        """
+        if anew:
+            self._collect()
+            if self._control is not None and self._interpret != _interpret():
+                self._discard()
+        control = self._launched()
+        if not self._ready:
+            try:
+                protocol.receive(control, _START_S)
+            except (OSError, EOFError, protocol.ProtocolError) as error:
+                tail = tail_of(self._output)
+                self._discard()
+                raise WorkerUnavailable(
+                    f"the tuning process did not come up ({error}); it said: {tail or 'nothing'}"
+                ) from error
+            self._ready = True
+        return control
+
+    def _launched(self) -> socket.socket:
+        if self._owner == os.getpid() and self._control is not None:
+            return self._control
+        if self._closed:
+            raise WorkerUnavailable("no tuning process is started: this process is ending")
+        ours, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
+        command = [
+            sys.executable or "python3",
+            "-c",
+            _BOOTSTRAP,
+            json.dumps([path or os.getcwd() for path in sys.path]),
+            str(theirs.fileno()),
+            str(os.getpid()),
+            json.dumps(self._modules),
+        ]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=process.child_environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            self._close_output()
+            raise WorkerUnavailable(f"no tuning process could be started: {error}") from error
+        finally:
+            theirs.close()
+        self._owner, self._control = os.getpid(), ours
+        self._ready, self._interpret = False, _interpret()
+        return ours
+
+    def _collect(self) -> None:
+        """Let go of a server that has left after an idle minute; till then it is a zombie."""
+        started = self._process
+        if started is not None and self._owner == os.getpid() and started.poll() is not None:
+            self._discard()
+
+    def _discard(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        started = self._process
+        # The number of one that has been waited for may be another process's by now.
+        if started is not None and self._owner == os.getpid() and started.returncode is None:
+            process.kill_group(started.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(_ANSWER_S)
+        self._process = None
+        self._close_output()
+
+    def _close_output(self) -> None:
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+
+    def _forget(self) -> None:
+        """In a forked copy of the parent: the server and the lock's state are not ours."""
+        self._lock = threading.Lock()
+        if self._control is not None:
+            self._control.close()
+        self._control = self._process = None
+        self._close_output()
+
+
+server = ForkServer(("triton", "torch", "safetune.child.job_loop", "safetune.child.session"))
+#: Importing torch takes seconds, and nothing that compiles needs it.
+compile_server = ForkServer(
+    ("triton.compiler", "safetune.child.job_loop", "safetune.child.compilation")
+)
+
+
+def start_servers(compiling: bool) -> None:
+    """Start what children are forked from, at the same moment, and wait for nothing."""
+    if compiling:
+        compile_server.start()
+    else:
+        compile_server.collect()
+    server.start()
+
+
+def stop_servers() -> None:
+    """End both servers, and with them every child."""
+    compile_server.stop()
+    server.stop()
+
+
+def close_servers() -> None:
+    """End both servers for good, as this process is ending."""
+    compile_server.close()
+    server.close()
+
+
+def _interpret() -> str | None:
+    return os.environ.get("TRITON_INTERPRET")
+
+
+def tail_of(output: IO[bytes] | None, start: int = 0, limit: int = 2000) -> str:
+    """Return the last lines written to a child's output file after byte `start`."""
+    if output is None:
+        return ""
+    with contextlib.suppress(OSError, ValueError):
+        size = os.fstat(output.fileno()).st_size
+        begin = max(start, size - limit)
+        return os.pread(output.fileno(), limit, begin).decode(errors="replace").strip()
+    return ""

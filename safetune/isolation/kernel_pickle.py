@@ -1,0 +1,245 @@
+"""A kernel and its call as bytes that another process can rebuild.
+
+A jit function travels by value: its Python function through cloudpickle, its source lines beside
+it, so that the child's copy has the same text at the same lines and therefore the same cache key.
+Nothing of the user's is imported for it: a script without a main guard, a notebook cell and a
+closure are as good as a module, and a module with side effects does not run twice. What a kernel,
+a hook or a heuristic refers to by module is imported by name, as pickle does.
+
+Tensors do not travel here. Each becomes its number in a `TensorTable`; their storages go through
+shared memory (see `arguments`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import linecache
+import pickle
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import triton.language
+from triton.runtime.jit import JITCallable, JITFunction
+
+from safetune.errors import KernelNotTransferable
+from safetune.keys.kernel_digest import is_foreign
+from safetune.keys.source_text import tree_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def pack(
+    value: Any,
+    what: str,
+    tensors: TensorTable | None = None,
+    by_value: Iterable[Any] = (),
+) -> bytes:
+    """Return `value` as bytes for `unpack` in another process.
+
+    Args:
+        what: how an error names it, e.g. `the arguments of add_kernel`.
+        tensors: filled with every tensor met; without it a tensor is an error.
+        by_value: functions whose modules should not have to be imported by the other process.
+
+    Raises:
+        KernelNotTransferable: something in `value` cannot be rebuilt elsewhere.
+    """
+    modules = _own_modules(by_value)
+    try:
+        with _by_value(modules):
+            return _dump(value, what, tensors)
+    except KernelNotTransferable:
+        if not modules:
+            raise
+        return _dump(value, what, tensors)  # what a module holds may be importable all the same
+
+
+def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
+    """Rebuild what `pack` packed, with `tensors` in the places of the table's."""
+    return _Unpacker(io.BytesIO(data), tensors).load()
+
+
+_registering = threading.Lock()
+
+#: Stands for a line of a file that did not travel; unlike a blank one it ends a function's block.
+_UNKNOWN_LINE = "pass\n"
+
+
+def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _Packer(buffer, tensors).dump(value)
+    except KernelNotTransferable:
+        raise
+    except Exception as error:  # pickling runs the reducers of arbitrary objects
+        raise KernelNotTransferable(
+            f"{what} cannot be sent to a tuning process: {type(error).__name__}: {error}. Keep it "
+            "out of the kernel's globals, closures and hooks, or tune this kernel with "
+            'isolation="inline"'
+        ) from error
+    return buffer.getvalue()
+
+
+def _own_modules(functions: Iterable[Any]) -> list[ModuleType]:
+    names = {getattr(function, "__module__", None) for function in functions}
+    modules = (sys.modules.get(name) for name in names if name and name != "__main__")
+    return [m for m in modules if m is not None and not is_foreign(m.__name__)]
+
+
+@contextlib.contextmanager
+def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Have cloudpickle send what these modules define; its registry is one for the process."""
+    with _registering:
+        known = cloudpickle.list_registry_pickle_by_value()
+        new = [module for module in modules if module.__name__ not in known]
+        for module in new:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in new:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+class TensorTable:
+    """The tensors of one call, in the order in which packing met them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the tensor's number, the same for the same object."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, buffer: io.BytesIO, tensors: TensorTable | None) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not _is_tensor(obj):
+            return None
+        if self._tensors is None:
+            raise KernelNotTransferable(
+                f"a tensor of shape {tuple(obj.shape)} is captured where only code is expected: "
+                "pass it to the kernel as an argument"
+            )
+        return self._tensors.number(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        state: tuple[Any, ...]
+        if _is_interpreted(obj):
+            source = _source_lines(obj.fn)
+            names = {**_languages(obj.fn), **_signature_globals(obj.fn, source)}
+            state = (obj.fn, dict(obj.kwargs), source, None, names)
+            return _new, (type(obj),), state, None, None, _init
+        if isinstance(obj, JITCallable):
+            source = ("".join(obj.raw_src), obj.starting_line_number)
+            names = _signature_globals(obj.fn, source)
+            state = (obj.fn, _jit_options(obj), source, (obj._src, obj.cache_key), names)
+            return _new, (type(obj),), state, None, None, _init
+        return super().reducer_override(obj)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+
+    def persistent_load(self, number: Any) -> torch.Tensor:
+        return self._tensors[number]
+
+
+def _is_tensor(obj: Any) -> bool:
+    torch = sys.modules.get("torch")  # a compile child has none, and imports none for this
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _is_interpreted(obj: Any) -> bool:
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    return interpreter is not None and isinstance(obj, interpreter.InterpretedFunction)
+
+
+def _jit_options(jit: JITCallable) -> dict[str, Any]:
+    if not isinstance(jit, JITFunction):
+        return {}
+    return {
+        "version": jit.version,
+        "do_not_specialize": jit.do_not_specialize,
+        "do_not_specialize_on_alignment": jit.do_not_specialize_on_alignment,
+        "debug": jit.debug,
+        "noinline": jit.noinline,
+        "repr": jit._repr,
+        "launch_metadata": jit.launch_metadata,
+    }
+
+
+def _source_lines(function: Callable[..., Any]) -> tuple[str, int] | None:
+    try:
+        lines, start = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return None
+    return "".join(lines), start
+
+
+def _signature_globals(
+    function: Callable[..., Any], source: tuple[str, int] | None
+) -> dict[str, Any]:
+    """The globals that only the signature names, in defaults and annotations: Triton reads them
+    when it parses the source again, and pickle by value does not send them.
+    """
+    if source is None:
+        return {}
+    (definition,) = tree_of(textwrap.dedent(source[0])).body
+    assert isinstance(definition, ast.FunctionDef)
+    names = {n.id for n in ast.walk(definition.args) if isinstance(n, ast.Name)}
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _languages(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names of `triton.language`: the interpreter wants one, though the body may need none."""
+    modules = (triton.language, triton.language.core)
+    return {n: v for n, v in function.__globals__.items() if any(v is m for m in modules)}
+
+
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _init(obj: Any, state: tuple[Any, ...]) -> None:
+    """Build the jit function in place; in a second step because its globals may refer to it."""
+    function, options, source, text, signature_globals = state
+    function.__globals__.update(signature_globals)
+    if source is not None:
+        _remember_source(function.__code__.co_filename, *source)
+    obj.__init__(function, **options)
+    if text is not None:
+        # The key comes along too: Triton 3.6 makes another one of the same functions, depending on
+        # which of them it met before.
+        obj._src, obj.hash = text
+
+
+def _remember_source(filename: str, text: str, start: int) -> None:
+    """Put the lines where `inspect` looks first, so that no file is read, nor has to exist."""
+    entry = linecache.cache.get(filename)
+    known = entry[2] if entry is not None and len(entry) == 4 and entry[1] is None else []
+    lines = list(known)
+    new = text.splitlines(keepends=True)
+    end = start - 1 + len(new)
+    lines.extend(_UNKNOWN_LINE for _ in range(end - len(lines)))
+    lines[start - 1 : end] = new
+    linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)

@@ -1,0 +1,142 @@
+"""What a choice depends on besides the kernel and its arguments: the device and the toolchain.
+
+Nothing here is read before the first miss: `import safetune` touches no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from safetune.errors import NoDevice
+from safetune.keys import encoding
+
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device; two cards with equal fields share their choices.
+
+    Attributes:
+        name: the product name, or `interpreter`.
+        capability: the back end's architecture, e.g. `90` for an H100.
+        sm_count: multiprocessors.
+        shared_memory_bytes: the most that one program can have.
+    """
+
+    name: str
+    capability: str
+    sm_count: int
+    shared_memory_bytes: int
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data."""
+        return asdict(self)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The device's identity in the store."""
+        return encoding.digest(self.record())
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What turned the kernel into a binary.
+
+    Attributes:
+        triton: its version.
+        backend: the back end's own hash (for NVIDIA: ptxas version and architecture).
+        target: back end, architecture and warp size.
+        environment: the switches that change code generation, as sorted (name, value) pairs.
+    """
+
+    triton: str
+    backend: str
+    target: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data."""
+        return {**asdict(self), "environment": dict(self.environment)}
+
+
+def interpreter() -> tuple[Device, Toolchain]:
+    """Return the device and toolchain of Triton's interpreter: numpy on this machine's CPU."""
+    import triton
+
+    device = Device(INTERPRETER, "cpu", 0, 0)
+    return device, Toolchain(triton.__version__, INTERPRETER, INTERPRETER)
+
+
+def detect(index: int) -> tuple[Device, Toolchain]:
+    """Return the device with this index and the toolchain for it, from Triton's active driver.
+
+    Raises:
+        NoDevice: Triton finds no GPU; the message says what to set.
+    """
+    active = active_driver()
+    return _device(active, index), _toolchain(active, index)
+
+
+def active_driver() -> Any:
+    """Return Triton's active driver; raises `NoDevice` where there is none."""
+    from triton.runtime import driver
+
+    try:
+        return driver.active
+    except RuntimeError as error:
+        raise NoDevice(
+            f"Triton finds no GPU ({error}). Set TRITON_INTERPRET=1 before the kernel is "
+            "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to tune nothing."
+        ) from error
+
+
+def _device(active: Any, index: int) -> Device:
+    import torch
+
+    properties = active.utils.get_device_properties(index)
+    target = _target(active, index)
+    name = (
+        torch.cuda.get_device_name(index)
+        if torch.cuda.is_available()
+        else f"{target.backend}:{target.arch}"
+    )
+    return Device(
+        name=name,
+        capability=str(target.arch),
+        sm_count=int(properties["multiprocessor_count"]),
+        shared_memory_bytes=int(properties["max_shared_mem"]),
+    )
+
+
+def _toolchain(active: Any, index: int) -> Toolchain:
+    import triton
+    from triton import knobs
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+
+    target = _target(active, index)
+    switches = dict(get_cache_invalidating_env_vars())
+    switches["default_fp_fusion"] = str(knobs.language.default_fp_fusion)
+    if knobs.compilation.instrumentation_mode:
+        switches["instrumentation_mode"] = knobs.compilation.instrumentation_mode
+    return Toolchain(
+        triton=triton.__version__,
+        backend=make_backend(target).hash(),
+        target=f"{target.backend}:{target.arch}:{target.warp_size}",
+        environment=tuple(sorted((str(k), str(v)) for k, v in switches.items())),
+    )
+
+
+def _target(active: Any, index: int) -> Any:
+    """The compile target of one device; Triton only tells that of the current one."""
+    if active.get_current_device() == index:
+        return active.get_current_target()
+    previous = active.get_current_device()
+    active.set_current_device(index)
+    try:
+        return active.get_current_target()
+    finally:
+        active.set_current_device(previous)

@@ -1,0 +1,149 @@
+"""How a kernel is called: positionally, by keyword, with which extras.
+
+A form is made once for each way of calling and turned into straight-line code, so that a hit reads
+the arguments it needs and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Config
+
+from safetune.config import check_conflicts
+from safetune.keys import encoding
+from safetune.keys.kernel_digest import base_function
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+
+#: What the compiled kernel sees for every dropped name. Triton makes a constant of an integer 1,
+#: so the argument costs nothing at launch either.
+PIN = 1
+
+#: What a launch says beside the kernel's arguments.
+LAUNCH_KEYWORDS = frozenset({"grid", "warmup"})
+
+#: Equal values of these are the same value, once their classes are equal too.
+_SCALARS = frozenset({int, bool, float, str, type(None)})
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class CallForm:
+    """One way of calling one kernel.
+
+    Attributes:
+        key: (args, kwargs) → the memory key: kept values with their types, dtypes, extra options.
+        pins: names among the arguments that the compiled kernel gets as a constant.
+    """
+
+    def __init__(self, tuner: Autotuner, positional: int, keywords: tuple[str, ...]) -> None:
+        self._where = {
+            **{name: f"a[{i}]" for i, name in enumerate(tuner.arg_names[:positional])},
+            **{name: f"k[{name!r}]" for name in keywords if name not in LAUNCH_KEYWORDS},
+        }
+        self._parameters = tuner.arg_names
+        self._constexprs = constexpr_names(tuner.fn)
+        self._positions = {name: i for i, name in enumerate(tuner.arg_names[:positional])}
+        self.pins = tuple(name for name in tuner.key_report.pinned if name in self._where)
+        self.key = self._key_function(tuple(tuner.keys))
+
+    def pinned(self, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]]:
+        """Return the arguments with every dropped constexpr or integer replaced by `PIN`.
+
+        The grid still sees the caller's values.
+        """
+        originals: dict[str, Any] = {}
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for name in self.pins:
+            position = self._positions.get(name)
+            value = new_kwargs[name] if position is None else new_args[position]
+            if not self.pinnable(name, value):
+                continue
+            originals[name] = value
+            if position is None:
+                new_kwargs[name] = PIN
+            else:
+                new_args[position] = PIN
+        grid = new_kwargs.get("grid")
+        if originals and callable(grid):
+            new_kwargs["grid"] = lambda arguments: grid({**arguments, **originals})
+        return tuple(new_args), new_kwargs
+
+    def pinnable(self, name: str, value: Any) -> bool:
+        """Whether a dropped argument would compile again for another value of it."""
+        return name in self._constexprs or isinstance(value, int)
+
+    def _key_function(self, keys: tuple[str, ...]) -> Callable[[Args, Kwargs], Any]:
+        # Every part has its place whatever the order of the keywords, so that no two calls that
+        # differ in what is passed as what can meet.
+        parts = []
+        for name in keys:
+            value = self._where.get(name)
+            parts += [f"plain({value})", f"{value}.__class__"] if value else ["None", "None"]
+        for name in self._parameters:
+            if name not in self._constexprs:
+                value = self._where.get(name)
+                parts.append(f"getattr({value}, 'dtype', None)" if value else "None")
+        for name, value in sorted(self._where.items()):
+            if name not in self._parameters:  # a launch option, such as num_warps
+                parts += [repr(name), f"plain({value})", f"{value}.__class__"]
+        parts.append("device(a, k)")
+        source = f"lambda a, k: ({', '.join(parts)},)"
+        return eval(source, {"plain": _plain, "device": device_index})  # type: ignore[no-any-return]
+
+
+class Forms:
+    """The forms in which one kernel has been called so far."""
+
+    def __init__(self, tuner: Autotuner) -> None:
+        self._tuner = tuner
+        self._known: dict[Any, CallForm] = {}
+
+    def of(self, args: Args, kwargs: Kwargs) -> CallForm:
+        """Return the form of a call, made at the first call of its kind.
+
+        Raises:
+            InvalidConfig: the call passes what every config sets.
+        """
+        shape = (len(args), *kwargs)
+        form = self._known.get(shape)
+        if form is None:
+            form = self._known[shape] = self._new(len(args), tuple(kwargs))
+        return form
+
+    def _new(self, positional: int, keywords: tuple[str, ...]) -> CallForm:
+        tuner = self._tuner
+        passed = {*tuner.arg_names[:positional], *keywords}
+        options = [frozenset(config.all_kwargs()) for config in tuner.configs]
+        set_by_all = Config(dict.fromkeys(sorted(frozenset.intersection(*options))))
+        check_conflicts(tuner.base_fn.__name__, set_by_all, passed)
+        return CallForm(tuner, positional, keywords)
+
+
+def constexpr_names(kernel: Any) -> frozenset[str]:
+    """Return the parameters annotated as `tl.constexpr`."""
+    _, function = base_function(kernel)
+    annotations = getattr(function, "__annotations__", {})
+    return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
+
+
+def device_index(args: Args, kwargs: Kwargs) -> int:
+    """Return the device of the first tensor among the arguments; -1 for the CPU or without one."""
+    for value in (*args, *kwargs.values()):
+        get_device = getattr(value, "get_device", None)
+        if get_device is not None:
+            return int(get_device())
+    return -1
+
+
+def _plain(value: Any) -> Any:
+    """A key value as a dictionary can hold it, with its types, without keeping a tensor alive."""
+    if value.__class__ in _SCALARS:
+        return value if value == value else repr(value)  # no NaN is equal to another
+    if encoding.is_dtype(value):
+        return value
+    return encoding.dumps(encoding.encode(value))

@@ -1,0 +1,253 @@
+"""Launching a kernel that Triton has launched before, without asking Triton again which one it is.
+
+For one way of calling (how many positional arguments, which keywords, the type of each argument)
+there is straight-line code. It reads of the arguments what the choice and the binary depend on, at
+least as finely as Triton does, looks the compiled kernel up by that, and calls its launcher. It
+returns None where it does not know the call, or where anything is in the way that Triton's own
+path takes care of.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime import jit as triton_jit
+from triton.runtime.autotuner import Config, Heuristics
+from triton.runtime.jit import JITFunction
+
+from safetune.launch import fast_path_codegen, scratch_memory
+from safetune.launch.call_shape import PIN, CallForm
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+
+#: Launches that one way of calling remembers. More are forgotten all at once, and found again.
+_MOST_LAUNCHES = 4096
+
+_VERSION = triton.__version__.split(".")[:2]
+
+#: How a call is told from others: positional types, keyword names, keyword types.
+Kind = tuple[Any, ...]
+Launch = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind:
+    """Return the way in which a kernel is called."""
+    if not kwargs:
+        return tuple(map(type, args))
+    return (*map(type, args), *kwargs, *map(type, kwargs.values()))
+
+
+class Plan:
+    """The code for one way of calling one kernel, and the launches that it knows.
+
+    Attributes:
+        launch: (grid, args, kwargs) → the compiled kernel that was launched, or None.
+        in_the_way: whether no launch is the plan's as things are.
+    """
+
+    def __init__(
+        self,
+        tuner: Autotuner,
+        jit: Any,
+        heuristics: Mapping[str, Any],
+        form: CallForm,
+        source: fast_path_codegen.Source,
+    ) -> None:
+        self._tuner = tuner
+        self._form = form
+        self._single = source.single
+        defaults = {parameter.name: parameter.default for parameter in jit.params}
+        self._absent = {name: defaults[name] for name in source.absent}
+        self._jit = jit
+        self._known: dict[Any, tuple[Any, ...]] = {}
+        self._chosen: dict[Any, dict[str, Any]] = {}  # for heuristics, which see a config's options
+        self._heuristics = tuple(heuristics)
+        names = {
+            **_names(tuner, jit),
+            "known": self._known,
+            "chosen": self._chosen,
+            "heuristics": tuple(heuristics.values()),
+        }
+        exec(_compiled(source.text()), names)
+        self.launch: Launch = names["launch"]
+        self._choice_key: Callable[..., Any] = names["choice_key"]
+        self.in_the_way: Callable[[], bool] = names["in_the_way"]
+        self.launch.__dict__["plan"] = self
+
+    def remember(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        config: Config,
+        kernel: Any,
+        said: Mapping[str, Any],
+    ) -> None:
+        """Launch this kernel for such calls from here on, if that can be done without Triton.
+
+        Args:
+            said: what the heuristics said for the launch that Triton made the kernel for. Another
+                time they may say something else.
+        """
+        tuner = self._tuner
+        if type(kernel) is not CompiledKernel or config.pre_hook is not None or self.in_the_way():
+            return
+        if (len(tuner.configs) == 1) is not self._single:
+            return  # some were taken away, or added, in place
+        if not self._single and tuner.cache.get(self._form.key(args, kwargs)) is not config:
+            return  # not the key's choice: it is rejected, or captured without one
+        options = config.all_kwargs()
+        rest = [options.get(name, default) for name, default in self._absent.items()]
+        key, how = self._choice_key(args, kwargs), _launcher(kernel)
+        if key is None or how is None:
+            return
+        made_in = self._jit.device_caches.get(key[0])
+        if len(self._known) >= _MOST_LAUNCHES:
+            self._known.clear()
+            self._chosen.clear()
+        if self._heuristics:
+            plain = fast_path_codegen.plain_types().issuperset(map(type, said.values()))
+            if not plain or tuple(said) != self._heuristics:
+                return
+            self._chosen[key] = options
+            key = (key, *(part for value in said.values() for part in (value, value.__class__)))
+        self._known[key] = (kernel, config, made_in, *how, rest)
+
+
+def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    """Return a plan for calls like this one; None where Triton's own path has to be taken."""
+    jit, heuristics = _below(tuner.fn)
+    if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
+        return None
+    if getattr(tuner.cache, "tuner", None) is not tuner:
+        return None  # a copy, or a cache of the user's: nobody says when a choice changes
+    if _nvidia_driver() is None:
+        return None
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if not all(isinstance(hook, knobs.HookChain) for hook in hooks):
+        return None
+    if any(each.kind is each.VAR_POSITIONAL for each in jit.signature.parameters.values()):
+        return None
+    names = [parameter.name for parameter in jit.params]
+    if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
+        return None
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    if heuristics.keys() & values.keys():
+        return None
+    form = tuner._forms.of(args, kwargs)
+    source = fast_path_codegen.Source(tuner, jit, tuple(heuristics), form, len(args), values)
+    return Plan(tuner, jit, heuristics, form, source) if source.possible else None
+
+
+def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what is below a tuner's heuristics, and these in the order in which they run."""
+    found: dict[str, Any] = {}
+    while type(kernel) is Heuristics and not found.keys() & kernel.values.keys():
+        found.update(kernel.values)
+        kernel = kernel.fn
+    return kernel, found
+
+
+def _nvidia_driver() -> Any:
+    """Triton's active driver; None for another back end, which may tell more of a tensor apart."""
+    try:
+        active = driver.active
+    except RuntimeError:  # no device, as the launch is about to say
+        return None
+    return active if active.get_current_target().backend == "cuda" else None
+
+
+def _own_run() -> Any:
+    """Triton's own; None where a tool has put something else in its place."""
+    run = JITFunction.run
+    return run if getattr(run, "__globals__", None) is vars(triton_jit) else None
+
+
+_JIT_RUN = _own_run()
+
+
+def _names(tuner: Autotuner, jit: Any) -> dict[str, Any]:
+    """What the code of a plan refers to; the switches as they are now."""
+    import torch
+
+    torch_device = torch.cuda.current_device
+    return {
+        "state": vars(tuner),
+        "configs": tuner.configs,
+        "jit": jit,
+        "overridden": vars(jit),
+        "own_debug": jit.debug,
+        "JITFunction": JITFunction,
+        "jit_run": _JIT_RUN,
+        "runtime": knobs.runtime,
+        "compilation": knobs.compilation,
+        "enter": knobs.runtime.launch_enter_hook,
+        "leave": knobs.runtime.launch_exit_hook,
+        "debug": knobs.runtime.debug,
+        "instrumentation": knobs.compilation.instrumentation_mode,
+        "fpsan": _fpsan,
+        "sanitized": _fpsan(),
+        "driver": driver,
+        "own_driver": driver.active,
+        "torch_device": torch_device,
+        "quick_device": getattr(torch._C, "_cuda_getDevice", torch_device),
+        "changed": _changed,
+        "wide": _wide,
+        "PIN": PIN,
+        "plain": fast_path_codegen.plain_types(),
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(source: str) -> Any:
+    return compile(source, "<safetune launch>", "exec")
+
+
+def _wide(value: int) -> Any:
+    return value % 16 == 0, value < 1 << 63, -(1 << 63) <= value < 1 << 64
+
+
+def _changed(used: Mapping[Any, Any]) -> bool:
+    """Whether Triton would refuse to launch, as a global that the kernel uses has changed."""
+    missing = object()
+    return any(names.get(name, missing) != value for (name, _), (value, names) in used.items())
+
+
+def _fpsan() -> Any:
+    """What decides Triton 3.9's switch of that name; it reads the environment at each launch."""
+    compilation = knobs.compilation.__dict__
+    return compilation.get(fast_path_codegen.FPSAN), _ENVIRONMENT.get(_FPSAN_VARIABLE)
+
+
+#: `os.environ` without its encoding, which takes as long as all the rest of a plan.
+_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_FPSAN_VARIABLE: Any = os.environ.encodekey("TRITON_FPSAN_HOMOMORPHIC_CASTS")
+
+
+def _launcher(kernel: Any) -> tuple[Callable[..., Any], tuple[Any, ...], bool] | None:
+    """Return how to launch a kernel: a function, its arguments after the grid and the stream.
+
+    And whether the kernel's own arguments are one tuple. Without hooks nothing asks for metadata.
+    """
+    run, metadata = kernel.run, kernel.metadata
+    if getattr(metadata, "profile_scratch_size", 0):
+        return None
+    packed, function, hooks = kernel.packed_metadata, kernel.function, (None, None, None)
+    if getattr(metadata, "global_scratch_size", 0):
+        return functools.partial(scratch_memory.launch, run), (function, packed, *hooks), False
+    if type(run).__module__ == "triton.backends.nvidia.driver":
+        # Below CudaLauncher.__call__, whose business is scratch memory.
+        start = (function, run.launch_cooperative_grid, run.launch_pdl)
+        if _VERSION == ["3", "6"]:
+            return run.launch, (*start, None, None, packed, *hooks), False
+        if _VERSION == ["3", "9"] and not run.gsan_enabled:
+            ends = (None, None, run.arg_annotations, run.kernel_signature)
+            return run.launch, (*start, packed, *hooks, *ends), True
+    return run, (function, packed, *hooks), False

@@ -1,0 +1,214 @@
+"""The source of a plan: what of a call is read, looked up, and handed to the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton import knobs
+
+from safetune.launch.call_shape import CallForm
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+
+#: What a tensor whose address the kernel can use says of itself. One in pinned memory of the host
+#: does not say it, and is left to Triton, which asks the driver.
+ON_DEVICE = "is_cuda"
+
+#: A switch of Triton 3.9 that decides what is compiled.
+FPSAN = "fpsan_homomorphic_casts"
+
+#: What Triton tells apart of an integer, and more of those that need over 32 bits.
+_INTEGER = "(2 if {0} == 1 else not {0} & 15) if -0x80000000 <= {0} <= 0x7fffffff else wide({0})"
+
+_IN_THE_WAY = (
+    "runtime.launch_enter_hook is not enter or enter.calls"
+    " or runtime.launch_exit_hook is not leave or leave.calls"
+    " or runtime.debug is not debug or jit.debug is not own_debug"
+    " or compilation.instrumentation_mode != instrumentation"
+    " or runtime.add_stages_inspection_hook is not None"
+    " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
+    + (" or fpsan() != sanitized" if FPSAN in vars(type(knobs.compilation)) else "")
+)
+
+_DEVICE = (
+    "active = driver.active",
+    "if active is not own_driver:",
+    "    return None",
+    "current = active.get_current_device",
+    "device = quick_device() if current is torch_device else current()",
+)
+
+
+class Source:
+    """Writes the code of a plan. Parameter i is `v{i}` there, and its address `p{i}`."""
+
+    def __init__(
+        self,
+        tuner: Autotuner,
+        jit: Any,
+        heuristics: Sequence[str],
+        form: CallForm,
+        positional: int,
+        values: Mapping[str, Any],
+    ) -> None:
+        self._names = [parameter.name for parameter in jit.params]
+        self._heuristics = [
+            (name, f"v{self._names.index(name)}" if name in self._names else f"h{number}")
+            for number, name in enumerate(heuristics)
+        ]
+        self._positional = positional
+        self._values = values
+        self._tensors: list[int] = []
+        self._parts: list[str] = []
+        self._pinned: list[int] = []
+        self.single = len(tuner.configs) == 1
+        self.possible, plain = True, plain_types()
+        for index, parameter in enumerate(jit.params):
+            if parameter.name not in values:
+                continue
+            value, variable = values[parameter.name], f"v{index}"
+            if parameter.name in form.pins and form.pinnable(parameter.name, value):
+                self._pinned.append(index)
+            elif parameter.is_constexpr or parameter.name in tuner.keys:
+                self._parts.append(variable)
+                self.possible &= type(value) in plain
+            elif _is_tensor(value) and parameter.annotation_type[:1] in ("", "*"):
+                self._tensors.append(index)  # for a number, Triton takes one out of the tensor
+            elif type(value) is int:
+                self._parts.append(_INTEGER.format(variable))
+            else:
+                self.possible &= type(value) in (float, bool, type(None))
+
+    def text(self) -> str:
+        """Return the code."""
+        arguments = "".join(f"{self._argument(i)}, " for i in range(len(self._names)))
+        named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
+        same = "len(configs) == 1 and configs[0] is config" if self.single else "len(configs) > 1"
+        absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
+        return f"""
+def in_the_way():
+    return bool({_IN_THE_WAY})
+
+def choice_key(a, k):
+{self._unpack()}
+    return {self._key()}
+
+def launch(grid, a, k):
+    if {_IN_THE_WAY}:
+        return None
+    if jit.used_global_vals and changed(jit.used_global_vals):
+        return None
+{self._unpack()}
+    key = {self._key()}
+{self._look_choice_up()}
+{self._set_by_heuristics()}
+    found = known.get(key)
+    if found is None:
+        return None
+    kernel, config, made_in, run, head, together, rest = found
+    if config.pre_hook is not None or jit.device_caches.get(device) is not made_in or not ({same}):
+        return None
+    {f"{absent}= rest" if absent else ""}
+    stream = active.get_current_stream(device)
+    state["best_config"] = config
+    if grid.__class__ is not tuple and callable(grid):
+        grid = grid({{{named}}})
+    dimensions = len(grid)
+    y = grid[1] if dimensions > 1 else 1
+    z = grid[2] if dimensions > 2 else 1
+    if together:
+        run(grid[0], y, z, stream, *head, ({arguments}))
+    else:
+        run(grid[0], y, z, stream, *head, {arguments})
+    return kernel
+"""
+
+    @property
+    def absent(self) -> list[str]:
+        """The parameters that a config sets, or the default."""
+        set_by_heuristics = dict(self._heuristics)
+        return [
+            each for each in self._names if not (self._given(each) or each in set_by_heuristics)
+        ]
+
+    def _look_choice_up(self) -> str:
+        if not self._heuristics:
+            return ""
+        return """
+    options = chosen.get(key)
+    if options is None:
+        return None
+"""
+
+    def _set_by_heuristics(self) -> str:
+        """As `Heuristics.run` does it, after the choice and before Triton sees the arguments."""
+        if not self._heuristics:
+            return ""
+        given = [
+            f"{name!r}: {'PIN' if i in self._pinned else f'v{i}'}"
+            for i, name in enumerate(self._names)
+            if self._given(name)
+        ]
+        extra = "**options, 'grid': grid, 'warmup': False"
+        lines = [f"named = {{{', '.join([*given, extra])}}}"]
+        variables = [variable for _, variable in self._heuristics]
+        for number, (name, variable) in enumerate(self._heuristics):
+            lines.append(f"{variable} = named[{name!r}] = heuristics[{number}]({{**named}})")
+        lines += [
+            f"if not plain.issuperset(({''.join(f'{each}.__class__, ' for each in variables)})):",
+            "    return None",
+            f"key = (key, {''.join(f'{each}, {each}.__class__, ' for each in variables)})",
+        ]
+        return "\n".join(f"    {line}" for line in lines)
+
+    def _given(self, name: str) -> bool:
+        return name in self._values
+
+    def _argument(self, index: int) -> str:
+        if index in self._pinned:
+            return "PIN"
+        # As an integer: that this is a device's address is known, and need not be asked again.
+        return f"p{index}" if index in self._tensors else f"v{index}"
+
+    def _unpack(self) -> str:
+        lines = []
+        if self._positional:
+            lines.append("".join(f"v{i}, " for i in range(self._positional)) + "= a")
+        lines += [
+            f"v{i} = k[{name!r}]"
+            for i, name in enumerate(self._names)
+            if i >= self._positional and self._given(name)
+        ]
+        if self._tensors:
+            off = " and ".join(f"v{i}.{ON_DEVICE}" for i in self._tensors)
+            lines += [f"if not ({off}):", "    return None"]
+            lines.append("try:")
+            lines += [f"    p{i} = v{i}.data_ptr()" for i in self._tensors]
+            lines += ["except RuntimeError:  # one of torch.vmap's", "    return None"]
+        lines += _DEVICE
+        return "\n".join(f"    {line}" for line in lines)
+
+    def _key(self) -> str:
+        parts = ["device", *self._parts, *(f"v{i}.dtype" for i in self._tensors)]
+        if self._tensors:
+            first = min(self._tensors, key=lambda i: list(self._values).index(self._names[i]))
+            each = "".join(f"not p{i} & 15, " for i in self._tensors)
+            every = " | ".join(f"p{i}" for i in self._tensors)
+            parts += [f"v{first}.get_device()", f"({every}) & 15 and ({each})"]
+        return f"({', '.join(parts)},)"
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def plain_types() -> frozenset[type]:
+    """Types of which equal values are the same constant, to Triton and in a key."""
+    import torch
+
+    return frozenset({int, bool, float, str, type(None), torch.dtype, triton.language.dtype})

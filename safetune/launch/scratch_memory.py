@@ -1,0 +1,212 @@
+"""Memory that Triton asks for at a launch: global scratch, for device-side tensor descriptors.
+
+Triton has no allocator of its own. What a user sets is a context variable, which new threads and
+autograd's backward threads do not see. So a launch that fails for want of an allocator, which is
+before anything has reached the device, is done again with this one, and so are the kernel's later
+launches. Where the user's own is visible, it is used. Nothing is set but around such a launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from triton.runtime import _allocation
+
+from safetune.isolation import cuda
+
+#: What every allocation of torch's is aligned to at least, whatever its allocator: cudaMalloc's.
+_BASE_ALIGNMENT = 256
+_MOST_ALIGNMENT = 4096
+
+_null = _allocation.NullAllocator
+_lock = threading.Lock()
+_observers: list[list[int]] = []
+
+#: The largest request so far, by device: what a capture should have ready.
+_largest: dict[int, int] = {}
+
+#: By capture: how many requests had to go to the driver for memory.
+_driver_calls: Counter[int] = Counter()
+
+#: By capture: whether torch's allocator knows of it, and so keeps its memory for the graph.
+_pooled: dict[int, bool] = {}
+
+#: By capture and stream, shared by its launches, which follow each other: what was reserved, until
+#: the capture ends; and what a capture uses that torch's allocator does not know of. Nobody says
+#: when that one's graph ends, so this stays as long as the process.
+_kept: dict[tuple[int, int], list[Block]] = {}
+
+
+class Block:
+    """Device memory from torch's caching allocator, reused in the order of one stream.
+
+    Args:
+        size: bytes, at least.
+        alignment: in bytes.
+        stream: the raw handle of the stream that launches; None: torch's current one.
+    """
+
+    def __init__(self, size: int, alignment: int, stream: int | None) -> None:
+        import torch
+
+        self._delete: Callable[[int], None] = torch.cuda.caching_allocator_delete
+        self._base = 0
+        self.size = size
+        self.alignment = alignment
+        padding = max(0, alignment - _BASE_ALIGNMENT)
+        # By stream and not by what is current: a launch may be on a stream that torch does not
+        # know, and memory that is freed while its kernel runs may only be reused behind it.
+        self._base = torch.cuda.caching_allocator_alloc(size + padding, stream=stream)
+        self._address = self._base + -self._base % alignment
+
+    def data_ptr(self) -> int:
+        """Return the address, as Triton's launcher asks for it."""
+        return self._address
+
+    def __del__(self) -> None:
+        if self._base:
+            with contextlib.suppress(Exception):  # torch may be gone already, at exit
+                self._delete(self._base)
+
+
+def allocate(size: int, alignment: int, stream: int | None) -> Block:
+    """Return scratch for one launch on the current device; an allocator as Triton defines them."""
+    import torch
+
+    device = torch.cuda.current_device()
+    with _lock:
+        _largest[device] = max(size, _largest.get(device, 0))
+        for sizes in _observers:
+            sizes.append(size)
+    capture = 0 if stream is None else cuda.capture_id(stream)
+    if stream is None or not capture or not size:
+        return Block(size, alignment, stream)
+    return _for_graph(size, alignment, stream, capture)
+
+
+def launch(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `run`, with `allocate` as Triton's allocator unless the user's own is visible."""
+    with scratch_allocator():
+        return run(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def scratch_allocator() -> Iterator[None]:
+    """Give plain Triton kernels scratch memory: in this thread, while the context is open.
+
+    An allocator that is visible already is left in place. Kernels under `@safetune` need none of
+    this.
+    """
+    if not isinstance(_allocation._allocator.get(), _null):
+        yield
+        return
+    token = _allocation._allocator.set(allocate)
+    try:
+        yield
+    finally:
+        _allocation._allocator.reset(token)
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether a launch raised this because Triton has no allocator, so that nothing has run."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is _null.__call__.__code__
+
+
+def serve_profiles() -> None:
+    """In a measuring child: give instrumented kernels their memory, zeroed, where Triton does not.
+
+    Triton 3.6 has no default for that either, and keeps the allocator for the whole process.
+    """
+    profiles = _allocation._profile_allocator
+    if hasattr(_allocation, "has_profile_allocator") or not isinstance(profiles.get(), _null):
+        return
+
+    def allocate_zeroed(size: int, alignment: int, stream: int | None) -> Any:
+        import torch
+
+        return torch.zeros(size, dtype=torch.int8, device="cuda")
+
+    _allocation.set_profile_allocator(allocate_zeroed)
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[list[int]]:
+    """Yield a list that gets the bytes of each request, from any thread."""
+    sizes: list[int] = []
+    with _lock:
+        _observers.append(sizes)
+    try:
+        yield sizes
+    finally:
+        with _lock:
+            _observers[:] = [other for other in _observers if other is not sizes]
+
+
+def reserve(capture: int, stream: int) -> None:
+    """Have a capture's graph own the largest scratch that this device was asked for so far.
+
+    Where there is no room for it, a launch that needs some will say so.
+    """
+    if not _largest:
+        return
+    import torch
+
+    size = _largest.get(torch.cuda.current_device(), 0)
+    if size:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            _kept.setdefault((capture, stream), []).append(Block(size, _MOST_ALIGNMENT, stream))
+
+
+def driver_calls(capture: int) -> int:
+    """Return how many scratch requests of a capture went to the driver for memory."""
+    return _driver_calls[capture]
+
+
+def release(capture: int) -> None:
+    """At the end of a capture, give what was reserved back to the graph's pool, which keeps it."""
+    _driver_calls.pop(capture, None)
+    if _pooled.pop(capture, True):
+        for key in [key for key in list(_kept) if key[0] == capture]:
+            del _kept[key]
+
+
+def _for_graph(size: int, alignment: int, stream: int, capture: int) -> Block:
+    """Return memory that the graph being captured has for itself as long as it lives."""
+    for kept in _kept.get((capture, stream), ()):
+        if kept.size >= size and kept.alignment % alignment == 0:
+            return kept
+    before = _driver_allocations()
+    block = Block(size, alignment, stream)
+    if _driver_allocations() > before:
+        _driver_calls[capture] += 1
+    if capture not in _pooled:
+        _pooled[capture] = _is_pooled(block.data_ptr())
+    if not _pooled[capture]:
+        _kept.setdefault((capture, stream), []).append(block)
+    return block
+
+
+def _driver_allocations() -> int:
+    """How often torch's allocator has asked the driver for memory of the current device."""
+    import torch
+
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+
+def _is_pooled(address: int) -> bool:
+    """Whether an address lies in a private pool of torch's; without an answer, as if it did."""
+    import torch
+
+    with contextlib.suppress(Exception):  # only torch's native allocator can say
+        for segment in torch.cuda.memory_snapshot():
+            start = segment["address"]
+            if start <= address < start + segment["total_size"]:
+                return tuple(segment["segment_pool_id"]) != (0, 0)
+    return True

@@ -1,0 +1,294 @@
+"""Tuning while the program goes on: one queue, one thread, and the swap of what it finds.
+
+The caller packs its call and copies its inputs before its launch returns; the rest happens here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Config
+
+from safetune.config import config_text
+from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
+from safetune.isolation.fork_server import close_servers
+from safetune.miss import candidates, reporting
+from safetune.outcome import Mark, Outcome
+from safetune.store.local.store import Store
+from safetune.tuning.bench import LaunchBench
+from safetune.tuning.evidence import Evidence
+from safetune.tuning.requests import TuningRequest
+from safetune.tuning.single_flight import Patience
+from safetune.tuning.tuner import tune
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+    from safetune.miss.resolve import Miss
+    from safetune.settings import Settings
+
+logger = logging.getLogger("safetune")
+
+#: How long the end of the process waits for the running tuning to let go of its children.
+_LEAVE_S = 10.0
+
+#: CPU time of other threads during a measurement above which the program was at work.
+_AT_WORK_NS = 1_000_000
+
+
+class Stopped(BaseException):
+    """The process is ending: the tuning is over, and its last outcome is nobody's fault."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One miss, as it was when it happened.
+
+    Attributes:
+        key: the tuner's memory key.
+        readable_key: as Triton writes it.
+        request: without the caller's arguments, which are in `bench`.
+        fallback: what the key is launched with meanwhile.
+        hold: keep the choice back until `sync`.
+        over: set when nothing more comes of it.
+    """
+
+    tuner: Autotuner
+    key: Any
+    readable_key: tuple[Any, ...]
+    request: TuningRequest
+    bench: BackgroundBench
+    fallback: Config
+    store: Store
+    hold: bool
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class BackgroundBench(LaunchBench):
+    """A bench whose measurements end with the process, and say when the program was at work.
+
+    Raises:
+        KernelNotTransferable: the call cannot be rebuilt in a child.
+    """
+
+    _begin_at_once = False  # a call that waits in the queue needs no process, nor its memory
+    _entered = False
+
+    def __enter__(self) -> BackgroundBench:
+        self._entered = True
+        self.begin()
+        return self
+
+    def discard(self) -> None:
+        """Let go of the inputs if no tuning has used them."""
+        if not self._entered:
+            self._entered = True
+            self.__exit__(None)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> Iterator[tuple[int, Outcome | None]]:
+        """Yield as `LaunchBench` does, until the process ends."""
+        for found in super().compiled(*args, **kwargs):
+            _worker.check()
+            yield found
+        _worker.check()
+
+    def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, Evidence | None]:
+        """Measure as `LaunchBench` does, and mark what was timed beside the program's own work.
+
+        Nobody can tell what runs on a GPU beside a measurement. In the interpreter, the program is
+        at rest when no other thread of it has run.
+        """
+        _worker.check()
+        before = _others_ns()
+        try:
+            outcome, evidence = super().measure(*args, **kwargs)
+        finally:
+            _worker.check()
+        at_rest = self.interpreted and _others_ns() - before < _AT_WORK_NS
+        if outcome.timing is None or at_rest or outcome.marked(Mark.CONTENDED):
+            return outcome, evidence
+        return replace(outcome, marks=(*outcome.marks, Mark.CONTENDED.value)), evidence
+
+
+def tune_meanwhile(
+    miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings
+) -> Config:
+    """Copy the call's inputs, have it tuned in the background, and return the fallback."""
+    tuner, call = miss.tuner, miss.call
+    size, limit = miss.input_bytes(), settings.copy_limit
+    config = candidates.fallback(request, store)
+    if size > limit and call.hooks.inputs is None:
+        logger.warning(
+            "%s is to be tuned offline for %s: its inputs are %d bytes, and no more than %d are "
+            "copied while the program runs; it runs with %s",
+            request.key.kernel.name,
+            request.key,
+            size,
+            limit,
+            config_text(config),
+        )
+        return tuner.adopt(key, config)
+    try:
+        bench = BackgroundBench(request, functools.partial(reporting.warn_of_grid, tuner))
+    except KernelNotTransferable as error:
+        return tuner.adopt(key, candidates.untuned(request, store, error))
+    except WorkerUnavailable as error:
+        candidates.postpone(tuner, key, request, config, error)
+        return config
+    tuner.adopt(key, config)
+    _worker.submit(
+        Job(
+            tuner=tuner,
+            key=key,
+            readable_key=miss.readable_key(),
+            request=replace(request, call=replace(call, args=(), kwargs={}, grid=None)),
+            bench=bench,
+            fallback=config,
+            store=store,
+            hold=settings.world_size > 1,
+        )
+    )
+    return config
+
+
+def adopt_held() -> None:
+    """Adopt in this process what background tuning has chosen since the last call."""
+    while _held:
+        tuner, key, choice = _held.pop()
+        tuner.adopt(key, choice)
+
+
+def wait(tuner: Autotuner, key: Any) -> bool:
+    """Wait until no tuning of this memory key is queued or running; whether there was one."""
+    jobs = [job for job in list(_worker.jobs) if job.tuner is tuner and job.key == key]
+    for job in jobs:
+        while not job.over.wait(1.0) and not _worker.stopping:
+            pass
+    return bool(jobs)
+
+
+_held: list[tuple[Autotuner, Any, Config]] = []
+
+
+class _Worker:
+    """The queue and its thread, started at the first job."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.stopping = False
+        self.jobs: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        with self._lock:
+            if self._thread is None and not self.stopping:
+                self._start()
+            if self.stopping:
+                job.bench.discard()
+                return
+            self.jobs.append(job)
+            self._queue.put(job)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="safetune-background", daemon=True)
+        try:
+            threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
+            self._thread.start()
+        except RuntimeError:  # too late in the life of the process, or no thread to be had
+            self.stopping = True
+
+    def check(self) -> None:
+        """Raise `Stopped` when the process is ending."""
+        if self.stopping:
+            raise Stopped
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                _tune(job)
+            except Stopped:
+                return
+            except Exception:
+                logger.exception("%s is not tuned in the background", job.request.key.kernel.name)
+            finally:
+                job.bench.discard()
+                self.jobs.remove(job)
+                over = job.over
+                del job  # and the caller's tensors with it, not only when the next one comes
+                over.set()
+
+    def _stop_at_exit(self) -> None:
+        """Stop once every thread that the interpreter waits for has ended.
+
+        In a thread that it waits for, too: what is registered with `atexit` runs after that, when
+        the children's server would already be gone under a running tuning.
+        """
+        threading.main_thread().join()
+        while others := _lasting_threads():
+            others[0].join()
+        with self._lock:
+            self.stopping = True
+        close_servers()
+        self._queue.put(None)
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LEAVE_S)
+
+
+def _lasting_threads() -> list[threading.Thread]:
+    others = (each for each in threading.enumerate() if each is not threading.current_thread())
+    return [each for each in others if not each.daemon and each.is_alive()]
+
+
+def _tune(job: Job) -> None:
+    request, tuner = job.request, job.tuner
+    try:
+        with reporting.observing(request.key.kernel.name, quiet=True) as observe:
+            patience = Patience(check=_worker.check)
+            result = tune(request, job.store, observe, bench=job.bench, patience=patience)
+    except NoWorkingConfig as error:
+        if not error.transient:
+            logger.warning("%s", error)
+            return
+        candidates.postpone(tuner, job.key, request, job.fallback, error)
+    except (KernelNotTransferable, WorkerUnavailable) as error:
+        if _worker.stopping:
+            raise Stopped from error
+        candidates.postpone(tuner, job.key, request, job.fallback, error)
+    else:
+        if job.hold:
+            _held.append((tuner, job.key, result.choice))
+        else:
+            tuner.adopt(job.key, result.choice)
+        seconds = result.seconds if result.measured else None
+        timings = reporting.timings_of(result.outcomes)
+        reporting.report(tuner, job.readable_key, result.choice, timings, seconds)
+        reporting.log_result(request, result)
+
+
+def _others_ns() -> int:
+    """CPU time of this process's other threads."""
+    return time.process_time_ns() - time.thread_time_ns()
+
+
+_worker = _Worker()
+
+
+def _start_over() -> None:
+    """In a fork there is no thread: what waits for one is missed again, and queued there."""
+    global _worker
+    waiting, _worker = _worker.jobs, _Worker()
+    for job in waiting:
+        job.tuner.cache.pop(job.key, None)
+        job.bench.discard()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_over)

@@ -1,0 +1,88 @@
+"""`SAFETUNE_MODE=record`: a call that has no choice is written down, to be tuned offline.
+
+Only what it was called with: no tensor is read, and nothing is waited for. A store keeps one call
+for each key; what fails here is a line in the log, never an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from safetune.config import config_digest
+from safetune.errors import KernelNotTransferable
+from safetune.inputs import call_description
+from safetune.keys import encoding
+from safetune.keys.kernel_digest import base_function
+from safetune.store.local.recorded_calls import RecordedCall, put_call
+from safetune.store.local.store import Store
+from safetune.tuning.grids import grid_of
+from safetune.tuning.requests import TuningRequest, key_record
+
+if TYPE_CHECKING:
+    from safetune.miss.resolve import Miss
+
+logger = logging.getLogger("safetune")
+
+#: Why nothing can be rebuilt of a call that torch.compile has traced.
+TRACED = (
+    "torch.compile shows neither its grid nor its tensors' shapes: call safetune.prepare with what "
+    "is compiled, or tune a workload of the kernel"
+)
+
+#: A call has some hundred bytes per argument and per config.
+_MOST_BYTES = 1 << 20
+
+
+def remember(miss: Miss, request: TuningRequest, store: Store, problem: str = "") -> None:
+    """Write a call down, if its key is new to the store. Never raises.
+
+    Args:
+        problem: why nothing can be rebuilt from what is known of it; the key is kept with that.
+    """
+    try:
+        _, function = base_function(miss.tuner.fn)
+        call = RecordedCall(
+            key=request.key.digest,
+            name=request.key.kernel.name,
+            place=f"{function.__module__}:{function.__qualname__}",
+            arguments=_arguments(request, problem),
+            created=time.time(),
+        )
+        if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
+            raise ValueError(f"it takes over {_MOST_BYTES >> 20} MiB to write down")
+        store.put_key(key_record(request.key))
+        if put_call(store, call):
+            logger.info("%s is recorded for %s", call.name, request.key)
+    except Exception as error:
+        _complain(request.key.kernel.name, f"{type(error).__name__}: {error}")
+
+
+def _arguments(request: TuningRequest, problem: str) -> dict[str, Any]:
+    """The call as plain JSON data, or why it cannot be rebuilt from that."""
+    facts = {"kernel": request.key.kernel.digest, "call": request.key.record()}
+    if problem:
+        return {**facts, "problem": problem}
+    try:
+        return {**facts, **call_description.describe(request.call), "grids": _grids(request)}
+    except KernelNotTransferable as error:
+        return {**facts, "problem": str(error)}
+
+
+def _grids(request: TuningRequest) -> dict[str, list[int]]:
+    """The grid of each config, by its digest: a grid function does not outlive its process."""
+    grids = {}
+    for config in request.configs:
+        try:
+            grid = grid_of(request.call, config, lambda names: None)
+        except Exception:
+            continue  # nor could this config have been tuned here
+        grids[config_digest(config)] = list(grid)
+    return grids
+
+
+@functools.cache
+def _complain(kernel: str, reason: str) -> None:
+    logger.warning("a call of %s is not recorded: %s", kernel, reason)

@@ -1,0 +1,193 @@
+"""What a tuning tells the world: Triton's attributes, listener and print knob, the log, a line on
+a terminal, and warnings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from triton import knobs
+from triton.runtime.autotuner import Config
+
+from safetune.config import config_text
+from safetune.keys.kernel_digest import base_function
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+    from safetune.outcome import Outcome
+    from safetune.tuning.requests import TuningRequest
+    from safetune.tuning.result import Observer, Progress, TuningResult
+
+logger = logging.getLogger("safetune")
+
+
+def report(
+    tuner: Autotuner,
+    key: tuple[Any, ...],
+    choice: Config,
+    timings: dict[Config, list[float]],
+    seconds: float | None = None,
+) -> None:
+    """Tell the world what Triton's tuner would: attributes, listener, TRITON_PRINT_AUTOTUNING.
+
+    `key` is `readable_key`; `seconds` is what tuning took, None when the choice was known.
+    """
+    tuner.configs_timings = timings
+    tuner.bench_time = seconds or 0.0
+    listener = getattr(knobs.autotuning, "listener", None)
+    if listener is not None:
+        listener(
+            fn=base_function(tuner.fn)[0],
+            key=key,
+            best_config=choice,
+            configs_timings=timings,
+            duration=seconds,
+            cache_hit=seconds is None,
+        )
+    if knobs.autotuning.print and seconds is not None:
+        sys.stdout.write(
+            f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
+            f"finished after {seconds:.2f}s,\nbest config selected: {choice};\n"
+        )
+
+
+def readable_key(tuner: Autotuner, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the key as Triton writes it: the values, then the dtypes."""
+    known = {name: value for name, value in arguments.items() if name in tuner.arg_names}
+    dtypes = {name: str(value.dtype) for name, value in known.items() if hasattr(value, "dtype")}
+    values = (dtypes.get(name, known[name]) for name in tuner.keys if name in known)
+    return (*values, *dtypes.values())
+
+
+def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
+    """Outcomes as Triton's tuner keeps them: median, 20th and 80th percentile, or infinities."""
+    return {
+        config: [float("inf")] * 3
+        if outcome.timing is None
+        else [outcome.timing.median_ms, outcome.timing.p20_ms, outcome.timing.p80_ms]
+        for config, outcome in outcomes
+    }
+
+
+_tunings = itertools.count(1)
+_tunings_begun = 0
+
+
+def count_tuning() -> None:
+    """Note that a tuning begins."""
+    global _tunings_begun
+    _tunings_begun = next(_tunings)
+
+
+def tunings_begun() -> int:
+    """Return how many tunings have begun in this process."""
+    return _tunings_begun
+
+
+@contextlib.contextmanager
+def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
+    """Yield what a tuning reports its steps to.
+
+    That is the log; and TRITON_PRINT_AUTOTUNING, or else, where somebody watches and it is not
+    `quiet`, a line on the terminal.
+    """
+    count_tuning()
+    if knobs.autotuning.print:
+        yield both(log_config, print_config)
+        return
+    if quiet or not _is_terminal(sys.stderr):
+        yield log_config
+        return
+    from safetune.miss import progress  # rich is for those who watch
+
+    if not progress.on_terminal():
+        yield log_config
+        return
+    with progress.late_line(kernel) as show:
+        yield both(log_config, show)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Programs close standard error, or put what only writes in its place."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
+def both(first: Observer, second: Observer) -> Observer:
+    """Return what reports a step to both."""
+
+    def observe(step: Progress) -> None:
+        first(step)
+        second(step)
+
+    return observe
+
+
+def log_config(progress: Progress) -> None:
+    """Log what became of a config, at DEBUG."""
+    outcome = progress.outcome
+    if outcome is not None and logger.isEnabledFor(logging.DEBUG):
+        time = f" {outcome.timing.median_ms:.4g} ms" if outcome.timing is not None else ""
+        reason = f": {outcome.message.splitlines()[0]}" if outcome.message else ""
+        logger.debug(
+            "%s: %s: %s %s%s%s",
+            progress.kernel,
+            progress.stage,
+            config_text(progress.config),
+            outcome.label,
+            time,
+            reason,
+        )
+
+
+def log_result(request: TuningRequest, result: TuningResult) -> None:
+    """Log a finished tuning, at INFO: what it took, what it chose, and what failed of what.
+
+    What the user should hear of comes as warnings.
+    """
+    for note in result.notes:
+        warnings.warn(f"{request.key.kernel.name}: {note}", stacklevel=3)
+    counts = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
+    failures = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    logger.info(
+        "%s tuned for %s in %.2f s: %s; %d of %d configs measured%s",
+        request.key.kernel.name,
+        request.key,
+        result.seconds,
+        config_text(result.choice),
+        result.measured,
+        len(result.outcomes),
+        f", failed: {failures}" if failures else "",
+    )
+
+
+def print_config(progress: Progress) -> None:
+    """Print a step as Triton's tuner does under TRITON_PRINT_AUTOTUNING."""
+    if progress.outcome is None and progress.stage == "screen":
+        sys.stdout.write(f"Autotuning kernel {progress.kernel} with config {progress.config}\n")
+    elif progress.outcome is not None and not progress.outcome.ok:
+        sys.stdout.write(
+            f"Autotuning failed with {progress.outcome.label}: {progress.outcome.message}\n"
+        )
+
+
+def warn_of_grid(tuner: Autotuner, names: set[str]) -> None:
+    """Warn, once per name, that a launch grid reads what was dropped from the key."""
+    told = tuner.__dict__.setdefault("_grid_names_told", set())
+    if new := sorted(names - told):
+        told.update(new)
+        warnings.warn(
+            f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, dropped from the "
+            "key because nothing seemed to read it; one choice now serves every value. "
+            f"Add it to keep={new} to tune for each",
+            stacklevel=2,
+        )

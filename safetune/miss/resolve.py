@@ -1,0 +1,296 @@
+"""What happens when a tuner has no config for a call: look it up, else tune, else fall back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Config
+
+from safetune.config import check_conflicts, config_digest, config_record, config_text
+from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
+from safetune.keys import device, encoding
+from safetune.keys.kernel_digest import is_interpreted, kernel_identity
+from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.launch import call_shape
+from safetune.launch.specialisation import specialisation
+from safetune.miss import candidates, reporting
+from safetune.miss.inline import tune_inline, why_not_isolated
+from safetune.miss.sync import remember
+from safetune.settings import Mode, Settings
+from safetune.store.local.store import Store
+from safetune.store.lookup import Lookup, open_lookup
+from safetune.tuning.requests import Call, TuningRequest
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+    from safetune.launch.call_shape import CallForm
+
+logger = logging.getLogger("safetune")
+
+
+class Miss:
+    """One call that a tuner has no config for."""
+
+    def __init__(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.tuner = tuner
+        self._named = dict(zip(tuner.arg_names, args, strict=False))
+        self._passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
+        self._kwargs = kwargs
+        self.call = self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        form = call_shape.CallForm(self.tuner, len(args), tuple(kwargs))
+        arguments = {**self._named, **self._passed}
+        return Call(
+            kernel=self.tuner.fn,
+            arg_names=tuple(self.tuner.arg_names),
+            args=args,
+            kwargs=self._passed,
+            grid=kwargs.get("grid"),
+            pins={n: call_shape.PIN for n in form.pins if form.pinnable(n, arguments[n])},
+            hooks=self.tuner.hooks,
+            index=self._device_index(),
+        )
+
+    def configs(self) -> tuple[Config, ...]:
+        """Return the configs that pruning leaves for the call."""
+        return tuple(self.tuner.pruned_for(self._named, self._kwargs))
+
+    def input_bytes(self) -> int:
+        """Return the size of the storages behind the call's tensors."""
+        values = [*self.call.args, *self.call.kwargs.values()]
+        storages = {}
+        while values:
+            value = values.pop()
+            if isinstance(value, (tuple, list)):
+                values += value
+            elif hasattr(value, "block_shape") and hasattr(value, "base"):
+                values.append(value.base)
+            elif hasattr(value, "untyped_storage"):
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def readable_key(self) -> tuple[Any, ...]:
+        """Return the key as Triton writes it."""
+        return reporting.readable_key(self.tuner, self.call.named())
+
+    def request(self, force: bool = False) -> TuningRequest:
+        """Return what a tuning needs; raises `NoDevice`, and what a prune function raises."""
+        tuner = self.tuner
+        configs = self.configs()
+        for config in configs:
+            check_conflicts(tuner.base_fn.__name__, config, {**self._named, **self._passed})
+        return TuningRequest(
+            key=self.key(),
+            call=self.call,
+            configs=configs,
+            declared=declared_by(tuner),
+            limits=tuner.limits,
+            force=force,
+        )
+
+    def key(self) -> TuningKey:
+        """Return the tuning key of the call; raises `NoDevice`."""
+        tuner = self.tuner
+        arguments = {**self._named, **self._passed}
+        found, toolchain = (
+            device.interpreter() if self.call.interpreted else detect(self.call.index)
+        )
+        return TuningKey(
+            kernel=identity_of(tuner),
+            values=tuple(
+                (name, encoding.encode(arguments[name])) for name in tuner.keys if name in arguments
+            ),
+            dtypes=tuple(
+                (name, encoding.dtype_name(arguments[name].dtype))
+                for name in tuner.arg_names
+                if hasattr(arguments.get(name), "dtype")
+            ),
+            options=tuple(
+                (name, encoding.encode(value))
+                for name, value in sorted(arguments.items())
+                if name not in tuner.arg_names
+            ),
+            device=found,
+            toolchain=toolchain,
+        )
+
+    def _device_index(self) -> int:
+        if is_interpreted(self.tuner.fn):
+            return -1
+        index = call_shape.device_index(tuple(self._named.values()), self._passed)
+        return index if index >= 0 else int(device.active_driver().get_current_device())
+
+
+def resolve(
+    tuner: Autotuner,
+    key: Any,
+    form: CallForm,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    find: Callable[..., Config] | None = None,
+) -> Config:
+    """Return the config to launch a call with: stored, or tuned now, or the fallback.
+
+    What is to last is kept under the memory key. Another `find` may take the place of the search.
+
+    Raises:
+        NoWorkingConfig: every config failed.
+        NoDevice: there is nothing to run the kernel on.
+    """
+    rejections = tuner.rejections.get(key)
+    config = None if rejections is None else rejections.choice
+    if config is None:
+        config = (find or _resolve)(tuner, key, args, kwargs)
+    if rejections is None:
+        return config
+    return rejections.applied(config, specialisation(tuner, form, config, args, kwargs))
+
+
+def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+    settings = Settings.current()
+    if kwargs.get("warmup"):
+        return tuner.configs[0]
+    if settings.mode is Mode.OFF:
+        return tuner.adopt(key, tuner.configs[0])
+    postponed = tuner.postponed.get(key)
+    if postponed is not None and not postponed.due(settings):
+        return postponed.config
+    tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
+    if tunes and tuner.isolation == "inline":
+        return _inline(tuner, key, args, kwargs)
+    miss = Miss(tuner, args, kwargs)
+    if tunes and (reason := why_not_isolated(miss.call)):
+        _warn_once(reason)
+        return _inline(tuner, key, args, kwargs)
+    request = miss.request()
+    if len(request.configs) == 1:
+        return tuner.adopt(key, request.configs[0])
+    remember(tuner, key, request)
+    lookup = open_lookup(settings)
+    choice = stored(miss, request, lookup)
+    if choice is not None:
+        return tuner.adopt(key, choice)
+    if not tunes:
+        from safetune.miss import frozen, record
+
+        if settings.mode is Mode.RECORD:
+            record.remember(miss, request, lookup.store)
+        return tuner.adopt(key, frozen.instead(request, lookup))
+    if settings.mode is Mode.BACKGROUND and not _waiting:
+        from safetune.miss.background import tune_meanwhile
+
+        return tune_meanwhile(miss, key, request, lookup.store, settings)
+    return _tune(miss, key, request, lookup.store, settings)
+
+
+def _inline(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+    with contextlib.suppress(Exception):  # tuning raises it, or needs nothing of it
+        remember(tuner, key, Miss(tuner, args, kwargs).request())
+    return tuner.adopt(key, tune_inline(tuner, args, kwargs))
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Have every miss of this process wait for its tuning, in the mode `background` too."""
+    _waiting.append(None)
+    try:
+        yield
+    finally:
+        _waiting.pop()
+
+
+_waiting: list[None] = []
+
+
+def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
+    """Return the stored choice, if it was made from the list that the decorator declares now."""
+    choice = lookup.find(request.key, request.declared)
+    configs = {config_digest(config): config for config in request.configs}
+    if choice is None:
+        return None
+    config, kernel = configs.get(choice.config_digest), request.key.kernel.name
+    if config is None:
+        text = "not using a stored choice of %s for %s: it is none of the configs to choose from"
+        logger.info(text, kernel, request.key)
+        return None
+    if encoding.dumps(choice.config) != encoding.dumps(config_record(config)):
+        logger.warning(
+            "ignoring a stored choice of %s for %s: its values are not those of the config that it "
+            "names",
+            kernel,
+            request.key,
+        )
+        return None
+    lookup.adopt(choice)
+    logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
+    known = candidates.known_outcomes(request, lookup.store)
+    reporting.report(miss.tuner, miss.readable_key(), config, reporting.timings_of(known))
+    return config
+
+
+def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings) -> Config:
+    from safetune.tuning.single_flight import Patience
+    from safetune.tuning.tuner import tune
+
+    tuner = miss.tuner
+    try:
+        with reporting.observing(request.key.kernel.name) as observe:
+            warn_of_grid = functools.partial(reporting.warn_of_grid, tuner)
+            patience = Patience(settings.wait_s)
+            result = tune(request, store, observe, warn_of_grid, patience=patience)
+    except KernelNotTransferable as error:
+        return tuner.adopt(key, candidates.untuned(request, store, error))
+    except (WorkerUnavailable, NoWorkingConfig) as error:
+        if isinstance(error, NoWorkingConfig) and not error.transient:
+            raise
+        config = candidates.fallback(request, store)
+        candidates.postpone(tuner, key, request, config, error)
+        return config
+    reporting.log_result(request, result)
+    tuner.tuning_phases = dict(result.phases)
+    seconds = result.seconds if result.measured else None
+    timings = reporting.timings_of(result.outcomes)
+    reporting.report(tuner, miss.readable_key(), result.choice, timings, seconds)
+    return tuner.adopt(key, result.choice)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"safetune: {reason}; kernels are tuned as triton.autotune does", stacklevel=2)
+
+
+@functools.lru_cache(maxsize=256)
+def detect(index: int) -> tuple[device.Device, device.Toolchain]:
+    """Return the device with this index and the toolchain for it; asked for once."""
+    return device.detect(index)
+
+
+def identity_of(tuner: Autotuner) -> KernelIdentity:
+    """Return the identity of a tuner's kernel and of what runs around it; looked up once."""
+    identity = tuner.__dict__.get("_identity")
+    if identity is None:
+        hooks = tuner.hooks
+        around = (
+            hooks.pre_hook,
+            hooks.post_hook,
+            hooks.do_bench,
+            hooks.reset_to_zero,
+            hooks.restore_value,
+            hooks.scratch,
+            hooks.reference,
+            hooks.inputs,
+        )
+        identity = tuner._identity = kernel_identity(tuner.fn, around)
+    return identity
+
+
+def declared_by(tuner: Autotuner) -> str:
+    """Return the digest over the list of configs that a tuner chooses from."""
+    return encoding.digest(sorted(config_digest(config) for config in tuner.configs))

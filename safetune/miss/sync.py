@@ -1,0 +1,250 @@
+"""Agreement between processes: at a point that the program names, and nowhere else.
+
+Each process first takes over what its stores hold by now, the shared one included. Where
+torch.distributed is initialised, the processes then tell one another what they would launch for
+each key, and all take the same: in two gathers of one object each, whatever keys each process has,
+so that none can wait in a collective that another never enters. Nothing is locked meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from triton.runtime.autotuner import Config
+
+from safetune.config import config_digest, config_record
+from safetune.errors import StoreError
+from safetune.keys import encoding
+from safetune.keys.tuning_key import TuningKey
+from safetune.miss import candidates
+from safetune.settings import Mode, Settings
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import open_lookup
+from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.tuning.requests import TuningRequest, key_record
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+
+logger = logging.getLogger("safetune")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A key that this process has launched, without the arguments of any call."""
+
+    key: TuningKey
+    declared: str
+    configs: Mapping[str, Config]
+
+    @property
+    def identity(self) -> str:
+        """What two processes must share to launch the same config."""
+        return f"{self.key.digest} {self.declared}"
+
+
+class Candidate(NamedTuple):
+    """What a process would launch for a key. The greatest wins, of equals that of the lowest rank.
+
+    Attributes:
+        strength: 2 for a choice, 1 for one that is not shared otherwise (timed beside the program's
+            work, or on drawn inputs), 0 for a fallback.
+    """
+
+    strength: int
+    generation: int
+    config: str
+    median_ms: float = 0.0
+    measured: int = 0
+    created: float = 0.0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What candidates are compared by."""
+        return self.strength, self.generation
+
+
+_known: weakref.WeakKeyDictionary[Autotuner, dict[Any, Known]] = weakref.WeakKeyDictionary()
+
+
+def remember(tuner: Autotuner, key: Any, request: TuningRequest) -> None:
+    """Note what a memory key stands for, so that `sync` can put another config in its place."""
+    configs = {config_digest(config): config for config in request.configs}
+    _known.setdefault(tuner, {})[key] = Known(request.key, request.declared, configs)
+
+
+def sync(group: Any = None) -> None:
+    """Take over what other processes have chosen, and agree with them on what to launch.
+
+    Call it in every process at the same point, before training and whenever choices may change.
+    Brings the local store up to date with the shared one (SAFETUNE_SHARED), waiting two seconds at
+    most, and adopts the newest choice of each key that this process has launched, those of
+    background tunings included. Where torch.distributed is initialised, all ranks of the group then
+    launch the same config for the same key on the same kind of device: a choice before a fallback,
+    a later generation before an earlier one, and of equals that of the lowest rank. Does not wait
+    for tunings that are still running.
+
+    Args:
+        group: a process group of torch.distributed; all ranks if None.
+    """
+    from safetune.miss.background import (
+        adopt_held,  # a process whose choices are stored never needs it
+    )
+
+    candidates.count_sync()
+    adopt_held()
+    settings = Settings.current()
+    known = [] if settings.mode is Mode.OFF else list(_all_known())
+    mine = _candidates(settings, known)
+    agreed = _agreed(mine, group)
+    for tuner, key, each in known:
+        winner = agreed.get(each.identity)
+        if winner is None:
+            continue
+        config = each.configs.get(winner.config)
+        if config is None:
+            _warn_of_unknown(each)
+        elif winner.strength or winner != mine.get(each.identity):
+            tuner.postponed.pop(key, None)
+            tuner.adopt(key, config)
+    _store(settings, known, mine, agreed)
+
+
+def _all_known() -> Iterator[tuple[Autotuner, Any, Known]]:
+    for tuner, keys in list(_known.items()):
+        for key, known in list(keys.items()):
+            yield tuner, key, known
+
+
+def _candidates(
+    settings: Settings, known: Iterable[tuple[Autotuner, Any, Known]]
+) -> dict[str, Candidate]:
+    from safetune.store.shared import local_copy  # no launch needs these
+    from safetune.store.shared.record import space_of
+
+    found: dict[str, Candidate] = {}
+    lookup, now, spaces = None, time.time(), set()
+    for tuner, key, each in known:
+        lookup = lookup or open_lookup(settings)
+        shared, space = lookup.store.shared, space_of(each.key)
+        if shared is not None and space not in spaces:
+            spaces.add(space)
+            shared.refresh(space, since=now)
+        lookup.forget(each.key.digest, each.declared)  # a newer generation counts from here on
+        choice = lookup.find(each.key, each.declared)
+        if choice is not None and choice.config_digest in each.configs:
+            trials = lookup.store.trials(each.key.digest)
+            outcomes = [t.outcome for t in trials if t.config_digest == choice.config_digest]
+            strength = 2 if all(map(local_copy.shareable, outcomes[-1:])) else 1
+            numbers = choice.median_ms, choice.measured, choice.created
+            found[each.identity] = Candidate(
+                strength, choice.generation, choice.config_digest, *numbers
+            )
+        elif (launched := _launched(tuner, key)) is not None:
+            found.setdefault(each.identity, Candidate(0, 0, config_digest(launched)))
+    return found
+
+
+def _launched(tuner: Autotuner, key: Any) -> Config | None:
+    if key in tuner.postponed:
+        return tuner.postponed[key].config
+    rejections = tuner.rejections.get(key)
+    config: Config | None = tuner.cache.get(key)
+    if config is None and rejections is not None:
+        config = rejections.choice
+    if config is None and key in tuner.captured:
+        config = tuner.captured[key].config
+    return config
+
+
+def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
+    """What all ranks launch; in a world of one, what this one would."""
+    distributed = _distributed(group)
+    if distributed is None:
+        return mine
+    text = encoding.dumps({identity: list(each) for identity, each in mine.items()})
+    if len(set(_gathered(distributed, encoding.digest(text), group))) == 1:
+        return mine
+    agreed: dict[str, Candidate] = {}
+    for table in _gathered(distributed, text, group):
+        for identity, values in json.loads(table).items():
+            candidate, best = Candidate(*values), agreed.get(identity)
+            if best is None or candidate.order > best.order:
+                agreed[identity] = candidate
+    differing = sum(1 for identity, each in mine.items() if agreed[identity].config != each.config)
+    logger.info("%d of %d keys launch another rank's config from here on", differing, len(mine))
+    return agreed
+
+
+def _distributed(group: Any) -> Any:
+    """torch.distributed, if it is there, initialised, and this process is in the group."""
+    if "torch" not in sys.modules:
+        return None
+    import torch.distributed as distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed if distributed.get_rank(group) >= 0 else None
+
+
+def _gathered(distributed: Any, text: str, group: Any) -> Sequence[str]:
+    """Every rank's text, by rank."""
+    texts: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(texts, text, group=group)
+    return texts
+
+
+def _store(
+    settings: Settings,
+    known: Iterable[tuple[Autotuner, Any, Known]],
+    mine: Mapping[str, Candidate],
+    agreed: Mapping[str, Candidate],
+) -> None:
+    """Keep what was taken from other ranks, so that the next run begins with it."""
+    if settings.mode is Mode.FROZEN:
+        return
+    taken = []
+    for _, _, each in known:
+        winner = agreed.get(each.identity)
+        if winner is None or not winner.strength or winner == mine.get(each.identity):
+            continue
+        if config := each.configs.get(winner.config):
+            taken.append(_stored(each, winner, config))
+    store = open_lookup(settings).store if taken else None
+    if isinstance(store, GuardedStore):
+        from safetune.store.shared import local_copy
+
+        try:
+            local_copy.adopt(store.connection, taken)
+        except StoreError as error:
+            logger.warning("%s; what was agreed on holds for this process only", error)
+
+
+def _stored(known: Known, winner: Candidate, config: Config) -> StoredChoice:
+    choice = ChoiceRecord(
+        key=known.key.digest,
+        generation=winner.generation,
+        config_digest=winner.config,
+        config=config_record(config),
+        declared=known.declared,
+        median_ms=winner.median_ms,
+        measured=winner.measured,
+        created=winner.created,
+    )
+    return StoredChoice(key_record(known.key), choice)
+
+
+def _warn_of_unknown(known: Known) -> None:
+    warnings.warn(
+        f"{known.key.kernel.name}: another rank launches a config for {known.key} that is not left "
+        "by pruning here; this rank keeps its own",
+        stacklevel=3,
+    )

@@ -1,0 +1,273 @@
+"""What a miss does while a CUDA graph is being captured, and which graphs hold a fallback since.
+
+Nothing is measured under capture, in this process or another: a copy of the inputs would wait for
+the device. A stored choice is used; without one, what is launched is the fallback, which may be
+compiled and loaded, as neither is part of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Config
+
+from safetune.config import config_text
+from safetune.errors import CaptureMiss
+from safetune.isolation import cuda
+from safetune.miss import candidates, sync
+from safetune.miss import resolve as miss_resolve
+from safetune.miss.frozen import instead
+from safetune.miss.inline import why_not_isolated
+from safetune.settings import CaptureMissPolicy, Mode, Settings
+from safetune.store.lookup import open_lookup
+
+if TYPE_CHECKING:
+    from safetune.frontend.autotuner import Autotuner
+    from safetune.launch.call_shape import CallForm
+    from safetune.store.local.store import Store
+    from safetune.store.lookup import Lookup
+    from safetune.tuning.requests import TuningRequest
+
+logger = logging.getLogger("safetune")
+
+#: As many as are remembered; a program that captures for ever must not grow for ever.
+_MOST_MISSES = 4096
+
+
+@dataclass(frozen=True)
+class CapturedMiss:
+    """A key that had no choice when a graph captured a launch of it.
+
+    Attributes:
+        kernel: its name.
+        key: as people read it.
+        config: what the graph launches at every replay.
+        capture: the driver's number of the capture.
+        graph: the name given to `safetune.graph`, or the number.
+    """
+
+    kernel: str
+    key: str
+    config: Config
+    capture: int
+    graph: str
+    _tuner: weakref.ref[Autotuner] = field(repr=False, compare=False)
+    _memory_key: Any = field(repr=False, compare=False)
+
+    @property
+    def choice(self) -> Config | None:
+        """What the key is launched with now; None while there is no choice for it here."""
+        tuner = self._tuner()
+        if tuner is None:
+            return None
+        rejections = tuner.rejections.get(self._memory_key)
+        known = tuner.cache.get(self._memory_key)
+        return known if known is not None or rejections is None else rejections.choice
+
+    @property
+    def outdated(self) -> bool:
+        """Whether capturing the graph again would give it another config."""
+        choice = self.choice
+        return choice is not None and choice != self.config
+
+
+_lock = threading.Lock()
+_misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
+
+#: The captures whose misses `safetune.graph` sums up, with their names.
+_watched: dict[int, str] = {}
+
+
+_pause_lock = threading.Lock()
+_pauses = 0
+_resume = False
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector from running by itself, in all threads.
+
+    An older CUDA graph that it destroys makes a capture in global mode invalid, and what a miss
+    allocates is enough to set it off.
+    """
+    global _pauses, _resume
+    with _pause_lock:
+        if not _pauses:
+            _resume = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _pause_lock:
+            _pauses -= 1
+            if not _pauses and _resume:
+                gc.enable()
+
+
+def under_way() -> int:
+    """Return the number of the capture that a launch would be part of now; 0: none.
+
+    Asked of the driver, for the stream that Triton would launch on in this thread.
+    """
+    return cuda.capture_id(launch_stream())
+
+
+def launch_stream() -> int:
+    """Return the handle of torch's current stream; 0, the default one, where torch has none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def resolve(
+    tuner: Autotuner,
+    key: Any,
+    form: CallForm,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    capture: int,
+) -> Config:
+    """Return the config for a call that this capture has none for: stored, or the fallback.
+
+    The fallback is not kept for the calls that are not captured, as the next one of them tunes; in
+    the modes that never tune, it is theirs as well.
+
+    Raises:
+        CaptureMiss: there is no choice, and the policy is `error`.
+    """
+    if Settings.current().mode is Mode.OFF:
+        return miss_resolve.resolve(tuner, key, form, args, kwargs)
+    known = tuner.captured.get(key)
+    find = functools.partial(_find, capture=capture)
+    if known is not None and known.capture == capture:  # a graph has one config for a key
+        find = functools.partial(_again, known.config)
+    return miss_resolve.resolve(tuner, key, form, args, kwargs, find)
+
+
+def _find(
+    tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capture: int
+) -> Config:
+    settings = Settings.current()
+    lookup: Lookup | None = None
+    tunes = settings.mode in (Mode.TUNE, Mode.BACKGROUND)
+    missed = miss_resolve.Miss(tuner, args, kwargs)
+    request = missed.request()
+    if len(request.configs) == 1:
+        return tuner.adopt(key, request.configs[0])
+    sync.remember(tuner, key, request)
+    if not tunes or not (tuner.isolation == "inline" or why_not_isolated(missed.call)):
+        lookup = open_lookup(settings)
+        stored = miss_resolve.stored(missed, request, lookup)
+        if stored is not None:
+            return tuner.adopt(key, stored)
+    if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
+        raise CaptureMiss(
+            f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned while "
+            "a CUDA graph is being captured. Before the capture, call safetune.prepare(step, ...) "
+            "with the function that you capture and its arguments; or tune it offline with "
+            "`safetune tune`"
+        )
+    if lookup is None:
+        config = request.configs[0]
+    else:
+        config = candidates.fallback(request, lookup.store) if tunes else instead(request, lookup)
+    captured = CapturedMiss(
+        kernel=request.key.kernel.name,
+        key=str(request.key),
+        config=config,
+        capture=capture,
+        graph=_watched.get(capture) or f"capture {capture}",
+        _tuner=weakref.ref(tuner),
+        _memory_key=key,
+    )
+    tuner.captured[key] = captured
+    store = None if lookup is None or settings.mode is Mode.FROZEN else lookup.store
+    record(captured, missed, request, store)
+    if not tunes:  # which the log has said
+        return tuner.adopt(key, config)
+    _tell(tuner, captured)
+    return config
+
+
+def _again(config: Config, *_: Any) -> Config:
+    return config
+
+
+def record(
+    captured: CapturedMiss, missed: miss_resolve.Miss, request: TuningRequest, store: Store | None
+) -> None:
+    """Keep a miss for the reports and, where there is a store, for `safetune tune --recorded`."""
+    with _lock:
+        _misses.append(captured)
+    if store is not None:
+        from safetune.miss.record import remember  # what takes a call apart waits until it has to
+
+        remember(missed, request, store)
+    logger.info(
+        "%s is to be tuned offline for %s: it had no choice under CUDA graph capture",
+        captured.kernel,
+        request.key,
+    )
+
+
+def misses(capture: int | None = None) -> tuple[CapturedMiss, ...]:
+    """Return the misses of one capture, or of all, oldest first."""
+    with _lock:
+        return tuple(each for each in _misses if capture in (None, each.capture))
+
+
+def outdated() -> Iterator[CapturedMiss]:
+    """Yield the misses whose key has another choice by now: capture those graphs again."""
+    return (each for each in misses() if each.outdated)
+
+
+def watch(capture: int, name: str) -> None:
+    """Have the misses of a capture summed up by the caller, and not warned of one by one."""
+    _watched[capture] = name
+
+
+def unwatch(capture: int) -> None:
+    """End what `watch` began."""
+    _watched.pop(capture, None)
+
+
+def adopted(tuner: Autotuner, key: Any, config: Config) -> None:
+    """Say of which graph a new choice comes too late for."""
+    captured = tuner.captured.get(key)
+    if captured is not None and config != captured.config:
+        tuner.captured.pop(key, None)  # another thread may be about to say it, too
+        logger.warning(
+            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that: "
+            "capture it again",
+            captured.kernel,
+            captured.key,
+            config_text(config),
+            captured.graph,
+            config_text(captured.config),
+        )
+
+
+def _tell(tuner: Autotuner, captured: CapturedMiss) -> None:
+    """Warn, once for a kernel; the log has the rest."""
+    if captured.capture in _watched or tuner.__dict__.get("_told_of_capture"):
+        return
+    tuner.__dict__["_told_of_capture"] = True
+    warnings.warn(
+        f"{captured.kernel} has no choice for {captured.key} and is captured with "
+        f"{config_text(captured.config)}, which the graph keeps: nothing is tuned under CUDA graph "
+        "capture. Call safetune.prepare with what you capture, before the capture",
+        stacklevel=2,
+    )

@@ -1,0 +1,143 @@
+"""Recorded calls as tasks for offline tuning: their kernels found again, their inputs rebuilt."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from safetune.config import config_digest
+from safetune.inputs import call_description
+from safetune.keys.tuning_key import describe_call
+from safetune.miss.resolve import identity_of
+from safetune.offline.tasks import OfflineKernel, Task, find_kernels
+from safetune.outcome import Mark
+from safetune.store.local.recorded_calls import RecordedCall
+from safetune.workload import Workload
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A recorded call that is not tuned, and why."""
+
+    call: RecordedCall
+    reason: str
+
+    @property
+    def words(self) -> str:
+        """What was called, as people read it."""
+        try:
+            return f"{self.call.name} for {describe_call(self.call.arguments['call'])}"
+        except (KeyError, TypeError, ValueError):
+            return self.call.name
+
+
+@dataclass(frozen=True)
+class Rebuildable:
+    """A recorded call whose kernel is here."""
+
+    call: RecordedCall
+    kernel: OfflineKernel
+
+    def task(self, device: str) -> Task:
+        """Make the call's tensors on a device and return the tuning that it asks for."""
+        data, tuner = self.call.arguments, self.kernel.tuner
+        made = tuner.hooks.inputs is not None
+        args, kwargs = call_description.rebuild(data, device, filled=not made)
+        grids = {
+            config_digest(config): (
+                config.all_kwargs(),
+                tuple(data["grids"][config_digest(config)]),
+            )
+            for config in tuner.configs
+            if config_digest(config) in data["grids"]
+        }
+        drawn = "" if made else ", ".join(call_description.with_tensors(data, tuner.arg_names))
+        values, _, dtypes = describe_call(data["call"]).partition(" (")
+        return Task(
+            # The tuner itself: what heuristics above it made is among the arguments.
+            kernel=replace(self.kernel, outer=tuner),
+            workload=Workload(values, _grid_function(list(grids.values())), args, kwargs),
+            dtype=dtypes.removesuffix(")"),
+            marks=(Mark.REGENERATED.of(drawn),) if drawn else (),
+        )
+
+
+def sort_out(
+    calls: Iterable[RecordedCall], kernels: Sequence[OfflineKernel] | None, zeros: bool
+) -> tuple[list[Rebuildable], list[LeftOut]]:
+    """Return the calls that can be tuned, and the others.
+
+    Args:
+        kernels: where to look for the calls' kernels; None: in the modules that defined them.
+        zeros: also tune what has integer tensors, which hold zeros then.
+    """
+    found: list[Rebuildable] = []
+    left_out: list[LeftOut] = []
+    for call in calls:
+        try:
+            kernel = _kernel_of(call, _imported(call) if kernels is None else kernels)
+            _check(call, kernel, zeros)
+            found.append(Rebuildable(call, kernel))
+        except _NotHere as error:
+            left_out.append(LeftOut(call, str(error)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            left_out.append(LeftOut(call, f"its record makes no sense: {error!r}"))
+    return found, left_out
+
+
+class _NotHere(Exception):
+    """Why a call is left out."""
+
+
+def _imported(call: RecordedCall) -> list[OfflineKernel]:
+    module = call.place.partition(":")[0]
+    if module == "__main__":
+        raise _NotHere("it is a script's own kernel: name the script as TARGET")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return find_kernels(vars(importlib.import_module(module)))
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise _NotHere(f"{module} does not import ({reason}): name its file as TARGET") from error
+
+
+def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineKernel:
+    named = [kernel for kernel in kernels if kernel.name == call.name]
+    for kernel in named:
+        if identity_of(kernel.tuner).digest == call.arguments.get("kernel"):
+            return kernel
+    if named:
+        raise _NotHere(f"{call.place} has changed since: record it again")
+    raise _NotHere(f"{call.place} is no attribute of its module: name a TARGET that has it")
+
+
+def _check(call: RecordedCall, kernel: OfflineKernel, zeros: bool) -> None:
+    data = call.arguments
+    if problem := data.get("problem"):
+        raise _NotHere(str(problem))
+    if zeros or kernel.tuner.hooks.inputs is not None:
+        return
+    if names := call_description.with_tensors(data, kernel.tuner.arg_names, floats=False):
+        raise _NotHere(
+            f"the integers in {', '.join(names)} are not recorded: give the kernel `inputs=`, "
+            "which makes its tensors, or tune it on zeros with --zeros"
+        )
+
+
+def _grid_function(
+    grids: Sequence[tuple[dict[str, Any], tuple[int, ...]]],
+) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
+    """What gives each config the grid that was recorded for it."""
+
+    def grid(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        for options, numbers in grids:
+            if all(arguments.get(name) == value for name, value in options.items()):
+                return numbers
+        raise LookupError("this config was not declared when the call was recorded")
+
+    return grid

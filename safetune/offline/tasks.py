@@ -1,0 +1,149 @@
+"""Tuning without a caller: the workloads that kernels declare, run one after another."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from triton.runtime.autotuner import Heuristics
+
+from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
+from safetune.frontend.autotuner import Autotuner
+from safetune.keys.kernel_digest import is_interpreted
+from safetune.miss import reporting
+from safetune.miss.inline import why_not_isolated
+from safetune.miss.resolve import Miss
+from safetune.settings import Mode, Settings
+from safetune.store.local.store import Store
+from safetune.store.lookup import open_lookup
+from safetune.tuning.requests import TuningRequest
+from safetune.tuning.result import Observer, TuningResult
+from safetune.tuning.tuner import tune
+from safetune.workload import Workload
+
+
+@dataclass(frozen=True)
+class OfflineKernel:
+    """A kernel as found in a module: the tuner, and the heuristics above it."""
+
+    name: str
+    tuner: Autotuner
+    outer: Any
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether it was decorated under TRITON_INTERPRET=1."""
+        return is_interpreted(self.tuner.fn)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel at one workload and dtype.
+
+    Attributes:
+        marks: for every outcome, e.g. what its inputs are made of.
+    """
+
+    kernel: OfflineKernel
+    workload: Workload
+    dtype: str
+    marks: tuple[str, ...] = ()
+
+
+def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
+    """Return the safetuned kernels among a module's names, each once, in their order."""
+    found: dict[int, OfflineKernel] = {}
+    for value in namespace.values():
+        inner = value
+        while isinstance(inner, Heuristics):
+            inner = inner.fn
+        if isinstance(inner, Autotuner):
+            found.setdefault(id(inner), OfflineKernel(inner.base_fn.__name__, inner, value))
+    return list(found.values())
+
+
+def tasks(
+    kernel: OfflineKernel, device: str | None, dtypes: Iterable[str], shapes: Iterable[str]
+) -> Iterator[Task]:
+    """Yield what a kernel's workloads ask for, restricted to some dtypes and shape names.
+
+    Raises:
+        WorkloadError: a workload function raised, or yielded something else than a `Workload`.
+        TargetError: a dtype that torch does not have.
+    """
+    wanted, chosen = set(shapes), tuple(dtypes)
+    place = torch.device(device or ("cpu" if kernel.interpreted else "cuda"))
+    default = "float32" if kernel.interpreted else "bfloat16"
+    for declared in kernel.tuner.workloads:
+        for name in chosen or declared.dtypes or (default,):
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise TargetError(f"dtype {name!r} is not one of torch's; try float16 or bfloat16")
+            for workload in _yielded(kernel, declared.function, place, dtype):
+                if not wanted or workload.name in wanted:
+                    yield Task(kernel, workload, name)
+
+
+def request_for(task: Task, force: bool = False) -> TuningRequest:
+    """Return the tuning that a task asks for; raises `NoDevice` and `InvalidConfig`.
+
+    Raises:
+        WorkerUnavailable: configs cannot be tried in a child on this platform or back end.
+    """
+    kwargs = {**task.workload.kwargs, "grid": task.workload.grid}
+    outer = task.kernel.outer
+    while isinstance(outer, Heuristics):
+        for name, heuristic in outer.values.items():
+            named = dict(zip(outer.arg_names, task.workload.args, strict=False))
+            kwargs[name] = heuristic({**named, **kwargs})
+        outer = outer.fn
+    miss = Miss(task.kernel.tuner, task.workload.args, kwargs)
+    if reason := why_not_isolated(miss.call):
+        raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")
+    return replace(miss.request(force), marks=task.marks)
+
+
+def open_tuning_store() -> Store:
+    """Return the store to tune into, whatever SAFETUNE_MODE says."""
+    return open_lookup(replace(Settings.current(), mode=Mode.TUNE)).store
+
+
+def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
+    """Tune one task into the local store; what is stored already is not measured again.
+
+    Raises:
+        NoWorkingConfig: every config failed.
+    """
+    store = open_tuning_store()
+    request = request_for(task, force)
+
+    result = tune(request, store, reporting.both(reporting.log_config, observe))
+    reporting.log_result(request, result)
+    return result
+
+
+def _yielded(
+    kernel: OfflineKernel, function: Any, device: torch.device, dtype: torch.dtype
+) -> Iterator[Workload]:
+    code = inspect.unwrap(function).__code__
+    place = f"{code.co_filename}:{code.co_firstlineno}"
+    name = f"the workload {function.__name__} of {kernel.name}"
+    try:
+        for workload in function(device, dtype):
+            if not isinstance(workload, Workload):
+                raise WorkloadError(
+                    f"{name} yielded {workload!r}; it must yield safetune.Workload(name, grid, "
+                    f"args, kwargs) ({place})"
+                )
+            yield workload
+    except WorkloadError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise WorkloadError(
+            f"{name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        ) from error

@@ -1,0 +1,300 @@
+"""One SQLite connection per store and process: opening it, sharing it, surviving a fork.
+
+The threads of a process share one connection under a lock. Every statement is one indexed row and
+takes microseconds, and a connection per thread would leave one behind for each thread that ended.
+Who waits for another process to write does not hold that lock: the other threads go on reading.
+No connection is carried across a fork: it is closed before, and each side opens its own at its
+next use. In memory there is nothing to open again: a forked child starts with an empty database.
+A database that was deleted or replaced is opened anew, one that is damaged is moved aside.
+Whatever fails here fails as `StoreError`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetune.errors import LeaseLost, StoreError
+from safetune.store.local import db_files, migrations, recovery
+from safetune.store.local.recovery import Damaged
+from safetune.store.local.table import RecordError
+
+if TYPE_CHECKING:
+    from sqlite_utils import Database
+
+logger = logging.getLogger("safetune")
+
+#: Device and inode; None where nothing can take the file's place.
+Identity = tuple[int, int] | None
+
+#: How long a writer waits for others, in seconds.
+BUSY_TIMEOUT_S = 30.0
+
+#: A writer tries again after so long, as SQLite itself does while it waits.
+_PAUSE_S = 0.001
+_MAX_PAUSE_S = 0.1
+
+#: How long a fork waits for a statement of another thread before it leaves the connection open.
+_FORK_WAIT_S = 1.0
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_forking = threading.local()
+
+#: A parent's connections, in a child whose fork could not wait: closing one would release the
+#: parent's locks or delete its log, so they are kept and never touched.
+_abandoned: list[sqlite3.Connection] = []
+
+
+class Connection:
+    """The connection to one database file, or to one in memory when `path` is None."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._sqlite: sqlite3.Connection | None = None
+        self._file: Identity = None
+        self._suspect = False
+        self._closed = False
+        _connections.add(self)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection, alone, for plain SELECTs; raises `StoreError`."""
+        with self._alone() as connection, self._failures("read"):
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Database]:
+        """One transaction on the connection, committed at the end; raises `StoreError`."""
+        with self._failures("write to"):
+            from sqlite_utils import Database
+
+        with self.transaction() as connection:
+            yield Database(connection, execute_plugins=False, recursive_triggers=False)
+
+    @contextlib.contextmanager
+    def transaction(self, wait_s: float = BUSY_TIMEOUT_S) -> Iterator[sqlite3.Connection]:
+        """One transaction for plain statements, committed at the end; raises `StoreError`.
+
+        Args:
+            wait_s: how long to wait while other processes write, in seconds.
+        """
+        end, pause_s = time.monotonic() + wait_s, _PAUSE_S
+        while True:
+            with self._alone() as connection, self._failures("write to"):
+                if _begin(connection, must=time.monotonic() >= end):
+                    with migrations.ending(connection):
+                        yield connection
+                    return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def open(self) -> None:
+        """Open the database now instead of at the first use; raises `StoreError`."""
+        with self._alone():
+            pass
+
+    def close(self) -> None:
+        """Close for good; a later use raises `StoreError`."""
+        self._notice_fork()
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[sqlite3.Connection]:
+        self._notice_fork()
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"the store {self._place} is closed")
+            if self._sqlite is not None and self._is_replaced():
+                logger.warning("the store %s was deleted or replaced; opening it anew", self.path)
+                self._disconnect()
+            if self._sqlite is None:
+                with self._failures("open"):
+                    self._connect()
+            assert self._sqlite is not None
+            yield self._sqlite
+
+    def _connect(self) -> None:
+        if self.path is None:
+            self._sqlite = prepared(_plain(":memory:"), migrations.prepare)
+        else:
+            self._sqlite, self._file = _connect(self.path, self._suspect)
+            self._suspect = False
+
+    def _is_replaced(self) -> bool:
+        """Whether what is written would go to a file that nobody finds again."""
+        if self.path is None or self._file is None:
+            return False
+        try:
+            return db_files.identity(self.path) != self._file
+        except OSError:  # SQLite will meet it, too, if it lasts
+            return False
+
+    @contextlib.contextmanager
+    def _failures(self, action: str) -> Iterator[None]:
+        """Turn what may fail in SQLite and sqlite-utils into one line that names the path."""
+        try:
+            yield
+        except (RecordError, LeaseLost):
+            raise
+        except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            message = f"cannot {action} the store {self._place}: {reason}"
+            if not recovery.is_damage(error):
+                # Such as a lock that could not be let go: only a new connection is rid of that.
+                if action == "read" and self.path is not None:
+                    self._disconnect()
+                raise StoreError(message) from error
+            self._suspect = True
+            self._disconnect()
+            raise Damaged(message) from error
+
+    @property
+    def _place(self) -> str:
+        return "in memory" if self.path is None else str(self.path)
+
+    def _disconnect(self) -> None:
+        connection, self._sqlite = self._sqlite, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+    def _notice_fork(self) -> None:
+        """Catch the forks that run none of Python's hooks."""
+        if self._pid != os.getpid():
+            self.renew()
+
+    def pause(self) -> bool:
+        """Close the file, and stay locked; False if another thread is in it for too long."""
+        self._notice_fork()
+        if not self._lock.acquire(timeout=_FORK_WAIT_S):
+            return False
+        if self.path is not None:
+            self._disconnect()
+        return True
+
+    def resume(self) -> None:
+        """Let the other threads go on."""
+        self._lock.release()
+
+    def renew(self) -> None:
+        """Forget the parent's connection, and its lock, which a lost thread may have held."""
+        if self._sqlite is not None:
+            _abandoned.append(self._sqlite)
+        self._sqlite = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+
+def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
+    """Open a database file, and return which one it was; a damaged one is moved aside first.
+
+    One that is damaged is looked at twice: SQLite says the same of a disk that fails to read once.
+    """
+    looked = False
+    for last in (False, False, False, True):
+        if db_files.is_read_only(path):
+            db_files.check(path)
+            return prepared(recovery.open_read_only(path), migrations.check_current), None
+        db_files.make_directory(path)
+        try:
+            with recovery.unmoved(path):
+                db_files.make(path)
+                found = db_files.identity(path)
+                prepare = migrations.prepare_suspect if suspect else migrations.prepare
+                connection = prepared(_plain(path), prepare)
+        except (sqlite3.Error, Damaged) as error:
+            # An error of a file that is no longer there says nothing of the one that is.
+            replaced = db_files.identity(path) != found
+            if last or not (replaced or recovery.is_damage(error)):
+                raise
+            if looked and not replaced:
+                recovery.move_aside(path, found, error)
+            looked = not replaced
+            continue
+        if found == db_files.identity(path):
+            return connection, found
+        connection.close()  # somebody has put another in its place
+    raise StoreError("other processes keep replacing it")
+
+
+def _plain(path: Path | str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
+
+
+def _begin(connection: sqlite3.Connection, must: bool) -> bool:
+    """Take the write lock, without waiting; False (or an error) while another process has it."""
+    connection.execute("PRAGMA busy_timeout=0")
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if must or str(error) != "database is locked":
+            raise
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000:.0f}")
+    return True
+
+
+def prepared(
+    connection: sqlite3.Connection, prepare: Callable[[sqlite3.Connection], None]
+) -> sqlite3.Connection:
+    """Return a connection that was just opened once `prepare` is done with it; else close it."""
+    try:
+        # A flipped byte may end in text that is no UTF-8: the checksum's business, not an error.
+        connection.text_factory = _decode
+        connection.execute("PRAGMA trusted_schema=OFF")
+        prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _before_fork() -> None:
+    _forking.held = [each for each in tuple(_connections) if each.pause()]
+
+
+def _after_fork_in_parent() -> None:
+    for each in _forking.held:
+        each.resume()
+
+
+def _after_fork_in_child() -> None:
+    db_files.creating = threading.Lock()
+    for each in tuple(_connections):
+        each.renew()
+
+
+def _close_all() -> None:
+    """Leave no log files behind at exit; a thread that still writes keeps its connection."""
+    for each in tuple(_connections):
+        if each.pause():
+            each.resume()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )
+atexit.register(_close_all)

@@ -1,0 +1,113 @@
+"""A store that is never in the way of a run: what it cannot keep stays in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from safetune.errors import LeaseLost, StoreError
+from safetune.store.local.connection import Connection
+from safetune.store.local.recovery import Damaged
+from safetune.store.local.store import Store
+from safetune.store.local.table import RecordError
+
+if TYPE_CHECKING:
+    from safetune.store.local.lease import Lease
+    from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
+
+logger = logging.getLogger("safetune")
+
+Answer = TypeVar("Answer")
+
+
+class GuardedStore(Store):
+    """A store whose tuning methods never raise.
+
+    When one fails to write, this and all later records go to memory; what is already stored is
+    still read. When one fails to read, only memory is left. Each is logged once. A record that no
+    store would keep is logged and dropped. The methods for people (`choices`, `trials_of`,
+    `kernels`, `clear`) raise as they do in `Store`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._spare: Store | None = None
+        self._unreadable = False
+
+    def put_key(self, record: KeyRecord) -> None:
+        """Write a key, here or in memory."""
+        self._write(Store.put_key, record)
+
+    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
+        """Write an outcome, here or in memory; raises `LeaseLost`."""
+        self._write(Store.put_trial, record, lease)
+
+    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
+        """Write a choice, here or in memory, and return the one to use; raises `LeaseLost`."""
+        return self._write(Store.put_choice, record, lease) or record
+
+    def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
+        """Return the outcomes of a key or one generation, those in memory over those stored."""
+        answers = self._read(Store.trials, key, generation)
+        merged = {
+            (trial.generation, trial.config_digest): trial for answer in answers for trial in answer
+        }
+        return sorted(merged.values(), key=lambda trial: trial.generation)
+
+    def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
+        """Return the choice of the highest generation, stored or in memory."""
+        found = [choice for choice in self._read(Store.choice, key, declared) if choice is not None]
+        return max(found, key=lambda choice: choice.generation, default=None)
+
+    def generation(self, key: str) -> int:
+        """Return the highest generation, stored or in memory; 0 if none."""
+        return max(self._read(Store.generation, key), default=0)
+
+    def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
+        """Return the choices of a kernel's keys on a device, stored and in memory."""
+        answers = self._read(Store.kin, kernel_digest, device_digest)
+        return [kin for answer in answers for kin in answer]
+
+    def _write(
+        self, method: Callable[..., Answer], record: Any, *lease: Lease | None
+    ) -> Answer | None:
+        try:
+            if self._spare is None:
+                try:
+                    return self._tried(Damaged, method, record, *lease)
+                except (RecordError, LeaseLost):
+                    raise
+                except StoreError as error:
+                    logger.warning("%s; going on in memory", error)
+                    self._spare = Store.in_memory()
+            return method(self._spare, record)
+        except LeaseLost:
+            raise
+        except StoreError as error:
+            logger.warning("a record is not kept: %s", error)
+            return None
+
+    def _tried(
+        self, again: type[StoreError], method: Callable[..., Answer], *arguments: Any
+    ) -> Answer:
+        """Once more after some errors: damage is mended or moved aside by opening it again."""
+        try:
+            return method(self, *arguments)
+        except again:
+            return method(self, *arguments)
+
+    def _read(self, method: Callable[..., Answer], *arguments: Any) -> list[Answer]:
+        answers = []
+        if not self._unreadable:
+            try:
+                answers.append(self._tried(StoreError, method, *arguments))
+            except StoreError as error:
+                logger.warning("%s; going on without what it holds", error)
+                self._unreadable = True
+        if self._spare is not None:
+            try:
+                answers.append(method(self._spare, *arguments))
+            except StoreError as error:
+                logger.warning("%s", error)
+        return answers

@@ -1,0 +1,228 @@
+"""The schema history of the store: each `m...` function is one step, the list of them is the story.
+
+`sqlite_utils` is imported here and nowhere else in reading: a database that is up to date is
+recognised by one plain `PRAGMA user_version`. The steps run inside one BEGIN IMMEDIATE, so that of
+many processes that open a new file at once one migrates and the others find it done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from safetune.errors import StoreError
+from safetune.store.local.recovery import Damaged
+from safetune.store.local.rows import TABLES
+
+if TYPE_CHECKING:
+    from sqlite_utils import Database
+
+#: "SFTU" in the file's header tells our databases from other people's.
+APPLICATION_ID = 0x53465455
+
+#: The switch to WAL does not honour the busy timeout: tried this often, then left to the next open.
+_WAL_ATTEMPTS = 5
+_WAL_PAUSE_S = 0.01
+
+_STRANGERS = (
+    "SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index') "
+    "OR sql LIKE 'CREATE VIRTUAL%' "
+    "UNION ALL SELECT 1 FROM sqlite_master AS made, pragma_table_xinfo(made.name) AS has "
+    "WHERE made.type = 'table' AND has.hidden LIMIT 1"
+)
+_LEASE = "SELECT token, name, owner, beats FROM lease"
+
+
+def m001_create_tables(database: Database) -> None:
+    """Kernels, devices, keys, one row per trial and one per choice."""
+    text, integer, real = str, int, float
+    kernel = {"digest": text, "name": text, "source": text, "file": text, "line": integer}
+    device = {"digest": text, "record": text}
+    key = {"digest": text, "name": text, "kernel": text, "device": text}
+    key |= {"toolchain": text, "call": text}
+    trial = {"key": text, "generation": integer, "config_digest": text, "config": text}
+    trial |= {"verdict": text, "detail": text, "message": text, "stderr": text}
+    trial |= {"median_ms": real, "p20_ms": real, "p80_ms": real, "count": integer, "stage": text}
+    trial |= {"gpu_uuid": text, "marks": text, "created": real}
+    choice = {"key": text, "generation": integer, "config_digest": text, "config": text}
+    choice |= {"declared": text, "median_ms": real, "measured": integer, "created": real}
+    for name, columns, primary_key in (
+        ("kernel", kernel, "digest"),
+        ("device", device, "digest"),
+        ("key", key, "digest"),
+        ("trial", trial, ("key", "generation", "config_digest")),
+        ("choice", choice, ("key", "generation")),
+    ):
+        database.table(name).create({**columns, "checksum": text}, pk=primary_key)
+    database.table("key").create_index(["name"])
+
+
+def m002_lease_and_choice_per_list(database: Database) -> None:
+    """One choice for each config list of a key; leases; an index for the kin of a key.
+
+    A token is never used twice, not even after its row is gone: AUTOINCREMENT.
+    """
+    database.table("choice").transform(pk=("key", "declared", "generation"))
+    database.execute(
+        "CREATE TABLE lease (token INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, "
+        "owner TEXT NOT NULL, beats INTEGER NOT NULL)"
+    )
+    database.table("key").create_index(["kernel", "device"])
+
+
+def m003_create_call(database: Database) -> None:
+    """Calls that were recorded to be tuned offline."""
+    columns = {"key": str, "name": str, "place": str, "arguments": str, "created": float}
+    database.table("call").create({**columns, "checksum": str}, pk="key")
+
+
+HISTORY = (m001_create_tables, m002_lease_and_choice_per_list, m003_create_call)
+
+#: `PRAGMA user_version` of a database that has every step.
+VERSION = len(HISTORY)
+
+
+def prepare(connection: sqlite3.Connection) -> None:
+    """Bring a just opened database to `VERSION`, whatever other processes do to it meanwhile.
+
+    Raises:
+        StoreError: it was written by a newer safetune, or by something else; it is left as it is.
+            `Damaged` where tables or columns are missing.
+        sqlite3.Error: it is no database, or cannot be read or written.
+    """
+    with _transaction(connection, "BEGIN"):  # one snapshot: another process may migrate right now
+        current = is_current(connection)
+        if current:
+            check_schema(connection)
+    connection.execute("PRAGMA synchronous=NORMAL")
+    _switch_to_wal(connection, attempts=1 if current else _WAL_ATTEMPTS)
+    if not current:
+        _migrate(connection)
+
+
+def prepare_suspect(connection: sqlite3.Connection) -> None:
+    """Do what `prepare` does with a database in which damage was seen, if it can be mended.
+
+    Only indexes can: they are made again from the rows.
+
+    Raises:
+        Damaged: rows or pages are damaged.
+    """
+    if _unsound(connection):
+        connection.execute("REINDEX")
+        if reason := _unsound(connection):
+            raise Damaged(reason)
+    prepare(connection)
+
+
+def _unsound(connection: sqlite3.Connection) -> str:
+    found = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+    return "" if found == "ok" else found
+
+
+def check_current(connection: sqlite3.Connection) -> None:
+    """Raise `StoreError` unless a database that cannot be changed is as `prepare` leaves it."""
+    if not is_current(connection):
+        raise StoreError("it cannot be written to, and an older safetune made it")
+    check_schema(connection)
+
+
+def is_current(connection: sqlite3.Connection) -> bool:
+    """Whether every step has run, by plain reads inside a transaction; raises like `prepare`."""
+    version = _pragma(connection, "user_version")
+    application = _pragma(connection, "application_id")
+    if application == APPLICATION_ID:
+        if version > VERSION:
+            raise StoreError(
+                f"it was written by a newer safetune (schema {version}, "
+                f"this one knows {VERSION}); it is left untouched"
+            )
+        return version == VERSION
+    if application or version or _has_tables(connection):
+        raise StoreError("it is a database, but not one of safetune; it is left untouched")
+    return False
+
+
+def check_schema(connection: sqlite3.Connection) -> None:
+    """See that every table has its columns, and that nothing else in the file runs with them.
+
+    Raises:
+        Damaged: a table or column is missing.
+        StoreError: it has triggers, views, virtual tables or generated columns.
+    """
+    if connection.execute(_STRANGERS).fetchone() is not None:
+        raise StoreError(
+            "it has triggers or views, which safetune never makes; it is left as it is"
+        )
+    try:
+        for select in (*(table.select for table in TABLES), _LEASE):
+            connection.execute(f"{select} LIMIT 0")
+    except sqlite3.OperationalError as error:
+        if str(error).startswith("no such"):
+            raise Damaged(str(error)) from error
+        raise
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
+    # Imported before the lock is taken: the import takes 0.2 s, the migration 2 ms.
+    from sqlite_utils import Database
+    from sqlite_utils.migrations import Migrations
+
+    migrations = Migrations("safetune")
+    for step in HISTORY:
+        migrations()(step)
+    with immediate(connection):
+        if is_current(connection):
+            return
+        migrations.apply(Database(connection, execute_plugins=False))
+        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version={VERSION}")
+
+
+def immediate(connection: sqlite3.Connection) -> contextlib.AbstractContextManager[None]:
+    """A transaction that holds the write lock from its first statement on.
+
+    A deferred one (the default, and what sqlite-utils begins) fails at once, without waiting, when
+    it has read and somebody else wrote; measured: 912 of 1,280 writes lost.
+    """
+    return _transaction(connection, "BEGIN IMMEDIATE")
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
+    connection.execute(begin)
+    with ending(connection):
+        yield
+
+
+@contextlib.contextmanager
+def ending(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit the transaction that is open, or roll it back where something is raised."""
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _switch_to_wal(connection: sqlite3.Connection, attempts: int) -> None:
+    """Ask for write-ahead logging; a database that stays without it works too, only slower."""
+    for attempt in range(attempts):
+        with contextlib.suppress(sqlite3.OperationalError):
+            connection.execute("PRAGMA journal_mode=wal").fetchone()
+            return
+        if attempt + 1 < attempts:
+            time.sleep(_WAL_PAUSE_S)
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None

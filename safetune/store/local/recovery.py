@@ -1,0 +1,132 @@
+"""What is done with a database that cannot be used as it is: move it aside, or only read it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from safetune.errors import StoreError
+from safetune.store.local import db_files
+
+#: So many moved databases are kept, the newest.
+_KEPT = 3
+
+#: How long the lock is waited for, in seconds, and how long between two tries.
+_WAIT_S = 30.0
+_PAUSE_S = 0.001
+
+
+class Damaged(StoreError):
+    """It is a database of safetune, or was meant to be one, and cannot be used."""
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error says that the file itself is bad, and not the disk, a lock or a program.
+
+    SQLite's "malformed" and "not a database" have the plain class; every other one a subclass.
+    """
+    return isinstance(error, Damaged) or type(error) is sqlite3.DatabaseError
+
+
+def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException) -> None:
+    """Rename a damaged database and its logs, with one warning that names the new file.
+
+    Of many processes that see the damage one moves; `found` is the file that was seen.
+
+    Raises:
+        StoreError: other processes have been opening it for too long.
+        OSError: it cannot be renamed.
+    """
+    with _locked(path, exclusive=True):
+        if found is None or db_files.identity(path) != found:
+            return
+        aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}-{os.getpid()}")
+        for log in (
+            *db_files.LOGS,
+            "",
+        ):  # the database last: until then all of it can be done again
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path.with_name(path.name + log), aside.with_name(aside.name + log))
+        for old in moved(path)[:-_KEPT]:
+            remove(old)
+    warnings.warn(
+        f"safetune: the store {path} is damaged ({reason}); it is kept as {aside}, and an empty "
+        "one takes its place",
+        stacklevel=2,
+    )
+
+
+@contextlib.contextmanager
+def unmoved(path: Path) -> Iterator[None]:
+    """Let nobody move a database aside while it is opened.
+
+    SQLite finds the logs by their names: a process that has just opened the file that is moved, and
+    finds beside it the logs of the one that took its place, rolls those back or deletes them.
+    Where no lock is to be had, such as on a full disk, it is opened all the same.
+
+    Raises:
+        StoreError: another process has been moving it for too long.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ImportError):
+            held.enter_context(_locked(path, exclusive=False))
+        yield
+
+
+def remove(aside: Path) -> None:
+    """Delete a database that was moved aside, with its logs."""
+    for log in (*db_files.LOGS, ""):
+        aside.with_name(aside.name + log).unlink(missing_ok=True)
+
+
+def moved(path: Path) -> list[Path]:
+    """Return the databases that were moved aside from here, the oldest first."""
+    found = path.parent.glob(f"{path.name}.corrupt-*")
+    return sorted(each for each in found if not each.name.endswith(db_files.LOGS))
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    """Open a database that nobody can write to, such as one in an image.
+
+    Raises:
+        StoreError: part of it is in a log, which nobody can fold in.
+    """
+    log = path.with_name(path.name + "-wal")
+    if log.exists() and log.stat().st_size:
+        raise StoreError("it cannot be written to, and part of it is in its log")
+    return sqlite3.connect(
+        f"file:{quote(str(path))}?mode=ro&immutable=1",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path, exclusive: bool) -> Iterator[None]:
+    """The lock for moving a database. Its file stays: who deletes a lock file breaks the lock."""
+    import fcntl
+
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path.with_name(path.name + db_files.LOCK), flags, 0o600)
+    try:
+        kind, end = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, time.monotonic() + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    busy = "opening" if exclusive else "moving"
+                    message = f"other processes have been {busy} it for {_WAIT_S:.0f} s"
+                    raise StoreError(message) from None
+            time.sleep(_PAUSE_S)
+        yield
+    finally:
+        os.close(descriptor)

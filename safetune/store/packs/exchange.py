@@ -1,0 +1,230 @@
+"""Choices on the move: out of a database, into packs, together, and into a database.
+
+Which of two choices for one key and one list of configs wins is the same rule everywhere (`wins`):
+that of the later generation; of one generation the first that was made, whoever is faster, for
+that is how processes agree too, and times of two machines do not compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetune.errors import PackError
+from safetune.outcome import Mark
+from safetune.store.local import rows
+from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.table import CorruptRowError, Scalar, Table
+from safetune.store.packs import pack_format
+from safetune.store.packs.packs import beginning, read_pack
+from safetune.store.records import StoredChoice
+
+if TYPE_CHECKING:
+    import sqlite3
+
+_SQLITE = b"SQLite format 3\0"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Choices that can move, and for each that cannot, a line that says why."""
+
+    entries: list[StoredChoice] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of imported choices.
+
+    Attributes:
+        new: the database had no choice of that generation.
+        known: it has the same.
+        kept: it has another of the same generation, which stays.
+    """
+
+    new: int
+    known: int
+    kept: int
+
+
+def collect(path: Path) -> Collected:
+    """Return the choices in a pack, in a directory of packs, or in a database or its directory.
+
+    Raises:
+        PackError: it is none of these, or a pack is broken; names file and reason.
+        StoreError: it is a database that cannot be read.
+    """
+    if path.is_dir():
+        if (path / DATABASE_NAME).exists():
+            return of_database(path / DATABASE_NAME)
+        packs = sorted(path.glob("*.json"))
+        if not packs:
+            raise PackError(f"{path} holds no packs (*.json) and no {DATABASE_NAME}")
+        return Collected([entry for pack in packs for entry in read_pack(pack)])
+    try:
+        is_database = beginning(path, len(_SQLITE)) == _SQLITE
+    except (OSError, PackError):
+        is_database = False  # reading it as a pack says what is wrong
+    return of_database(path) if is_database else Collected(read_pack(path))
+
+
+def of_database(path: Path) -> Collected:
+    """Return the choices of a database, which is only read; raises `StoreError`."""
+    from safetune.store.local.read_only import open_read_only
+
+    store = open_read_only(path, Store)
+    try:
+        return of_store(store)
+    finally:
+        store.close()
+
+
+def of_store(store: Store) -> Collected:
+    """Return the choices of a store as packs hold them; raises `StoreError`.
+
+    Those that were timed beside a program's own work say little, and stay.
+    """
+    found = Collected()
+    contended = _contended(store)
+    for entry in _of_every_list(store):
+        what = f"{entry.key.kernel_name} {entry.key.call.get('values')}"
+        if (entry.key.digest, entry.choice.config_digest) in contended:
+            found.left_out.append(f"{what}: it was timed while the program used the device")
+            continue
+        try:
+            found.entries.append(pack_format.checked(entry))
+        except PackError as error:
+            found.left_out.append(f"{what}: {error}")
+    return found
+
+
+def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:
+    """Return all choices, one for each key and list of configs; the order does not matter."""
+    best: dict[tuple[str, str], StoredChoice] = {}
+    for source in sources:
+        for entry in source:
+            identity = (entry.key.digest, entry.choice.declared)
+            other = best.get(identity)
+            if other is None or wins(entry, other):
+                best[identity] = entry
+    return list(best.values())
+
+
+def wins(entry: StoredChoice, other: StoredChoice) -> bool:
+    """Whether a choice is used and not another one for the same key and configs."""
+
+    def order(each: StoredChoice) -> tuple[Any, ...]:
+        choice = each.choice
+        return -choice.generation, choice.created, choice.config_digest, choice.median_ms
+
+    return order(entry) < order(other)
+
+
+def selected(
+    entries: Iterable[StoredChoice], kernels: Collection[str] = (), device: str | None = None
+) -> list[StoredChoice]:
+    """Return the choices of some kernels, on devices with a name that has `device` in it."""
+    return [
+        entry
+        for entry in entries
+        if (not kernels or entry.key.kernel_name in kernels)
+        and (device is None or device.lower() in str(entry.key.device["name"]).lower())
+    ]
+
+
+def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
+    """Return the choices of each pack that they make, by its file's name, sorted."""
+    packs: dict[str, list[StoredChoice]] = {}
+    for entry in entries:
+        packs.setdefault(pack_format.name_of(entry), []).append(entry)
+    return dict(sorted(packs.items()))
+
+
+def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
+    """Write a pack in place of what is there, whole or not at all; raises `PackError`."""
+    text = pack_format.dump(entries)
+    with contextlib.ExitStack() as on_error:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            on_error.callback(os.unlink, name)
+            with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(descriptor)
+            os.chmod(name, 0o644)  # to be reviewed, and read by other users of a container
+            os.replace(name, path)
+        except OSError as error:
+            raise PackError(f"cannot write {path}: {error.strerror or error}") from error
+        on_error.pop_all()
+
+
+def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
+    """Write choices into a database, all of them or, where one fails, none.
+
+    A choice of the same generation that is there stays: processes may have adopted it. What the
+    database knows of a kernel stays too.
+
+    Raises:
+        StoreError: the database cannot be written.
+    """
+    prepared = [
+        (rows.key_rows(entry.key), rows.choice_row(entry.choice), entry.choice.config_digest)
+        for entry in entries
+    ]
+    counts = {"new": 0, "known": 0, "kept": 0}
+    with store.connection.writing() as database:
+        for key_rows, choice, config in prepared:
+            for table, row in key_rows:
+                _put_if_absent(database.conn, table, row)
+            stored = _put_if_absent(database.conn, rows.CHOICE, choice)
+            what = "new" if stored is None else "known" if stored["config_digest"] == config else ""
+            counts[what or "kept"] += 1
+    return Imported(**counts)
+
+
+def _put_if_absent(
+    connection: sqlite3.Connection, table: Table, row: dict[str, Scalar]
+) -> dict[str, Any] | None:
+    """Write a row, also in place of one that is corrupt; return the sound one that is there."""
+    same = " AND ".join(f"{table.name}.{name} = ?" for name in table.primary_key)
+    identity = [row[name] for name in table.primary_key]
+    found = connection.execute(f"{table.select} WHERE {same}", identity).fetchone()
+    if found is not None:
+        with contextlib.suppress(CorruptRowError):
+            return table.unseal(found)
+    table.insert(connection, row, "REPLACE")
+    return None
+
+
+def _of_every_list(store: Store) -> list[StoredChoice]:
+    """The current choice for each key and list of configs: of two versions of a program, both."""
+    keys = {entry.key.digest: entry.key for entry in store.choices()}
+    with store.connection.reading() as connection:
+        found = connection.execute(f"{rows.CHOICE.select} ORDER BY generation DESC").fetchall()
+    current: dict[tuple[str, str], StoredChoice] = {}
+    for row in found:
+        with contextlib.suppress(CorruptRowError):
+            choice = rows.choice_record(row)
+            if choice.key in keys:
+                entry = StoredChoice(keys[choice.key], choice)
+                current.setdefault((choice.key, choice.declared), entry)
+    return list(current.values())
+
+
+def _contended(store: Store) -> set[tuple[str, str]]:
+    """(key, config) of the trials that count and were timed beside other work."""
+    marked: dict[tuple[str, str], tuple[int, bool]] = {}
+    for kernel in store.kernels():
+        for key, trials in store.trials_of(kernel):
+            for trial in trials:
+                identity = (key.digest, trial.config_digest)
+                if trial.generation >= marked.get(identity, (0, False))[0]:
+                    marked[identity] = trial.generation, trial.outcome.marked(Mark.CONTENDED)
+    return {identity for identity, (_, contended) in marked.items() if contended}

@@ -1,0 +1,106 @@
+"""Packs at launch: read-only directories of choices that are looked through last.
+
+A pack is found by its name, which says kernel and device, and is read at the first miss of its
+kernel: a process whose choices are all in the store opens none. What a file says counts, not its
+name. One that is broken is skipped with one warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import stat
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetune.errors import PackError
+from safetune.store.packs import pack_format
+from safetune.store.records import ChoiceRecord, KinChoice, StoredChoice
+
+if TYPE_CHECKING:
+    from safetune.keys.tuning_key import TuningKey
+
+
+def read_pack(path: Path) -> list[StoredChoice]:
+    """Return the choices in a pack; raises `PackError`, which names the file and the reason."""
+    try:
+        return pack_format.load(beginning(path, pack_format.MAX_BYTES + 1))
+    except OSError as error:
+        raise PackError(f"{path}: {error.strerror or error}") from error
+    except PackError as error:
+        raise PackError(f"{path}: {error}") from error
+
+
+def beginning(path: Path, count: int) -> bytes:
+    """Return the first bytes of a plain file; raises `PackError` for a pipe, and `OSError`."""
+    # Opening a pipe would wait for whoever writes to it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise PackError("it is no plain file")
+        return file.read(count)
+
+
+def shipped() -> Path | None:
+    """Return where the packs are that were installed with safetune."""
+    spec = importlib.util.find_spec("safetune.cache")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+class Packs:
+    """The packs in some directories, the first directory first.
+
+    Fork-safe and thread-safe: at worst a file is read twice. A file is read once per process, so
+    that a choice does not change in the middle of a run.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = tuple(directories)
+        self._read: dict[Path, list[StoredChoice]] = {}
+
+    def find(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
+        """Return the choice for exactly this key, made from exactly these configs."""
+        for _, entry in self._of_kernel(key):
+            if entry.key.digest == key.digest and entry.choice.declared == declared:
+                return entry.choice
+        return None
+
+    def kin(self, key: TuningKey) -> list[KinChoice]:
+        """Return every choice for the key's kernel and device, of whatever toolchain."""
+        return [
+            KinChoice(entry.key.toolchain, entry.key.call, entry.choice, place=str(path))
+            for path, entry in self._of_kernel(key)
+        ]
+
+    def _of_kernel(self, key: TuningKey) -> Iterator[tuple[Path, StoredChoice]]:
+        kernel, device = key.kernel, key.device
+        name = pack_format.file_name(kernel.name, kernel.digest, device.name, device.digest)
+        for directory in self._directories:
+            path = directory / name
+            if path not in self._read:
+                self._read[path] = self._content(path)
+            for entry in self._read[path]:
+                same = (entry.key.kernel_digest, entry.key.device_digest)
+                if same == (kernel.digest, device.digest):
+                    yield path, entry
+
+    def _content(self, path: Path) -> list[StoredChoice]:
+        try:
+            return read_pack(path)
+        except PackError as error:
+            missing = getattr(error.__cause__, "errno", None) == errno.ENOENT
+            if not missing:
+                warnings.warn(f"safetune: skipping a pack: {error}", stacklevel=2)
+            elif not (path.parent.is_dir() or self._is_told(path.parent)):
+                warnings.warn(
+                    f"safetune: SAFETUNE_PACKS names {path.parent}, which is no directory",
+                    stacklevel=2,
+                )
+            return []
+
+    def _is_told(self, directory: Path) -> bool:
+        return any(path.parent == directory for path in list(self._read))

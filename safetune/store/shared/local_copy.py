@@ -1,0 +1,141 @@
+"""The local database's side of a shared store: what it takes over, and what it has to give.
+
+A choice that another node published replaces the one of the same generation here: all nodes launch
+the first that was published. What a node gives is what it has measured itself, and neither beside
+its program's own work nor on inputs that were drawn at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from safetune.errors import StoreError
+from safetune.outcome import Mark
+from safetune.store.local import rows
+from safetune.store.local.connection import BUSY_TIMEOUT_S, Connection
+from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
+from safetune.store.local.table import CorruptRowError, Table
+from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.store.shared.record import Name, encode, name_of, namespace
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from safetune.outcome import Outcome
+
+logger = logging.getLogger("safetune")
+
+#: Of all choices in the database, those for which it has a trial, too: the newest of each list.
+_OWN = (
+    f"{CHOICE.select} WHERE EXISTS (SELECT 1 FROM trial WHERE trial.key = choice.key "
+    "AND trial.config_digest = choice.config_digest) ORDER BY choice.generation DESC"
+)
+_ADOPTED = "SELECT key, declared, generation FROM choice WHERE key NOT IN (SELECT key FROM trial)"
+_TRIALS = (
+    f"{TRIAL.select} WHERE key = ? AND config_digest = ? AND generation <= ? "
+    "ORDER BY generation DESC"
+)
+_OF_DIGEST = "{} WHERE digest = ?"
+
+
+def shareable(outcome: Outcome) -> bool:
+    """Whether the time of a config says something to other nodes."""
+    return not (outcome.marked(Mark.CONTENDED) or outcome.marked(Mark.REGENERATED))
+
+
+def is_sound(stored: StoredChoice) -> bool:
+    """Whether a choice can be written down for others; what cannot is logged."""
+    try:
+        encode(stored)
+    except StoreError as error:
+        logger.info("%s", error)
+        return False
+    return True
+
+
+def adopted(connection: Connection) -> set[Name]:
+    """Return what was taken over from elsewhere, and need not be read again.
+
+    A record never changes; but what was also tuned here may have been chosen otherwise. Nothing
+    where the database cannot be read.
+    """
+    try:
+        with connection.reading() as sqlite:
+            return {Name(*row) for row in sqlite.execute(_ADOPTED).fetchall()}
+    except StoreError as error:
+        logger.info("%s; all that is shared is read", error)
+        return set()
+
+
+def adopt(
+    connection: Connection, stored: Iterable[StoredChoice], wait_s: float = BUSY_TIMEOUT_S
+) -> None:
+    """Write choices that were made elsewhere, in one transaction; raises `StoreError`."""
+    prepared = [(rows.key_rows(each.key), rows.choice_row(each.choice)) for each in stored]
+    with connection.transaction(wait_s) as sqlite:
+        for key, choice in prepared:
+            for table, row in key:  # what this node knows of a kernel is more
+                table.insert(sqlite, row, "IGNORE")
+            CHOICE.insert(sqlite, choice, "REPLACE")
+
+
+def unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
+    """Return the choices of a namespace that this node made and that `names` lacks.
+
+    None where the database cannot be read.
+    """
+    try:
+        return _unpublished(connection, space, names)
+    except StoreError as error:
+        logger.info("%s; nothing in it is published", error)
+        return []
+
+
+def _unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
+    newest: dict[tuple[str, str], ChoiceRecord] = {}
+    with connection.reading() as sqlite:
+        for choice in _sound(CHOICE, sqlite.execute(_OWN).fetchall()):
+            record = ChoiceRecord(**choice)
+            newest.setdefault((record.key, record.declared), record)
+        missing = [c for c in newest.values() if (c.key, c.declared, c.generation) not in names]
+        found = [_with_key(sqlite, choice) for choice in missing if _is_shareable(sqlite, choice)]
+    return [
+        each
+        for each in found
+        if each is not None
+        and namespace(each.key.device, each.key.toolchain) == space
+        and name_of(each) not in names
+    ]
+
+
+def _is_shareable(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> bool:
+    wanted = (choice.key, choice.config_digest, choice.generation)
+    for row in sqlite.execute(_TRIALS, wanted).fetchall():
+        with contextlib.suppress(CorruptRowError):
+            return shareable(rows.trial_record(row).outcome)
+    return False
+
+
+def _with_key(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> StoredChoice | None:
+    key = _one(sqlite, KEY, choice.key)
+    kernel = _one(sqlite, KERNEL, key["kernel"]) if key else None
+    device = _one(sqlite, DEVICE, key["device"]) if key else None
+    if key is None or kernel is None or device is None:
+        return None
+    record = rows.key_record(key, kernel, device)
+    return StoredChoice(replace(record, kernel_source="", kernel_file="", kernel_line=0), choice)
+
+
+def _one(sqlite: sqlite3.Connection, table: Table, digest: str) -> dict[str, Any] | None:
+    found = sqlite.execute(_OF_DIGEST.format(table.select), (digest,)).fetchall()
+    return next(_sound(table, found), None)
+
+
+def _sound(table: Table, found: Iterable[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    for row in found:
+        with contextlib.suppress(CorruptRowError):
+            yield table.unseal(row)

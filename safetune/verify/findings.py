@@ -1,0 +1,207 @@
+"""From the record of a launch to findings: bytes become elements of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from safetune.verify.clock import NEVER
+from safetune.verify.memory import Memory, View
+from safetune.verify.report import Finding, Kind, Place, Program, Written, line_text
+from safetune.verify.watch import Access, Clash, Stray, Times, Watch
+
+#: How many elements, of different rows where there are such, a finding names.
+_MOST_PLACES = 3
+
+
+def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
+    """Return what is wrong, the worst first."""
+    strays = list(_outside(memory, watch))
+    groups = list(_groups(memory.views))
+    clashes = [
+        finding
+        for clash in Clash
+        for name, view in groups
+        if (finding := _clash(clash, name, view, watch)) is not None
+    ]
+    gaps = [
+        finding
+        for number in range(len(memory.regions))
+        if (finding := _gap(memory, watch, number)) is not None
+    ]
+    unwritten = [
+        finding
+        for name, view in groups
+        if set(name.split(", ")) & set(outputs)
+        if (finding := _unwritten(name, view, watch)) is not None
+    ]
+    return (*strays, *gaps, *clashes, *unwritten)
+
+
+def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Written, ...]:
+    """Return how much of each argument was written, for those written at all and the outputs."""
+    found = []
+    for name, view in _groups(memory.views):
+        written = int(_elements(view, watch, _is_written(watch.times[view.region])).sum())
+        if written or set(name.split(", ")) & set(outputs):
+            found.append(Written(name, view.elements, written))
+    return tuple(found)
+
+
+def _groups(views: Sequence[View]) -> Iterator[tuple[str, View]]:
+    """Yield each different view once, with the names of all arguments that are it."""
+    names: dict[tuple[object, ...], list[View]] = {}
+    for view in views:
+        key = (view.region, view.offset, view.shape, view.strides, view.itemsize)
+        names.setdefault(key, []).append(view)
+    for same in names.values():
+        yield ", ".join(dict.fromkeys(view.name for view in same)), same[0]
+
+
+def _clash(clash: Clash, name: str, view: View, watch: Watch) -> Finding | None:
+    times = watch.times[view.region]
+    if not times.clashes[clash].any():
+        return None
+    mask = _elements(view, watch, times.clashes[clash])
+    places = tuple(_clash_place(clash, view, index, watch) for index in _some(mask))
+    found = _finding(Kind(clash.value), name, mask, places)
+    return None if found is None else replace(found, most_programs=_most(clash, view, watch))
+
+
+def _most(clash: Clash, view: View, watch: Watch) -> int:
+    """Return the largest number of programs in the log of an argument's granule; 0 without log."""
+    times = watch.times[view.region]
+    inside = np.zeros(len(times.stored), dtype=bool)
+    _strided(inside, view, times.granule)[...] = True
+    granules, programs = [], []
+    for kind, where, prior, now in times.log:
+        if kind is clash and inside[where].any():
+            granules += [where, where]
+            latest = np.full(len(where), now)
+            programs += [watch.programs_at(prior), watch.programs_at(latest)]
+    if not granules:
+        return 0  # the log was full before
+    found, numbers = np.concatenate(granules), np.concatenate(programs)
+    pairs = np.unique(np.stack([found, numbers])[:, inside[found]], axis=1)
+    return int(np.unique(pairs[0], return_counts=True)[1].max())
+
+
+def _clash_place(clash: Clash, view: View, index: tuple[int, ...], watch: Watch) -> Place:
+    """Name the programs and lines that the log has for an element."""
+    times = watch.times[view.region]
+    offset = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
+    first, last = offset // times.granule, (offset + view.itemsize - 1) // times.granule
+    moments: set[int] = set()
+    for kind, where, prior, now in times.log:
+        here = (where >= first) & (where <= last) if kind is clash else None
+        if here is not None and here.any():
+            moments |= {now, *prior[here].tolist()}
+    return _place(index, sorted(moments), watch)
+
+
+def _place(index: tuple[int, ...], moments: Sequence[int], watch: Watch, where: str = "") -> Place:
+    programs = watch.programs_at(np.array(moments, dtype=np.int64)) if moments else ()
+    ids: list[Program] = [watch.ids(int(program)) for program in dict.fromkeys(programs)]
+    lines = dict.fromkeys(line_text(watch.lines[moment]) for moment in moments)
+    return Place(index, where, tuple(ids), tuple(lines))
+
+
+def _unwritten(name: str, view: View, watch: Watch) -> Finding | None:
+    mask = ~_elements(view, watch, _is_written(watch.times[view.region]))
+    if not mask.any():
+        return None
+    return _finding(Kind.UNWRITTEN, name, mask, tuple(Place(index) for index in _some(mask)))
+
+
+def _outside(memory: Memory, watch: Watch) -> Iterator[Finding]:
+    """Group accesses outside all storages by what was tried and whose bounds they missed."""
+    grouped: dict[tuple[Access, int], list[Stray]] = {}
+    for stray in watch.strays:
+        grouped.setdefault((stray.access, stray.region), []).append(stray)
+    for (access, number), strays in grouped.items():
+        offsets, first = np.unique(
+            np.concatenate([stray.offsets for stray in strays]), return_index=True
+        )
+        ends = np.cumsum([len(stray.offsets) for stray in strays])
+        places = []
+        for offset, position in list(zip(offsets, first, strict=True))[:_MOST_PLACES]:
+            stray = strays[int(np.searchsorted(ends, position, side="right"))]
+            places.append(_stray_place(memory, watch, stray, int(offset)))
+        name = _region_name(memory, number)
+        yield Finding(Kind.OUTSIDE, name, len(offsets), 1, tuple(places), access.value)
+
+
+def _stray_place(memory: Memory, watch: Watch, stray: Stray, offset: int) -> Place:
+    if stray.region < 0:
+        return _place((offset,), [stray.time], watch, f"address {offset:#x}")
+    nbytes = memory.regions[stray.region].nbytes
+    past = offset + stray.itemsize - nbytes
+    where = f"{-offset} bytes before its storage" if offset < 0 else f"{past} bytes past its end"
+    return _place(_counted(memory, stray.region, offset), [stray.time], watch, where)
+
+
+def _gap(memory: Memory, watch: Watch, number: int) -> Finding | None:
+    """What was written between the arguments that share a storage, or before or after them."""
+    times = watch.times[number]
+    covered = np.zeros(len(times.stored), dtype=bool)
+    views = [view for view in memory.views if view.region == number]
+    for view in views:
+        _strided(covered, view, times.granule)[...] = True
+    stray = np.flatnonzero(_is_written(times) & ~covered)
+    if not stray.size:
+        return None
+    size = max(1, views[0].itemsize // times.granule)
+    elements = np.unique(stray // size * size)
+    places = []
+    for granule in elements[:_MOST_PLACES]:
+        index = _counted(memory, number, int(granule) * times.granule)
+        touched = sorted({int(times.stored[granule]), int(times.last_update[granule])} - {NEVER})
+        places.append(_place(index, touched, watch, "in its storage, in no argument"))
+    return Finding(Kind.GAP, _region_name(memory, number), len(elements), 1, tuple(places))
+
+
+def _counted(memory: Memory, number: int, offset: int) -> tuple[int, ...]:
+    """A byte of a region as an element, counted from the first element of its first argument."""
+    view = next(view for view in memory.views if view.region == number)
+    return ((offset - view.offset) // view.itemsize,)
+
+
+def _region_name(memory: Memory, number: int) -> str:
+    names = [view.name for view in memory.views if view.region == number]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _is_written(times: Times) -> np.ndarray:
+    return (times.stored != NEVER) | (times.last_update != NEVER)
+
+
+def _elements(view: View, watch: Watch, flags: np.ndarray) -> np.ndarray:
+    """Return flags per granule as flags per element: any of its granules has it."""
+    return np.asarray(_strided(flags, view, watch.times[view.region].granule).any(axis=-1))
+
+
+def _strided(flags: np.ndarray, view: View, granule: int) -> np.ndarray:
+    """Return an array per granule as a view: an axis for each of the argument's, and the bytes."""
+    if not view.elements:
+        return np.zeros((*view.shape, 1), dtype=bool)
+    return np.lib.stride_tricks.as_strided(
+        flags[view.offset // granule :],
+        (*view.shape, view.itemsize // granule),
+        (*(stride // granule for stride in view.strides), 1),
+    )
+
+
+def _some(mask: np.ndarray) -> list[tuple[int, ...]]:
+    """Return the first element of each of the first few rows that have one."""
+    found = np.argwhere(mask)
+    _, first = np.unique(found[:, :-1], axis=0, return_index=True)
+    return [tuple(map(int, found[row])) for row in np.sort(first)[:_MOST_PLACES]]
+
+
+def _finding(kind: Kind, name: str, mask: np.ndarray, places: tuple[Place, ...]) -> Finding | None:
+    if not places:
+        return None  # it is in another view of the same storage
+    rows = int(mask.reshape(-1, mask.shape[-1]).any(axis=1).sum()) if mask.ndim > 1 else 1
+    return Finding(kind, name, int(mask.sum()), rows, places)

@@ -1,0 +1,146 @@
+"""What takes the place of the memory operations of Triton's interpreter.
+
+All loads, stores and atomics of a kernel, through pointers, block pointers and descriptors, end in
+the few methods of the interpreter's builder that stand here. Each is recorded, translated to real
+addresses, and then done by Triton's own method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
+
+from safetune.verify.watch import Access, Watch
+
+
+class Instruments:
+    """The methods, for one builder and one launch."""
+
+    def __init__(self, watch: Watch, builder: Any) -> None:
+        self._watch = watch
+        self._builder = builder
+        self._relaxed = False  # whether volatile loads are those of a relaxed poll
+        self._poll = getattr(builder, "create_atomic_poll", None)
+        self._begin = builder.set_grid_idx
+        self._load = builder.create_masked_load
+        self._store = builder.create_masked_store
+        self._cas = builder.create_atomic_cas
+        self._rmw = builder.create_atomic_rmw
+        # Where an atomic without a mask goes that has no real address.
+        self._nowhere = np.zeros(2, dtype=np.uint64)
+
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """Return them by the names they have in the builder."""
+        found: dict[str, Callable[..., Any]] = {
+            "set_grid_idx": self.begin,
+            "create_masked_load": self.load,
+            "create_masked_store": self.store,
+            "create_atomic_cas": self.compare_and_swap,
+            "create_atomic_rmw": self.update,
+            "create_descriptor_reduce": self.reduce,  # which Triton's interpreter does not have
+        }
+        if hasattr(self._builder, "create_atomic_store"):  # Triton 3.9
+            found["create_atomic_load"] = self.atomic_load
+            found["create_atomic_poll"] = self.atomic_poll
+            found["create_atomic_store"] = self.atomic_store
+        return found
+
+    def begin(self, *ids: int) -> None:
+        """Begin a program, which need not touch any memory."""
+        self._watch.check_time((f"program {ids}",))
+        self._begin(*ids)
+
+    def load(self, pointer: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        """Load; a volatile one, which an atomic load is made of, may wait for another program."""
+        volatile = named["is_volatile"] if "is_volatile" in named else rest[-1]
+        access = Access.POLL if volatile else Access.READ
+        acquires = bool(volatile) and not self._relaxed
+        real, allowed = self._watched(access, pointer, mask, acquires=acquires)
+        return self._load(real, allowed, other, *rest, **named)
+
+    def atomic_load(self, pointer: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """Load what another program may be storing atomically."""
+        real, allowed = self._watched(Access.POLL, pointer, mask, acquires=_acquires(sem))
+        return self._load(real, allowed, None, None, True)
+
+    def atomic_poll(self, pointer: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+        """Load, volatile, until the value is there."""
+        assert self._poll is not None
+        self._relaxed = not _acquires(sem)
+        try:
+            return self._poll(pointer, expected, timeout, sem, scope)
+        finally:
+            self._relaxed = False
+
+    def store(self, pointer: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        """Store as many bytes as the pointer's elements have."""
+        real, allowed = self._watched(Access.STORE, pointer, mask)
+        return self._store(real, _as_stored(pointer, value), allowed, *rest, **named)
+
+    def atomic_store(self, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """Store what another program may be polling."""
+        real, allowed = self._watched(Access.ATOMIC, pointer, mask, releases=_releases(sem))
+        return self._store(real, _as_stored(pointer, value), allowed, None)
+
+    def compare_and_swap(self, pointer: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+        """Compare and swap."""
+        orders = {"acquires": _acquires(sem), "releases": _releases(sem)}
+        real, allowed = self._watched(Access.ATOMIC, pointer, None, **orders)
+        real.data[~allowed.data] = self._nowhere.ctypes.data
+        return self._cas(real, compare, value, sem, scope)
+
+    def update(self, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """Add, exchange and so on."""
+        orders = {"acquires": _acquires(sem), "releases": _releases(sem)}
+        real, allowed = self._watched(Access.ATOMIC, pointer, mask, **orders)
+        real.data[~allowed.data] = self._nowhere.ctypes.data
+        return self._rmw(op, real, value, allowed, sem, scope)
+
+    def reduce(self, kind: Any, block: Any, value: Any, offsets: Any) -> None:
+        """Add and so on through a descriptor: as atomics, of which none orders anything."""
+        pointers, mask = block.materialize_pointers(offsets)
+        operands = (
+            tl.tensor(handle, tl.block_type(handle.dtype, block.block_shape))
+            for handle in (pointers, value, mask)
+        )
+        update = getattr(interpreter.interpreter_semantic, f"atomic_{kind.name.lower()}")
+        update(*operands, sem="relaxed", scope="gpu")
+
+    def _watched(self, access: Access, pointer: Any, mask: Any, **orders: bool) -> tuple[Any, Any]:
+        """Record an operation; return the real pointer and mask."""
+        addresses = np.atleast_1d(pointer.data)
+        if mask is None:
+            active = np.ones(addresses.shape, dtype=bool)
+        else:  # of a block pointer, Triton 3.6 gives the array itself
+            active = np.asarray(mask if isinstance(mask, np.ndarray) else mask.data, dtype=bool)
+            active = np.broadcast_to(active, addresses.shape)
+        self._watch.enter(self._builder.grid_idx)
+        itemsize = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+        real, allowed = self._watch.access(access, addresses, active, itemsize, **orders)
+        shape = pointer.data.shape
+        return (
+            TensorHandle(real.reshape(shape), pointer.dtype),
+            TensorHandle(allowed.reshape(shape), self._builder.get_int1_ty()),
+        )
+
+
+def _as_stored(pointer: Any, value: Any) -> Any:
+    """A value in the width of the pointer's elements: a histogram has more bytes than its type."""
+    element = pointer.get_element_ty()
+    wanted = interpreter._get_np_dtype(element)
+    if value.data.dtype.itemsize == wanted.itemsize:
+        return value
+    return TensorHandle(value.data.astype(wanted), element)
+
+
+def _acquires(sem: Any) -> bool:
+    return sem.name in ("ACQUIRE", "ACQUIRE_RELEASE")
+
+
+def _releases(sem: Any) -> bool:
+    return sem.name in ("RELEASE", "ACQUIRE_RELEASE")

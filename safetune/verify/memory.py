@@ -1,0 +1,206 @@
+"""Where a checked kernel's arguments are: copies, at addresses of their own.
+
+A kernel is not given the addresses of the copies. Each storage has an address range far from all
+others, so an address that is out of bounds by less than 8 TiB still says whose bounds, and no stray
+address is another argument's. The kernel's loads and stores are translated; what has no
+translation touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from safetune.inputs.spans import Span, merged_spans, reading, span_of, storage_bytes, tensor_spec
+from safetune.inputs.specs import TensorSpec
+
+#: Made-up addresses begin above all real ones, and stay positive as int64.
+_FIRST = 1 << 56
+_SPACING = 1 << 44
+
+#: The largest alignment that a copy and its made-up address share with the tensor itself.
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class View:
+    """An argument, or a part of one, as a strided array of bytes in a region.
+
+    Attributes:
+        name: the argument; for a part of a tuple `name[0]`.
+        offset, strides: in bytes.
+    """
+
+    name: str
+    region: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Region:
+    """The copy of one storage, or of several that overlap.
+
+    Attributes:
+        address: the made-up address of its first byte.
+        real: the address of the copy's first byte.
+        original: where the caller's bytes are; an address in memory may point there.
+    """
+
+    address: int
+    real: int
+    original: int
+    nbytes: int
+
+
+class Address:
+    """What a kernel gets for a tensor."""
+
+    def __init__(self, address: int, dtype: Any) -> None:
+        self._address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        """Return the made-up address."""
+        return self._address
+
+
+class Memory:
+    """Copies of all storages behind some arguments; the arguments themselves are only read.
+
+    Raises:
+        KernelNotTransferable: a tensor has no plain storage.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], reachable: Sequence[torch.Tensor]) -> None:
+        named = {**arguments, "reachable": tuple(reachable)}
+        leaves = [leaf for name, value in named.items() for leaf in _tensors(name, value)]
+        tensors = [tensor for _, tensor in leaves]
+        self._spans = merged_spans(tensors)
+        self._copies: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self.regions: list[Region] = []
+        for index, span in enumerate(self._spans):
+            self._add(index, span)
+        specs = [tensor_spec(tensor, self._spans) for tensor in tensors]
+        for tensor in {span_of(tensor): tensor for tensor in tensors}.values():
+            self._fill(tensor)
+        self.views = [_view(name, spec) for (name, _), spec in zip(leaves, specs, strict=True)]
+
+    def _add(self, index: int, span: Span) -> None:
+        room = torch.zeros(span.size + _ALIGNMENT, dtype=torch.uint8)
+        begin = (span.start - room.data_ptr()) % _ALIGNMENT
+        copy = room[begin : begin + span.size]
+        address = _FIRST + index * _SPACING + span.start % _ALIGNMENT
+        self._buffers.append(room)
+        self._copies.append(copy)
+        self.regions.append(Region(address, room.data_ptr() + begin, span.start, span.size))
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        spec = tensor_spec(tensor, self._spans)
+        begin = spec.byte_offset - tensor.storage_offset() * tensor.element_size()
+        with reading(tensor.device):
+            stored = storage_bytes(tensor).cpu()
+        self._copies[spec.block][begin : begin + len(stored)] = stored
+
+    def copied(self, value: Any) -> Any:
+        """Return an argument with CPU tensors over the copies in place of its tensors."""
+        return _mapped(value, self._copied_tensor)
+
+    def _copied_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        spec = tensor_spec(tensor, self._spans)
+        copy = self._copies[spec.block]
+        size = tensor.element_size()
+        whole = torch.empty(0, dtype=tensor.dtype)
+        offset = (copy.storage_offset() + spec.byte_offset) // size
+        return whole.set_(copy.untyped_storage(), offset, spec.shape, spec.stride)
+
+    def addressed(self, value: Any) -> Any:
+        """Return an argument of `copied`, with made-up addresses in place of its tensors."""
+        return _mapped(value, self._address_of)
+
+    def _address_of(self, tensor: torch.Tensor) -> Address:
+        pointer = tensor.data_ptr()
+        for buffer, region in zip(self._buffers, self.regions, strict=True):
+            if tensor.untyped_storage().data_ptr() == buffer.data_ptr():
+                begin = tensor.storage_offset() * tensor.element_size()
+                inside = begin - (region.real - buffer.data_ptr())
+                return Address(region.address + inside, tensor.dtype)
+        raise AssertionError(f"no copy at {pointer:#x}")
+
+    def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the region of each address, -1 for none, and its byte there, maybe outside."""
+        numbers = ((addresses - np.uint64(_FIRST - _SPACING // 2)) >> np.uint64(44)).astype(
+            np.int64
+        )
+        foreign = (numbers < 0) | (numbers >= len(self.regions))
+        starts = np.array([region.address for region in self.regions] or [0], dtype=np.int64)
+        offsets = addresses.astype(np.int64) - starts[np.where(foreign, 0, numbers)]
+        if foreign.any():
+            numbers = np.where(foreign, -1, numbers)
+            self._locate_originals(addresses, numbers, offsets)
+        return numbers, offsets
+
+    def _locate_originals(
+        self, addresses: np.ndarray, numbers: np.ndarray, offsets: np.ndarray
+    ) -> None:
+        """Translate addresses that the kernel has read from memory: those of the caller's bytes."""
+        for number, region in enumerate(self.regions):
+            begin, end = region.original, region.original + region.nbytes
+            here = (numbers < 0) & (addresses >= begin) & (addresses < end)
+            numbers[here] = number
+            offsets[here] = (addresses[here] - np.uint64(begin)).astype(np.int64)
+
+
+def _tensors(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(name, value)]
+    if isinstance(value, (tuple, list)):
+        parts = (_tensors(f"{name}[{index}]", part) for index, part in enumerate(value))
+        return [leaf for part in parts for leaf in part]
+    if _is_wrapper(value):
+        return _tensors(name, value.base)
+    return []
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        parts = [_mapped(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=_mapped(value.base, change))
+    if _is_wrapper(value):  # triton.reinterpret
+        base = _mapped(value.base, change)
+        if isinstance(base, Address):
+            return Address(base.data_ptr(), value.dtype)
+        return type(value)(base, value.dtype)
+    return value
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether a value is a host tensor descriptor, or what `triton.reinterpret` returns.
+
+    A NumPy array over a tensor's memory has a base, too, and is no argument of a kernel.
+    """
+    known = isinstance(getattr(value, "base", None), torch.Tensor)
+    return known and not isinstance(value, np.ndarray)
+
+
+def _view(name: str, spec: TensorSpec) -> View:
+    itemsize = getattr(torch, spec.dtype).itemsize
+    strides = tuple(stride * itemsize for stride in spec.stride)
+    return View(name, spec.block, spec.byte_offset, tuple(spec.shape), strides, itemsize)

@@ -1,0 +1,224 @@
+"""Who writes what: run a kernel in Triton's interpreter and see which program touches each element.
+
+Comparing results cannot find two programs that store the same value to one element; here such an
+element is found by its two owners. The tensors given are not changed, and nothing runs on a device.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from triton.runtime.autotuner import Autotuner, Config, Heuristics
+
+from safetune.config import backend_options, check_conflicts, config_text
+from safetune.errors import InvalidConfig, InvalidSetting
+from safetune.keys.kernel_digest import base_function
+from safetune.verify.findings import findings_of, written_by
+from safetune.verify.instruments import Instruments
+from safetune.verify.interpretation import interpret, is_jit
+from safetune.verify.memory import Memory
+from safetune.verify.report import OverlapReport
+from safetune.verify.watch import Watch
+
+#: How long one launch may take in the interpreter unless `timeout_s` says otherwise.
+TIMEOUT_S = 600.0
+
+_OPTIONS = ("config", "outputs", "reachable", "timeout_s")
+
+
+def check_overlap(
+    kernel: Any,
+    grid: Any,
+    /,
+    *args: Any,
+    config: Config | None = None,
+    outputs: Sequence[str] = (),
+    reachable: Sequence[Any] = (),
+    timeout_s: float = TIMEOUT_S,
+    **kwargs: Any,
+) -> OverlapReport:
+    """Run one launch in Triton's interpreter and return which programs break write ownership.
+
+    A finding is an element that is stored by two programs; or written by one and read by another;
+    or stored by one and updated atomically by another; or that lies outside of every argument.
+    Accesses that a lock or a counter orders do not count: atomics on one element that are not
+    relaxed. Of the reads and of the atomics on an element the first and the last are looked at.
+
+    Args:
+        kernel: under `@triton.jit`, `@triton.heuristics`, `@triton.autotune` or `@safetune`,
+            decorated for the compiler or the interpreter.
+        grid: as in `kernel[grid](...)`: one to three sizes, or a function of the arguments.
+        args, kwargs: those of the launch. Tensors of any device; they are copied to the CPU, with
+            all that their storages hold.
+        config: of a tuner, which one to run with; not needed if it has only one.
+        outputs: names of arguments of which each element must be written.
+        reachable: tensors to which the kernel gets by addresses that it reads from memory.
+        timeout_s: seconds in the interpreter. Programs run one after the other, so one that waits
+            for a later one would hang.
+
+    Raises:
+        InvalidConfig: `config` is missing, or of no tuner, or sets what the call sets too.
+        InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid; a
+            parameter has no value; or a name is neither one nor a launch option of Triton's.
+        NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
+        KernelNotTransferable: a tensor has no plain storage to copy.
+    """
+    jit, function = base_function(kernel)
+    if not is_jit(jit):
+        raise InvalidSetting(f"{function.__name__} is a {type(jit).__name__}, not a triton.jit one")
+    named = _named(kernel, args, kwargs)
+    _check_names(kernel, kwargs)
+    memory = Memory(named, reachable)
+    copies = {name: memory.copied(value) for name, value in named.items()}
+    text = _apply_decorators(kernel, config, named, copies)
+    values = {**_defaults(function), **named}
+    _check_complete(jit, values)
+    sizes = _sizes(grid, values)
+    watch = Watch(memory, sizes, timeout_s)
+    _check_outputs(function.__name__, outputs, memory)
+    addressed = {name: memory.addressed(value) for name, value in copies.items()}
+    interpret(function, addressed, sizes, lambda builder: Instruments(watch, builder).methods())
+    idle = sorted(set(range(math.prod(sizes))) - watch.storing) if watch.storing else []
+    return OverlapReport(
+        kernel=function.__name__,
+        config=text,
+        grid=sizes,
+        findings=findings_of(memory, watch, outputs),
+        written=written_by(memory, watch, outputs),
+        idle_programs=tuple(watch.ids(program) for program in idle),
+    )
+
+
+def check_configs(
+    kernel: Any, grid: Any, /, *args: Any, **kwargs: Any
+) -> Iterator[tuple[Config, OverlapReport]]:
+    """Yield (config, report) for each config that pruning leaves; see `check_overlap`.
+
+    Raises:
+        InvalidSetting: `kernel` has no configs.
+    """
+    launch = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    for config in pruned_configs(kernel, args, launch):
+        yield config, check_overlap(kernel, grid, *args, config=config, **kwargs)
+
+
+def pruned_configs(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Config]:
+    """Return the configs of a tuner that its prune function leaves for a launch.
+
+    Raises:
+        InvalidSetting: `kernel` has no configs.
+    """
+    kwargs = dict(kwargs)
+    while isinstance(kernel, Heuristics):
+        for name, heuristic in kernel.values.items():
+            kwargs[name] = heuristic(_named(kernel, args, kwargs))
+        kernel = kernel.fn
+    if not isinstance(kernel, Autotuner):
+        raise InvalidSetting(f"{kernel!r} has no configs: use check_overlap")
+    view = copy.copy(kernel)  # Triton's own code reads the arguments from the tuner
+    view.nargs = dict(zip(kernel.arg_names, args, strict=False))
+    return list(view.prune_configs(kwargs))
+
+
+def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = kernel.arg_names
+    if len(args) > len(names):
+        raise InvalidSetting(f"{len(args)} arguments are given; the kernel has {', '.join(names)}")
+    if twice := [name for name in names[: len(args)] if name in kwargs]:
+        raise InvalidSetting(f"{', '.join(twice)}: given by position and by name; leave one out")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _apply_decorators(
+    kernel: Any, config: Config | None, named: dict[str, Any], copies: dict[str, Any]
+) -> str:
+    """Add what heuristics and the config set to both dicts; return the config as text.
+
+    Heuristics see the caller's tensors, as they only look; a config's hook writes, to the copies.
+    """
+    text = ""
+    while not is_jit(kernel):
+        added: dict[str, Any] = {}
+        if isinstance(kernel, Heuristics):
+            for name, heuristic in kernel.values.items():
+                added[name] = heuristic({**named, **added})
+        elif isinstance(kernel, Autotuner):
+            config = _chosen(kernel, config)
+            check_conflicts(kernel.base_fn.__name__, config, named)
+            text, added = config_text(config), config.all_kwargs()
+            if config.pre_hook is not None:
+                config.pre_hook({**copies, **added})
+        _check_names(kernel, added)
+        named.update(added)
+        copies.update(added)
+        kernel = kernel.fn
+    if config is not None and not text:
+        raise InvalidConfig(
+            f"config={config_text(config)}: {kernel.__name__} has no tuner that would set it; pass "
+            "its values as arguments of the call"
+        )
+    return text
+
+
+def _chosen(tuner: Autotuner, config: Config | None) -> Config:
+    if config is not None:
+        return config
+    if len(tuner.configs) == 1:
+        return tuner.configs[0]
+    raise InvalidConfig(
+        f"{tuner.base_fn.__name__} has {len(tuner.configs)} configs: pass config=, or call "
+        "check_configs for all of them"
+    )
+
+
+def _sizes(grid: Any, meta: dict[str, Any]) -> tuple[int, int, int]:
+    sizes = grid(meta) if callable(grid) else grid
+    try:
+        listed = [operator.index(size) for size in sizes]
+    except TypeError:
+        listed = []
+    if not 1 <= len(listed) <= 3 or min(listed) < 0:
+        raise InvalidSetting(f"grid={sizes!r} must be a tuple of one to three sizes of 0 or more")
+    x, y, z = (*listed, 1, 1)[:3]
+    return x, y, z
+
+
+def _check_names(kernel: Any, names: Iterable[str]) -> None:
+    """Raise `InvalidSetting` for what no launch takes; Triton itself raises when it compiles."""
+    parameters = kernel.arg_names
+    unknown = sorted(set(names) - {*parameters} - backend_options())
+    if unknown:
+        raise InvalidSetting(
+            f"{', '.join(unknown)}: no parameter of {base_function(kernel)[1].__name__} "
+            f"({', '.join(parameters)}), no launch option of Triton's (num_warps, ...), and none "
+            f"of check_overlap's ({', '.join(_OPTIONS)})"
+        )
+
+
+def _check_complete(jit: Any, values: Mapping[str, Any]) -> None:
+    missing = [name for name in jit.arg_names if name not in values]
+    if missing:
+        raise InvalidSetting(
+            f"{', '.join(missing)}: without a value; {base_function(jit)[1].__name__} has "
+            f"{', '.join(jit.arg_names)}: pass all of them, or a config that sets them"
+        )
+
+
+def _check_outputs(kernel: str, outputs: Sequence[str], memory: Memory) -> None:
+    names = [view.name for view in memory.views]
+    unknown = [name for name in outputs if name not in names]
+    if isinstance(outputs, str) or unknown:
+        raise InvalidSetting(
+            f"outputs={outputs!r} must be a list of tensor arguments of {kernel}, which are "
+            f"{', '.join(names)}"
+        )

@@ -1,0 +1,278 @@
+"""Which program touched what, and in which order: the record of one interpreted launch.
+
+Programs run one after the other, so two accesses by different programs have an order here which
+they do not have on a device. They have one there, too, if the first program released and the second
+acquired in between: an atomic operation on one element, unless it is relaxed. A lock, and the
+counter by which the last program knows that it is the last, are made of these. Order is transitive.
+As with every checker of this kind, it is the order of the one run that was seen.
+
+Each access has a number, its time. Per granule of memory (the smallest element size in use) there
+are the times of the last plain store, and of the first and the last atomic and read, so the cost of
+an access does not grow with the number of programs. Two stores must be in order, so the last one
+stands for all; atomics and reads need not be, and the last may be the program's own where the first
+is another's. Accesses that clash are logged.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from safetune.errors import NotInterpretable
+from safetune.verify.clock import NEVER, Clock
+from safetune.verify.interpretation import is_machinery
+from safetune.verify.memory import Memory
+
+#: Clashes in a region beyond this are counted, and no longer kept to name their programs.
+_MAX_LOGGED = 1 << 22
+
+
+class Access(Enum):
+    """What a program does to an element. To poll is to read it volatile or atomically."""
+
+    READ = "read"
+    STORE = "store"
+    ATOMIC = "atomic"
+    POLL = "poll"
+
+
+class Clash(Enum):
+    """What two programs must not do to one element without an order between them."""
+
+    OVERLAP = "overlap"
+    MIXED = "mixed"
+    READ_WRITE = "read_write"
+
+
+#: What an access must not follow, by the arrays of `Times`, if that was another program's.
+_RIVALS: dict[Access, dict[Clash, tuple[str, ...]]] = {
+    Access.READ: {Clash.READ_WRITE: ("stored", "first_update", "last_update")},
+    Access.STORE: {
+        Clash.OVERLAP: ("stored",),
+        Clash.MIXED: ("first_update", "last_update"),
+        Clash.READ_WRITE: ("first_read", "last_read"),
+    },
+    Access.ATOMIC: {
+        Clash.MIXED: ("stored",),
+        Clash.READ_WRITE: ("first_read", "last_read"),
+    },
+}
+
+#: The arrays of `Times`.
+_MOMENTS = ("stored", "first_update", "last_update", "first_read", "last_read")
+
+
+class Times:
+    """When each granule of a region was touched.
+
+    Attributes:
+        granule: bytes per entry of the arrays.
+    """
+
+    def __init__(self, nbytes: int, granule: int) -> None:
+        self.granule = granule
+        count = -(-nbytes // granule)
+        self.stored, self.first_update, self.last_update, self.first_read, self.last_read = (
+            np.full(count, NEVER, dtype=np.int32) for _ in _MOMENTS
+        )
+        self.clashes = {kind: np.zeros(count, dtype=bool) for kind in Clash}
+        self.log: list[tuple[Clash, np.ndarray, np.ndarray, int]] = []
+        self.logged = 0
+
+    def indices(self, offsets: np.ndarray, itemsize: int) -> np.ndarray:
+        """Return the granules of elements at byte offsets, finer ones from here on if need be."""
+        granule = math.gcd(self.granule, itemsize)
+        if granule > 1 and (offsets % granule).any():
+            granule = 1
+        if granule != self.granule:
+            self._refine(granule)
+        first = offsets // granule
+        if itemsize == granule:
+            return first
+        return (first[:, None] + np.arange(itemsize // granule)).ravel()
+
+    def _refine(self, granule: int) -> None:
+        ratio = self.granule // granule
+        for name in _MOMENTS:
+            setattr(self, name, np.repeat(getattr(self, name), ratio))
+        self.clashes = {kind: np.repeat(flags, ratio) for kind, flags in self.clashes.items()}
+        parts = np.arange(ratio)
+        self.log = [
+            (kind, (where[:, None] * ratio + parts).ravel(), np.repeat(prior, ratio), now)
+            for kind, where, prior, now in self.log
+        ]
+        self.granule = granule
+
+
+@dataclass(frozen=True)
+class Stray:
+    """Accesses of one instruction by one program outside every argument's storage.
+
+    Attributes:
+        region: whose address it is by distance; -1 for no argument's.
+        offsets: bytes from the region's start; for no region, the addresses themselves.
+    """
+
+    access: Access
+    region: int
+    offsets: np.ndarray
+    itemsize: int
+    time: int
+
+
+class Watch:
+    """The accesses of one launch."""
+
+    def __init__(self, memory: Memory, grid: tuple[int, int, int], timeout_s: float) -> None:
+        self._memory = memory
+        self._grid = grid
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        granules = dict.fromkeys(range(len(memory.regions)), 16)
+        for view in memory.views:
+            parts = (view.itemsize, view.offset, *view.strides)
+            granules[view.region] = math.gcd(granules[view.region], *parts)
+        self.times = [
+            Times(region.nbytes, granules[number]) for number, region in enumerate(memory.regions)
+        ]
+        self.strays: list[Stray] = []
+        #: For each time, the source line.
+        self.lines: list[tuple[str, int]] = []
+        #: The numbers of the programs that stored or updated anything.
+        self.storing: set[int] = set()
+        self._program, self._begin = NEVER, 0
+        # Those that have touched anything, and when each began; NumPy reads them as they are.
+        self._programs, self._begins = array("q"), array("q")
+        self._seen: Clock | None = None
+        self._released: dict[int, Clock] = {}
+
+    def ids(self, program: int) -> tuple[int, int, int]:
+        """Return a program's ids from its number."""
+        _, height, depth = self._grid
+        return program // (height * depth), program // depth % height, program % depth
+
+    def programs_at(self, times: np.ndarray) -> np.ndarray:
+        """Return the numbers of the programs that were running at some times."""
+        programs, begins = (np.frombuffer(a, np.int64) for a in (self._programs, self._begins))
+        return programs[np.searchsorted(begins, times, side="right") - 1]
+
+    def enter(self, ids: tuple[int, int, int]) -> None:
+        """Note which program makes the accesses from here on."""
+        _, height, depth = self._grid
+        program = (ids[0] * height + ids[1]) * depth + ids[2]
+        if program != self._program:
+            self._program, self._begin, self._seen = program, len(self.lines), None
+            self._programs.append(program)
+            self._begins.append(self._begin)
+
+    def check_time(self, place: tuple[object, ...]) -> None:
+        """Raise `NotInterpretable` if the launch takes longer than its limit."""
+        if time.monotonic() > self._deadline:
+            raise NotInterpretable(
+                f"the launch took longer than timeout_s={self._timeout_s:g} in Triton's "
+                f"interpreter, now at {':'.join(map(str, place))}: check a smaller problem. "
+                "Programs run one after the other: one that waits for a later one hangs."
+            )
+
+    def access(
+        self,
+        access: Access,
+        addresses: np.ndarray,
+        active: np.ndarray,
+        itemsize: int,
+        acquires: bool = False,
+        releases: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Record one operation; return the real addresses, and which of them may be touched.
+
+        Raises:
+            NotInterpretable: the launch takes longer than its limit.
+        """
+        now = self._tick()
+        alone = int(addresses.flat[0]) if addresses.size == 1 and active.all() else None
+        real, allowed = np.zeros_like(addresses), np.zeros(addresses.shape, dtype=bool)
+        numbers, offsets = self._memory.locate(addresses)
+        for number in np.unique(numbers[active]):
+            lanes = active & (numbers == number)
+            inside = lanes
+            if number >= 0:
+                region = self._memory.regions[number]
+                inside = lanes & (offsets >= 0) & (offsets + itemsize <= region.nbytes)
+                real[inside] = offsets[inside].astype(np.uint64) + np.uint64(region.real)
+                allowed |= inside
+                self._touch(access, self.times[number], offsets[inside], itemsize, now)
+                lanes = lanes & ~inside
+            if lanes.any():
+                places = offsets if number >= 0 else addresses
+                self.strays.append(Stray(access, int(number), places[lanes], itemsize, now))
+        if access in (Access.STORE, Access.ATOMIC) and active.any():
+            self.storing.add(self._program)
+        if acquires and alone is not None:  # too late for this access: it may have been the first
+            self._acquire(alone)
+        if releases and alone is not None:
+            self._release(alone, now)
+        return real, allowed
+
+    def _tick(self) -> int:
+        line = _kernel_line()
+        self.check_time(line)
+        self.lines.append(line)
+        return len(self.lines) - 1
+
+    def _touch(
+        self, access: Access, times: Times, offsets: np.ndarray, itemsize: int, now: int
+    ) -> None:
+        if access is Access.POLL or not offsets.size:
+            return
+        where = times.indices(offsets, itemsize)
+        for clash, earlier in _RIVALS[access].items():
+            for name in earlier:
+                self._clash(clash, times, where, getattr(times, name), now)
+        if access is Access.STORE:
+            times.stored[where] = now
+            return
+        reads = access is Access.READ
+        first = times.first_read if reads else times.first_update
+        first[where[first[where] == NEVER]] = now
+        (times.last_read if reads else times.last_update)[where] = now
+
+    def _clash(
+        self, clash: Clash, times: Times, where: np.ndarray, earlier: np.ndarray, now: int
+    ) -> None:
+        """Log the granules where an earlier access was another program's, and not ordered."""
+        prior = earlier[where]
+        clashing = (prior != NEVER) & (prior < self._begin)
+        if not clashing.any():
+            return
+        if self._seen is not None:
+            clashing &= self._seen.at(self.programs_at(np.maximum(prior, 0))) < prior
+        where, prior = where[clashing], prior[clashing]
+        times.clashes[clash][where] = True
+        if times.logged < _MAX_LOGGED and where.size:
+            times.logged += where.size
+            times.log.append((clash, where, prior, now))
+
+    def _acquire(self, address: int) -> None:
+        """See what programs had done when they released through this address."""
+        released = self._released.get(address)
+        if released is not None:
+            self._seen = released.joined(self._seen)
+
+    def _release(self, address: int, now: int) -> None:
+        mine = Clock(self._program, np.array([now], dtype=np.int64)).joined(self._seen)
+        before = self._released.get(address)
+        self._released[address] = mine if before is self._seen else mine.joined(before)
+
+
+def _kernel_line() -> tuple[str, int]:
+    """The innermost line of the kernel, or of what it calls, that is being run."""
+    frame = sys._getframe(2)
+    while is_machinery(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,345 @@
+"""What the caller resolves is what the measuring child would, and nothing of its own changes."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from safetune.child import compilation
+from safetune.child.arguments import Arguments
+from safetune.child.compilation import CallerResolver, capture_spec
+from safetune.child.session import _Launch
+from safetune.errors import WorkerUnavailable
+from safetune.inputs.snapshot import Snapshot
+from safetune.isolation import devices, kernel_pickle, measuring_child
+from safetune.keys.device import Device, Toolchain
+from safetune.keys.kernel_digest import base_function, kernel_identity
+from safetune.keys.tuning_key import TuningKey
+from safetune.outcome import Outcome, Verdict
+from safetune.tuning.bench import LaunchBench
+from safetune.tuning.requests import Call, Hooks, TuningRequest
+
+pytestmark = pytest.mark.internals
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's launch path asks for the device, stream and target; there is no driver here."""
+    from triton.runtime import driver
+
+    monkeypatch.setattr(devices, "check", lambda index: None)
+    made = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGET,
+    )
+    monkeypatch.setattr(type(driver), "active", made, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _sources_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rebuilt here leaves its lines in this process, and not in a child."""
+    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
+
+
+def add(x, y, out, n, FLAG: tl.constexpr = True, BLOCK: tl.constexpr = 64):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < n
+    tl.store(out + offset, tl.load(x + offset, mask=mask), mask=mask)
+
+
+def optional(x, maybe, pair, scale, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(x + tl.program_id(0), scale)
+
+
+def described(desc, out, BLOCK: tl.constexpr):
+    tl.store(out, tl.sum(tl.sum(desc.load([0, 0]), 1), 0))
+
+
+def double(x):
+    return x * 2
+
+
+def applies(x, function: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(x, function(tl.load(x)))
+
+
+def made(function: Callable[..., Any], kind: type = JITFunction, **options: Any) -> Any:
+    return kind(function, **options)
+
+
+def heuristic(kernel: Any, **values: Callable[[Mapping[str, Any]], Any]) -> Any:
+    return triton.heuristics(values)(kernel)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and the ways in which it is called."""
+
+    kernel: Callable[[], Any]
+    args: Callable[[], tuple[Any, ...]]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=lambda: {"BLOCK": 64})
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def three(dtype: torch.dtype = torch.float32, size: int = 64) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(size, dtype=dtype) for _ in range(3))
+
+
+def views_of_one() -> tuple[Any, ...]:
+    buffer = torch.zeros(256, dtype=torch.float16)
+    return buffer[:64], buffer[1:65], buffer[128:], 63
+
+
+def wide() -> tuple[Any, ...]:
+    return torch.zeros(1).expand(64), torch.zeros(64)[::2], torch.zeros(()), 1 << 33
+
+
+CASES = {
+    "positional": Case(lambda: made(add), lambda: (*three(), 64)),
+    "one": Case(lambda: made(add), lambda: (*three(), 1)),
+    "odd": Case(lambda: made(add), lambda: (*three(), 63)),
+    "by keyword": Case(lambda: made(add), lambda: three()[:2], {"n": 5, "out": torch.zeros(9)}),
+    "a default overridden": Case(lambda: made(add), lambda: (*three(), 64, False)),
+    "bf16": Case(lambda: made(add), lambda: (*three(torch.bfloat16), 64)),
+    "fp8": Case(lambda: made(add), lambda: (*three(torch.float8_e4m3fn), 64)),
+    "bool": Case(lambda: made(add), lambda: (*three(torch.bool), 64)),
+    "misaligned views of one buffer": Case(lambda: made(add), views_of_one),
+    "stride 0, strided, 0-dim": Case(lambda: made(add), wide),
+    "empty": Case(lambda: made(add), lambda: (*three(size=0), 0)),
+    "options": Case(
+        lambda: made(add),
+        lambda: (*three(), 64),
+        config={"num_warps": 8, "num_stages": 5, "maxnreg": 64},
+    ),
+    "an option of the call": Case(lambda: made(add), lambda: (*three(), 64), {"num_ctas": 2}),
+    "pinned": Case(lambda: made(add), lambda: (*three(), 12345), pins={"n": 16}),
+    "pinned keyword": Case(lambda: made(add), three, {"n": 12345}, pins={"n": 16}),
+    "not specialized": Case(
+        lambda: made(
+            add, do_not_specialize=["n"], do_not_specialize_on_alignment=["x"], debug=True
+        ),
+        lambda: (*three(), 64),
+    ),
+    "None, tuple, float, dtype": Case(
+        lambda: made(optional),
+        lambda: (torch.zeros(4), None, (1, 2.5, torch.zeros(2)), 0.5, -7),
+        {"KIND": tl.float16},
+    ),
+    "big and negative integers": Case(
+        lambda: made(optional),
+        lambda: (torch.zeros(4, dtype=torch.int64), torch.zeros(4), (True, 3), 1 << 63, -(1 << 40)),
+        {"KIND": "text"},
+    ),
+    "tensor descriptor": Case(
+        lambda: made(described),
+        lambda: (
+            TensorDescriptor.from_tensor(torch.zeros(64, 64, dtype=torch.float16), [16, 32]),
+            torch.zeros(1),
+        ),
+    ),
+    "a jit function": Case(
+        lambda: made(applies), lambda: (torch.zeros(4),), {"function": JITFunction(double)}
+    ),
+    "heuristics": Case(
+        lambda: heuristic(
+            heuristic(made(add), FLAG=lambda a: a["n"] % a["BLOCK"] == 0),
+            BLOCK=lambda a: 32 if a["x"].numel() > 32 else 16,
+        ),
+        lambda: (*three(), 64),
+        options={},
+    ),
+    "a heuristic that sets an option": Case(
+        lambda: heuristic(made(add), num_warps=lambda a: 2), lambda: (*three(), 64)
+    ),
+    "gluon": Case(lambda: made(add, GluonJITFunction), lambda: (*three(), 64)),
+}
+
+
+def call_of(case: Case) -> Call:
+    kernel = case.kernel()
+    args = case.args()
+    return Call(
+        kernel=kernel,
+        arg_names=tuple(kernel.arg_names),
+        args=args,
+        kwargs=dict(case.kwargs),
+        grid=(1,),
+        pins=dict(case.pins),
+        hooks=Hooks(),
+        index=0,
+    )
+
+
+def of_child(call: Call, config: triton.Config) -> bytes:
+    """Return the spec that the measuring child captures: the call is rebuilt first."""
+    tensors = kernel_pickle.TensorTable()
+    blob = kernel_pickle.pack((replace(call, grid=None), config), "a call", tensors)
+    with contextlib.closing(Snapshot(tensors.tensors)) as snapshot:
+        arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
+    rebuilt, config = kernel_pickle.unpack(blob, arguments.tensors)
+    jit, _ = base_function(rebuilt.kernel)
+    return capture_spec(jit, _Launch(rebuilt, config, (1,)), 0)
+
+
+def compiled_from(call: Call, spec: bytes) -> tuple[str, Any, Any]:
+    """Return all that a compilation depends on: the source's hash, the options, the target."""
+    signature, constexprs, attrs, options, target = kernel_pickle.unpack(spec)
+    source = ASTSource(base_function(call.kernel)[0], signature, constexprs, attrs)
+    return source.hash(), options, target
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_caller_resolves_as_the_child_does(name: str) -> None:
+    case = CASES[name]
+    call = call_of(case)
+    jit, _ = base_function(call.kernel)
+    assert jit.cache_key  # it is computed once, whoever asks
+    before = {key: (id(value), repr(value)) for key, value in vars(jit).items()}
+    config = triton.Config(dict(case.options), **dict(case.config))
+
+    spec = CallerResolver(call).resolve(config)
+
+    assert spec is not None
+    assert {key: (id(value), repr(value)) for key, value in vars(jit).items()} == before
+    assert compiled_from(call, spec) == compiled_from(call, of_child(call, config))
+
+
+def test_each_config_gets_its_own_spec() -> None:
+    call = call_of(CASES["heuristics"])
+    resolver = CallerResolver(call)
+    specs = [resolver.resolve(triton.Config({}, num_warps=warps)) for warps in (1, 2, 4)]
+    options = [kernel_pickle.unpack(spec)[3]["num_warps"] for spec in specs if spec]
+    assert options == [1, 2, 4]
+
+
+def raises(arguments: Mapping[str, Any]) -> int:
+    raise ZeroDivisionError("a heuristic that fails")
+
+
+HOOK: Any = print  # never called
+LEFT_TO_THE_CHILD: dict[str, Callable[[Call], Call]] = {
+    "a pre-hook": lambda call: replace(call, hooks=Hooks(pre_hook=HOOK)),
+    "a post-hook": lambda call: replace(call, hooks=Hooks(post_hook=HOOK)),
+    "inputs of its own": lambda call: replace(call, hooks=Hooks(inputs=HOOK)),
+    "another device": lambda call: replace(call, index=1),
+    "a heuristic that raises": lambda call: replace(call, kernel=heuristic(made(add), FLAG=raises)),
+    "an unknown wrapper": lambda call: replace(
+        call, kernel=SimpleNamespace(fn=call.kernel, values={}, run=HOOK)
+    ),
+    "an unknown argument": lambda call: replace(call, kwargs={"no_such": 1}),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_TO_THE_CHILD)
+def test_what_is_left_to_the_child(why: str) -> None:
+    call = call_of(CASES["positional"])
+    config = triton.Config({"BLOCK": 64})
+    assert CallerResolver(call).resolve(config) is not None
+    assert CallerResolver(LEFT_TO_THE_CHILD[why](call)).resolve(config) is None
+
+
+def test_configs_and_kernels_with_hooks_are_left_to_the_child() -> None:
+    call = call_of(CASES["positional"])
+    resolver = CallerResolver(call)
+    assert resolver.resolve(triton.Config({"BLOCK": 64}, pre_hook=HOOK)) is None
+    assert resolver.resolve(triton.Config({"BLOCK": 64})) is not None
+    call.kernel.add_pre_run_hook(HOOK)
+    assert CallerResolver(call).resolve(triton.Config({"BLOCK": 64})) is None
+
+
+def test_interrupts_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: Mapping[str, Any]) -> int:
+        raise KeyboardInterrupt
+
+    call = call_of(CASES["positional"])
+    call = replace(call, kernel=heuristic(call.kernel, FLAG=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        CallerResolver(call).resolve(triton.Config({"BLOCK": 64}))
+
+
+def matmul(x, y, out, BLOCK: tl.constexpr):
+    a = tl.arange(0, BLOCK)
+    square = a[:, None] * BLOCK + a[None, :]
+    tl.store(out + square, tl.dot(tl.load(x + square), tl.load(y + square)))
+
+
+@pytest.fixture
+def bench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., LaunchBench]]:
+    """A function that starts a bench for a kernel that is compiled, for an H100."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+
+    def start(
+        kernel: Any,
+        args: tuple[Any, ...],
+        blocks: tuple[int, ...],
+        shared: int,
+        hooks: Hooks | None = None,
+    ) -> Any:
+        call = replace(
+            call_of(CASES["positional"]),
+            kernel=kernel,
+            arg_names=tuple(kernel.arg_names),
+            args=args,
+            hooks=hooks or Hooks(),
+        )
+        device = Device("a card", "90", 132, shared)
+        toolchain = Toolchain(triton.__version__, "backend", "cuda-90-32")
+        key = TuningKey(kernel_identity(kernel), (), (), (), device, toolchain)
+        configs = tuple(triton.Config({"BLOCK": block}) for block in blocks)
+        return LaunchBench(TuningRequest(key, call, configs, "declared"), lambda names: None)
+
+    yield start
+    measuring_child._drop_idle()
+
+
+def test_what_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
+    """By the compiler's facts alone: there is no device here on which it could be."""
+    args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
+    with bench(JITFunction(matmul), args, (16, 128), shared=20_000) as made:
+        results = dict(made.compiled([0, 1], 60.0))
+        assert made.facts[0]["shared"] <= 20_000 < made.facts[1]["shared"]
+        message = str(OutOfResources(made.facts[1]["shared"], 20_000, "shared memory"))
+        assert results == {
+            0: None,
+            1: Outcome(Verdict.OUT_OF_RESOURCES, detail="OutOfResources", message=message),
+        }
+        assert made.phases.keys() == {"transfer", "resolve", "compile"}, "no child was waited for"
+        assert all(seconds > 0 for seconds in made.phases.values())
+        with pytest.raises(WorkerUnavailable, match="could not rebuild the call"):
+            made.wait()  # for the child that had begun meanwhile: there is no device for it
+
+
+def test_what_cannot_fit_is_launched_for_a_post_hook(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As triton.autotune does: the hook gets what the launch raises."""
+    monkeypatch.setattr(compilation, "_plain", lambda call, jit: True)  # no child to resolve in
+    args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
+    hooks = Hooks(post_hook=lambda arguments, exception: None)
+    with bench(JITFunction(matmul), args, (16, 128), shared=20_000, hooks=hooks) as made:
+        assert dict(made.compiled([0, 1], 60.0)) == {0: None, 1: None}
+        assert made.facts[1]["shared"] > 20_000

@@ -1,0 +1,249 @@
+"""What launches do to the arguments is seen: beside them, around them, and in them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from safetune.child import output_check as witness_module
+from safetune.child.arguments import Arguments
+from safetune.child.output_check import OutOfBounds, Witness, WrongResult
+from safetune.inputs.snapshot import Snapshot
+from safetune.tuning.evidence import MAX_GROUPS, Evidence, Group, evidence_of
+
+N = 100
+
+
+class Trial:
+    """A child's view of a call with `out`, `x` and `part`; its launches are plain functions."""
+
+    def __init__(self, *tensors: torch.Tensor, atomics: bool = False, scratch=()) -> None:
+        snapshot = Snapshot(tensors)
+        self.arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
+        snapshot.close()
+        self.file = os.memfd_create("results")
+        self.names = ["out", "x", "part"][: len(tensors)]
+        self.groups: list[Group] = []
+        self.settings = (atomics, scratch)
+        self.fresh()
+
+    def fresh(self) -> None:
+        """Go on as another child would."""
+        atomics, scratch = self.settings
+        self.witness = Witness(self.arguments, self.names, scratch, atomics, os.dup(self.file))
+
+    def run(self, launch: Callable[..., None]) -> Evidence:
+        evidence = self.witness.examine(lambda: launch(*self.arguments.tensors), self.groups)
+        if evidence.founded is not None:
+            self.groups.append(evidence.founded)
+        return evidence
+
+
+@pytest.fixture
+def trial() -> Trial:
+    generator = torch.Generator().manual_seed(0)
+    return Trial(torch.zeros(N), torch.randn(N, generator=generator))
+
+
+def double(out: torch.Tensor, x: torch.Tensor, *_: torch.Tensor) -> None:
+    out.copy_(2 * x)
+
+
+class TestBounds:
+    @pytest.mark.parametrize(
+        ("offset", "side"), [(-4, "before"), (4 * N, "after"), (4 * N + 60_000, "after")]
+    )
+    def test_a_write_beside_a_storage(self, trial: Trial, offset: int, side: str) -> None:
+        def wild(out: torch.Tensor, x: torch.Tensor) -> None:
+            double(out, x)
+            ctypes.memset(out.data_ptr() + offset, 0, 1)
+
+        assert trial.run(double).group == 0
+        with pytest.raises(OutOfBounds, match=f"{side} the storage of out"):
+            trial.run(wild)
+
+    def test_a_write_into_bytes_that_no_argument_has(self) -> None:
+        packed = torch.zeros(N, 3)
+        trial = Trial(packed[:, 0], torch.randn(N), packed[:, 2])
+
+        def careless(out: torch.Tensor, x: torch.Tensor, part: torch.Tensor) -> None:
+            double(out, x)
+            whole = out.as_strided((N, 3), (3, 1), out.storage_offset())
+            whole[N - 1, 1] = 1.0
+
+        assert trial.run(double).unowned == ()
+        assert trial.run(careless).unowned == ("out/part",)
+
+    def test_views_that_cover_a_storage_together(self) -> None:
+        packed = torch.zeros(N, 3)
+        trial = Trial(packed[:, 0], packed[:, 1], packed[:, 2])
+        assert trial.run(lambda a, b, c: [t.fill_(2.0) for t in (a, b, c)]).unowned == ()
+
+
+class TestStart:
+    def test_every_launch_finds_the_callers_bits(self, trial: Trial) -> None:
+        found = []
+
+        def in_place(out: torch.Tensor, x: torch.Tensor) -> None:
+            found.append((out.sum().item(), x.sum().item()))
+            x += 1
+
+        before = [tensor.clone() for tensor in trial.arguments.tensors]
+        trial.run(in_place)
+        trial.run(in_place)
+        assert found[0] == found[2], "x is overwritten for the second launch of each"
+        trial.arguments.restore()
+        for tensor, old in zip(trial.arguments.tensors, before, strict=True):
+            assert torch.equal(tensor, old)
+
+
+class TestResults:
+    def test_those_that_agree_are_one_group(self, trial: Trial) -> None:
+        first = trial.run(double)
+        assert first.founded is not None
+        second = trial.run(lambda out, x: out.copy_(x + x))
+        assert (second.group, second.founded, second.difference) == (0, None, "")
+
+    def test_another_child_compares_with_what_the_first_has_left(self, trial: Trial) -> None:
+        trial.run(double)
+        trial.fresh()
+        assert trial.run(double).group == 0
+        other = trial.run(lambda out, x: out.copy_(2 * x + 1))
+        assert other.group == 1
+        assert other.difference == "out differs by up to 1"
+        trial.fresh()
+        assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 1
+
+    def test_one_that_writes_nothing_is_another_result(self, trial: Trial) -> None:
+        trial.run(double)
+        assert trial.run(lambda out, x: None).group == 1
+
+    def test_one_that_writes_more_is_another_result(self, trial: Trial) -> None:
+        trial.run(double)
+
+        def more(out: torch.Tensor, x: torch.Tensor) -> None:
+            double(out, x)
+            x[3] += 5.0
+
+        assert trial.run(more).group == 1
+
+    def test_scratch_is_not_compared(self) -> None:
+        tensors = (torch.zeros(N), torch.randn(N), torch.zeros(8))
+
+        def partial(value: float) -> Callable[..., None]:
+            def launch(out: torch.Tensor, x: torch.Tensor, part: torch.Tensor) -> None:
+                double(out, x)
+                part[: int(value)] = value
+
+            return launch
+
+        compared, ignored = Trial(*tensors), Trial(*tensors, scratch=("part",))
+        assert [compared.run(partial(value)).group for value in (2.0, 4.0)] == [0, 1]
+        assert [ignored.run(partial(value)).group for value in (2.0, 4.0)] == [0, 0]
+
+    def test_no_more_kinds_than_are_kept(self, trial: Trial) -> None:
+        found = [
+            trial.run(lambda out, x, by=by: out.fill_(by)).group for by in range(MAX_GROUPS + 2)
+        ]
+        assert found == [*range(MAX_GROUPS), None, None]
+
+    def test_a_result_that_varies_from_run_to_run(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N), atomics=True)
+        runs = iter(range(100))
+
+        def unsteady(out: torch.Tensor, x: torch.Tensor) -> None:
+            out.copy_(2 * x + 0.2 * (next(runs) % 2))
+
+        assert trial.run(unsteady).group == 0
+        assert trial.groups[0].spread[0] == pytest.approx(0.2)
+        assert trial.run(unsteady).group == 0
+        assert trial.run(lambda out, x: out.copy_(2 * x + 3)).group == 1
+
+    def test_no_room_for_a_result_is_no_fault(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(fd: int, offset: int, size: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(witness_module.os, "posix_fallocate", full)
+        assert trial.run(double) == Evidence(group=None)
+
+
+class TestStale:
+    def test_a_part_that_is_not_written_is_noticed_though_it_was_right(self) -> None:
+        x = torch.randn(N)
+        trial = Trial(2 * x, x)
+
+        def half(out: torch.Tensor, x: torch.Tensor) -> None:
+            out[: N // 2] = 2 * x[: N // 2]
+
+        def nothing(out: torch.Tensor, x: torch.Tensor) -> None:
+            pass
+
+        assert not trial.run(double).stale
+        assert [(trial.run(bad).group, trial.run(bad).stale) for bad in (half, nothing)] == [
+            (0, True),
+            (0, True),
+        ]
+
+    def test_which_elements_are_written(self) -> None:
+        """Whatever is written there, and whatever else has been written by another config."""
+        trial = Trial(torch.zeros(N, 3)[:, 1], torch.randn(N))
+
+        def half(out: torch.Tensor, x: torch.Tensor) -> None:
+            out[: N // 2] = 2 * x[: N // 2]
+
+        def both(out: torch.Tensor, x: torch.Tensor) -> None:
+            double(out, x)
+            x.zero_()
+
+        whole, part, more = (trial.run(launch).reach for launch in (double, half, both))
+        again = trial.run(lambda out, x: out.copy_(x - 7)).reach
+        assert whole == again
+        assert len({whole, part, more}) == 3
+        assert [reach[1] == 0 for reach in (whole, part, more)] == [True, True, False]
+
+    def test_probes_leave_no_trace(self) -> None:
+        packed = torch.randn(N, 3)
+        trial = Trial(packed[:, 0], torch.randn(1).expand(N), packed[::2, 2])
+        before = [tensor.clone() for tensor in trial.arguments.tensors]
+        trial.run(lambda out, x, part: None)
+        for tensor, old in zip(trial.arguments.tensors, before, strict=True):
+            assert torch.equal(tensor, old)
+
+    def test_with_atomics_zeroes_may_be_asked_for(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N), atomics=True)
+        assert not trial.run(lambda out, x: out.add_(2 * x)).stale
+
+    def test_an_update_in_place_is_stale(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N))
+        assert trial.run(lambda out, x: x.add_(1)).stale
+
+
+class TestReference:
+    def test_decides(self, trial: Trial) -> None:
+        trial.witness.expect({"out": 2 * trial.arguments.tensors[1]})
+        assert trial.run(double).group == 0
+        with pytest.raises(WrongResult, match="out differs from the reference by up to 0"):
+            trial.run(lambda out, x: out.copy_(2 * x + 0.5))
+
+    @pytest.mark.parametrize(
+        ("expected", "message"),
+        [({"y": torch.zeros(N)}, "'y'"), ({"out": torch.zeros(3)}, r"shape \(3,\) for out")],
+    )
+    def test_that_fits_nothing_is_an_error(self, trial: Trial, expected, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            trial.witness.expect(expected)
+
+
+def test_evidence_survives_json(trial: Trial) -> None:
+    import json
+    from dataclasses import asdict
+
+    evidence = replace(trial.run(double), unowned=("x",))
+    assert evidence_of(json.loads(json.dumps(asdict(evidence)))) == evidence

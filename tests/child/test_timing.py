@@ -1,0 +1,85 @@
+"""Timing: what is inside the span, how often, and what counts as a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from safetune.child import timing as measure_module
+from safetune.child.timing import Budget, InvalidTime, Timer, from_do_bench, measure, summarize
+
+
+class FakeClock(Timer):
+    """Gives recorded times, and records the order of the calls."""
+
+    def __init__(self, milliseconds):
+        self.milliseconds = milliseconds
+        self.asked = []
+
+    def samples(self, launch, before, after, count):
+        self.asked.append(count)
+        return [self.milliseconds] * count
+
+
+def nothing():
+    pass
+
+
+def test_hooks_run_around_every_launch_and_outside_the_span():
+    order = []
+    times = Timer().samples(
+        lambda: order.append("launch"),
+        lambda: order.append("before"),
+        lambda: order.append("after"),
+        3,
+    )
+    assert order == ["before", "launch", "after"] * 3
+    assert len(times) == 3
+    assert all(time > 0 for time in times)
+
+
+@pytest.mark.parametrize(("long_ms", "count"), [(1e9, 5), (0.0, 2)])
+def test_slow_launches_in_the_interpreter_are_fewer(monkeypatch, long_ms, count):
+    monkeypatch.setattr(measure_module, "_LONG_MS", long_ms)
+    assert len(Timer().samples(nothing, nothing, nothing, 5)) == count
+
+
+def test_a_config_gets_its_time_budget():
+    clock = FakeClock(1.0)
+    timing = measure(nothing, nothing, nothing, clock, Budget(estimate_launches=5, time_ms=20))
+    assert clock.asked == [5, 15]
+    assert timing.median_ms == 1.0
+    assert timing.count == 15 + 3  # the later half of the estimate counts too
+
+
+def test_a_slow_kernel_is_not_launched_more_than_the_estimate_needs():
+    clock = FakeClock(100.0)
+    assert measure(nothing, nothing, nothing, clock, Budget(time_ms=20)).count == 5
+    assert clock.asked == [5]
+
+
+def test_a_hopeless_config_is_given_up_after_the_estimate():
+    clock = FakeClock(2.0)
+    measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0, time_ms=1000))
+    assert clock.asked == [5]
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_time_is_refused(wrong):
+    with pytest.raises(InvalidTime, match=str(wrong)):
+        measure(nothing, nothing, nothing, FakeClock(wrong), Budget())
+    with pytest.raises(InvalidTime):
+        summarize([1.0, wrong], "screen")
+    with pytest.raises(InvalidTime):
+        from_do_bench([wrong, 1.0, 2.0])
+
+
+def test_quantiles_are_of_the_sorted_times():
+    timing = summarize([5.0, 1.0, 3.0, 2.0, 4.0], "final")
+    assert (timing.median_ms, timing.p20_ms, timing.p80_ms) == (3.0, 1.0, 5.0)
+
+
+def test_a_users_benchmark_may_give_quantiles_or_one_number():
+    assert from_do_bench([2.0, 1.0, 3.0]).p80_ms == 3.0
+    assert from_do_bench(2.0).median_ms == 2.0

@@ -1,0 +1,170 @@
+"""Which devices a child sees, and when it must not use one. Only the driver's answers are faked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from safetune.errors import DeviceUnavailable, WorkerUnavailable
+from safetune.isolation import child_environment, cuda, devices
+
+FIRST = "3f0c1f2a-8f6e-4a0e-9a51-0d5b8f1f6c11"
+SECOND = "b7d0a6de-0c39-4c38-8a2a-5f7f3d2c9e22"
+BOTH = f"GPU-{FIRST},GPU-{SECOND}"
+PARTITION = "MIG-0f7c4a1e-3b57-5c1d-9d2e-7a8b9c0d1e2f"
+OLD_PARTITION = f"MIG-GPU-{FIRST}/1/0"
+
+
+class TestVisibleDevices:
+    @pytest.mark.parametrize(
+        "variable",
+        [
+            pytest.param("0,1", marks=pytest.mark.fault("visible-by-index")),
+            pytest.param("1,0", marks=pytest.mark.fault("visible-by-index")),
+            pytest.param(BOTH, marks=pytest.mark.fault("visible-by-uuid")),
+            pytest.param("GPU-3f0c,GPU-b7d0", marks=pytest.mark.fault("visible-by-uuid")),
+            pytest.param("7", id="changed since"),
+            pytest.param("", id="emptied since"),
+            pytest.param(None, id="unset"),
+        ],
+    )
+    def test_a_child_is_told_the_uuids_of_what_this_process_has(self, variable: str | None) -> None:
+        assert devices.visible_devices(variable, (FIRST, SECOND)) == BOTH
+
+    def test_in_this_process_s_order(self) -> None:
+        told = devices.visible_devices("0,1", (SECOND, FIRST))
+        assert told == f"GPU-{SECOND},GPU-{FIRST}"
+
+    @pytest.mark.parametrize("variable", ["0,1", "GPU-3f0c", "", None, PARTITION])
+    def test_a_process_that_has_listed_none_hands_on_what_is_set(
+        self, variable: str | None
+    ) -> None:
+        assert devices.visible_devices(variable, ()) == variable
+
+    @pytest.mark.fault("visible-mig")
+    @pytest.mark.parametrize("variable", [PARTITION, OLD_PARTITION, f"{PARTITION},{PARTITION}"])
+    def test_a_partition_stays_the_partition_and_not_its_whole_card(self, variable: str) -> None:
+        assert devices.visible_devices(variable, (FIRST,)) == variable
+
+    def test_a_child_without_a_gpu_is_told_of_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
+        assert (
+            child_environment.start_job(gpu_blind=True)["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+        )
+
+    def test_before_cuda_is_initialised_the_variable_is_handed_on(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+        seen = child_environment.start_job(gpu_blind=False)["environment"]["CUDA_VISIBLE_DEVICES"]
+        assert seen == "1,0"
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        assert (
+            "CUDA_VISIBLE_DEVICES"
+            not in child_environment.start_job(gpu_blind=False)["environment"]
+        )
+
+
+@pytest.fixture(autouse=True)
+def _no_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "none"))
+
+
+def set_attribute(monkeypatch: pytest.MonkeyPatch, attribute: int, value: int) -> None:
+    """Have the driver say this of every device, and 0 of all else."""
+    monkeypatch.setattr(
+        cuda, "device_attribute", lambda asked, index: value if asked == attribute else 0
+    )
+
+
+class TestCheck:
+    def test_nothing_is_wrong_with_a_device_in_its_default_mode(self) -> None:
+        devices.check(0)
+
+    @pytest.mark.fault("exclusive-process")
+    @pytest.mark.parametrize(("value", "name"), [(2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS")])
+    def test_a_compute_mode_without_room_for_a_second_context(
+        self, monkeypatch: pytest.MonkeyPatch, value: int, name: str
+    ) -> None:
+        set_attribute(monkeypatch, 20, value)
+        with pytest.raises(DeviceUnavailable) as caught:
+            devices.check(1)
+        text = str(caught.value)
+        assert f"device 1 is in compute mode {name}" in text
+        assert "--compute-mode=DEFAULT" in text
+        assert isinstance(caught.value, WorkerUnavailable), "which a miss turns into a warning"
+
+    def test_the_interpreter_has_no_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        set_attribute(monkeypatch, 20, 3)
+        devices.check(-1)
+
+    @pytest.mark.fault("mps")
+    @pytest.mark.parametrize("place", ["in the environment", "by default"])
+    def test_a_control_pipe_of_mps(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+    ) -> None:
+        directory = tmp_path / "mps"
+        directory.mkdir()
+        os.mkfifo(directory / "control")
+        if place == "by default":
+            monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+            monkeypatch.setattr(devices, "_MPS_DEFAULT", str(directory))
+        else:
+            monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
+        with pytest.raises(DeviceUnavailable) as caught:
+            devices.check(0)
+        assert f"its control pipe is {directory}/control" in str(caught.value)
+        assert "every client" in str(caught.value)
+        devices.check(-1)
+
+    @pytest.mark.fault("mps")
+    def test_a_driver_that_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        set_attribute(monkeypatch, 133, 1)
+        with pytest.raises(DeviceUnavailable, match=r"shared through MPS \(says the driver\)"):
+            devices.check(0)
+
+    @pytest.mark.parametrize("left", ["nothing", "a plain file", "an empty directory"])
+    def test_what_is_no_control_pipe(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
+    ) -> None:
+        directory = tmp_path / "mps"
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
+        if left != "nothing":
+            directory.mkdir()
+        if left == "a plain file":
+            (directory / "control").touch()
+        devices.check(0)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class TestAChildThatDoesNotEnd:
+    def test_takes_its_device_out_of_use_until_it_has_ended(
+        self, sleeper: subprocess.Popen[bytes]
+    ) -> None:
+        devices.note_stuck(1, sleeper.pid)
+        with pytest.raises(DeviceUnavailable, match="on device 1 does not end"):
+            devices.check(1)
+        devices.check(0)
+        devices.note_stuck(1, sleeper.pid)  # again: no descriptor is lost
+        sleeper.send_signal(signal.SIGKILL)
+        sleeper.wait()
+        devices.check(1)
+        assert devices._stuck == {}
+
+    def test_that_has_ended_after_all_takes_nothing(self, sleeper: subprocess.Popen[bytes]) -> None:
+        sleeper.kill()
+        sleeper.wait()
+        devices.note_stuck(1, sleeper.pid)
+        devices.check(1)

@@ -1,0 +1,343 @@
+"""A kernel's identity follows what it computes, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+
+from safetune.errors import InvalidSetting
+from safetune.keys.kernel_digest import base_function, kernel_identity, source_of
+
+_spec = importlib.util.spec_from_file_location(
+    "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+phantom_kernels = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(phantom_kernels)
+
+Load = Callable[..., ModuleType]
+
+KERNEL = """
+from triton.language import float32
+
+SCALE = tl.constexpr(3)
+LIMIT = 7
+UNUSED = 1
+
+@triton.constexpr_function
+def twice(n):
+    return n * 2
+
+@jit
+def inner(x):
+    return x + LIMIT
+
+@jit
+def helper(x, n):
+    return inner(x) * SCALE
+
+@jit
+def kernel(x, n, BLOCK: tl.constexpr = 128):
+    offsets = tl.arange(0, BLOCK)
+    value = tl.load(x + offsets).to(float32)
+    tl.store(x + offsets, helper(value, n) + twice(4))
+"""
+
+
+@pytest.fixture(params=[False, True], ids=["compiler", "interpreter"])
+def interpret(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def load(tmp_path: Path, interpret: bool) -> Load:
+    def load(text: str, name: str = "a", **options: Any) -> ModuleType:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        return phantom_kernels.load(directory, text, **{"interpret": interpret, **options})
+
+    return load
+
+
+def digest(module: ModuleType) -> str:
+    return kernel_identity(module.kernel).digest
+
+
+@pytest.mark.internals
+def test_digest_is_the_same_in_every_version(load: Load) -> None:
+    """It names rows that other machines wrote: a change here makes every stored choice unknown."""
+    assert digest(load(KERNEL)) == "fe3c25e5ab33f9392917966712528276"
+
+
+@pytest.mark.internals
+def test_compiler_and_interpreter_agree(load: Load) -> None:
+    texts = [KERNEL, KERNEL.replace("@jit\n", "@jit(noinline=True)\n")]
+    for text in texts:
+        compiled, interpreted = load(text, interpret=False), load(text, interpret=True)
+        assert digest(compiled) == digest(interpreted)
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new"),
+    [
+        ("line numbers", "SCALE", "\n\n\nSCALE"),
+        ("decorators", "@jit\ndef kernel", "@jit(do_not_specialize=['n'])\ndef kernel"),
+        ("an unused global", "UNUSED = 1", "UNUSED = 2"),
+        ("the module's imports", "UNUSED", "import math\nUNUSED"),
+        (
+            "spaces at the end of a line",
+            "offsets = tl.arange(0, BLOCK)",
+            "offsets = tl.arange(0, BLOCK)  ",
+        ),
+        ("another function", "UNUSED", "def other(): return LIMIT\nUNUSED"),
+    ],
+)
+def test_what_is_no_part_of_it(load: Load, what: str, old: str, new: str) -> None:
+    changed = KERNEL.replace(old, new, 1) if what != "line numbers" else "\n\n" + KERNEL
+    assert changed != KERNEL
+    assert digest(load(KERNEL, "a")) == digest(load(changed, "b"))
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new"),
+    [
+        ("the body", "helper(value, n)", "helper(value, n) + 1"),
+        ("a callee", "inner(x) * SCALE", "inner(x) / SCALE"),
+        ("a callee's callee", "x + LIMIT", "x - LIMIT"),
+        ("a callee's global", "LIMIT = 7", "LIMIT = 8"),
+        ("the type of a global", "LIMIT = 7", "LIMIT = 7.0"),
+        ("a constexpr global", "constexpr(3)", "constexpr(4)"),
+        ("a constexpr function", "n * 2", "n * 3"),
+        ("a default", "tl.constexpr = 128", "tl.constexpr = 64"),
+        ("noinline of a callee", "@jit\ndef helper", "@jit(noinline=True)\ndef helper"),
+        ("a dtype under the same name", "import float32", "import float16 as float32"),
+        ("what the same text calls", "\n@jit\ndef kernel", "\nhelper = inner\n@jit\ndef kernel"),
+    ],
+)
+def test_what_is_part_of_it(load: Load, what: str, old: str, new: str) -> None:
+    changed = KERNEL.replace(old, new, 1)
+    assert changed != KERNEL
+    assert digest(load(KERNEL, "a")) != digest(load(changed, "b"))
+
+
+CLOSURE = """
+import dataclasses, enum
+
+class Mode(enum.IntEnum):
+    FAST = 1
+    SLOW = 2
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    rows: int = 4
+
+class Opaque:
+    pass
+
+def make(size, inner_text):
+    table = (size, 2, Mode.FAST, Shape(), Opaque())
+    @jit
+    def inner(x):
+        return x + table[0]
+    @jit
+    def kernel(x, n):
+        tl.store(x, inner(x) + size)
+    return kernel
+"""
+
+
+def test_closure_values(load: Load) -> None:
+    """Two kernels from one factory, told apart by what they closed over alone."""
+    module = load(CLOSURE)
+    of = lambda *args: kernel_identity(module.make(*args)).digest  # noqa: E731
+    assert of(4, "") == of(4, "")
+    assert of(4, "") != of(5, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("FAST = 1", "FAST = 3"), ("Mode.FAST,", "Mode.SLOW,"), ("int = 4", "int = 5")]
+)
+def test_values_inside_a_closure_value(load: Load, old: str, new: str) -> None:
+    changed = CLOSURE.replace(old, new)
+    before, after = load(CLOSURE, "a").make(4, ""), load(changed, "b").make(4, "")
+    assert kernel_identity(before).digest != kernel_identity(after).digest
+
+
+def test_values_without_a_text_do_not_bring_their_address_in(load: Load) -> None:
+    """`<Opaque object at 0x7f...>` would make every process a stranger to every other."""
+    first, second = load(CLOSURE, "a").make(4, ""), load(CLOSURE, "b").make(4, "")
+    assert kernel_identity(first).digest == kernel_identity(second).digest
+
+
+def test_globals_are_read_when_asked(load: Load) -> None:
+    module = load(KERNEL)
+    before = digest(module)
+    module.LIMIT = 8
+    assert digest(module) != before
+
+
+def test_a_local_hides_a_global(load: Load) -> None:
+    """A notebook's loop counter of the same name would make each run a new kernel."""
+    text = "i = {}\n@jit\ndef kernel(x, n):\n    for i in range(n):\n        tl.store(x + i, i)\n"
+    assert digest(load(text.format(1), "a")) == digest(load(text.format(2), "b"))
+
+
+def test_cycles_end(load: Load) -> None:
+    text = """
+    @jit
+    def even(n):
+        return odd(n - 1)
+    @jit
+    def odd(n):
+        return even(n - {})
+    @jit
+    def kernel(x, n):
+        tl.store(x, even(n))
+    """
+    assert digest(load(text.format(1), "a")) == digest(load(text.format(1), "b"))
+    assert digest(load(text.format(1), "a")) != digest(load(text.format(2), "b"))
+
+
+def test_attributes_of_modules(load: Load, tmp_path: Path) -> None:
+    constants = load("SIZE = 4\n@jit\ndef helper(x):\n    return x\n", "constants")
+    text = f"import {constants.__name__} as c\n" + textwrap.dedent("""
+    @jit
+    def kernel(x, n):
+        tl.store(x, c.helper(x) + c.SIZE)
+    """)
+    module = load(text)
+    before = digest(module)
+    constants.SIZE = 5
+    other_value = digest(module)
+    constants.SIZE, constants.helper = 4, load("@jit\ndef helper(x):\n    return -x\n", "c2").helper
+    assert len({before, other_value, digest(module)}) == 3
+
+
+def test_same_name_other_body(load: Load) -> None:
+    """B7: two kernels called `kernel` are two kernels."""
+    text = "@jit\ndef kernel(x, n):\n    tl.store(x, {})\n"
+    first, second = load(text.format("n"), "a").kernel, load(text.format("-n"), "b").kernel
+    assert kernel_identity(first).name == kernel_identity(second).name
+    assert kernel_identity(first).digest != kernel_identity(second).digest
+
+
+HEURISTICS = """
+def even(args):
+    return args["n"] % 2 == 0
+
+@triton.heuristics({"EVEN": even, "ODD": lambda args: args["n"] % 2 == 1})
+@jit
+def kernel(x, n, EVEN: tl.constexpr, ODD: tl.constexpr):
+    tl.store(x, EVEN + ODD)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("% 2 == 0", "% 4 == 0"),
+        ("% 2 == 1", "% 4 == 1"),
+        ('"EVEN": even', '"EVEN": lambda a: True'),
+    ],
+)
+def test_heuristics_are_part_of_it(load: Load, old: str, new: str) -> None:
+    before = digest(load(HEURISTICS, "a"))
+    assert before == digest(load("# moved\n" + HEURISTICS, "b"))
+    assert before != digest(load(HEURISTICS.replace(old, new), "c"))
+
+
+def test_lambdas_on_one_line_are_told_apart(load: Load) -> None:
+    text = """
+    H = [lambda a: a["n"] + 1, lambda a: a["n"] + 2]
+    @triton.heuristics({{"E": H[{}]}})
+    @jit
+    def kernel(x, n, E: tl.constexpr):
+        tl.store(x, E)
+    """
+    assert digest(load(text.format(0), "a")) != digest(load(text.format(1), "b"))
+
+
+@pytest.mark.internals
+def test_aggregates(load: Load) -> None:
+    text = """
+    from triton.language.core import _aggregate as aggregate
+
+    @aggregate
+    class Pair:
+        first: tl.tensor
+        second: tl.tensor
+
+        @triton.constexpr_function
+        def __init__(self, first, second):
+            self.first = first
+            self.second = second
+
+        @jit
+        def total(self):
+            return self.first + self.second
+
+    @jit
+    def kernel(x, n):
+        tl.store(x, Pair(n, n).total())
+    """
+    before = digest(load(text, "a"))
+    assert before == digest(load("# moved\n" + textwrap.dedent(text), "b"))
+    assert before != digest(load(text.replace("first + self", "first - self"), "c"))
+    assert before != digest(load(text.replace("second: tl.tensor", "second: tl.constexpr"), "d"))
+
+
+@pytest.mark.internals
+def test_source_is_dedented_and_without_decorators(load: Load) -> None:
+    module = load("class Holder:\n    @jit\n    def kernel(x):  \n        tl.store(x, 1)\n")
+    assert source_of(module.Holder.__dict__["kernel"]) == "def kernel(x):\n    tl.store(x, 1)\n"
+
+
+@pytest.mark.internals
+def test_source_follows_an_update(tmp_path: Path) -> None:
+    kernel = phantom_kernels.load(tmp_path, KERNEL).kernel
+    before = kernel_identity(kernel).digest
+    kernel._unsafe_update_src("def kernel(x, n, BLOCK: tl.constexpr = 128):\n    tl.store(x, 0)\n")
+    assert "tl.store(x, 0)" in (source_of(kernel) or "")
+    assert kernel_identity(kernel).digest != before
+
+
+def test_missing_source(tmp_path: Path) -> None:
+    """Only the interpreter takes such a kernel; the digest then rests on the compiled code."""
+
+    def made(body: str) -> Any:
+        scope: dict[str, Any] = {}
+        exec(f"def kernel(x, n):\n    return {body}\n", scope)
+        return phantom_kernels.jit_decorator(interpret=True)(scope["kernel"])
+
+    assert source_of(made("x")) is None
+    assert kernel_identity(made("x + 1")).digest == kernel_identity(made("x + 1")).digest
+    assert kernel_identity(made("x + 1")).digest != kernel_identity(made("x + 2")).digest
+
+
+def test_base_function_goes_through_every_decorator(load: Load) -> None:
+    module = load(HEURISTICS)
+    tuned = triton.autotune(configs=[triton.Config({})], key=[])(module.kernel)
+    jit, function = base_function(tuned)
+    assert (jit, function.__name__) == (module.kernel.fn, "kernel")
+    assert kernel_identity(tuned).digest == digest(module)
+
+
+@pytest.mark.parametrize("thing", [print, len, SimpleNamespace(fn=3), lambda: None])
+def test_not_a_kernel(thing: Any) -> None:
+    with pytest.raises(InvalidSetting, match=r"@triton\.jit"):
+        base_function(thing)
+
+
+def test_place_is_told_but_not_digested(load: Load) -> None:
+    module = load("\n\n@jit\ndef kernel(x):\n    tl.store(x, 1)\n")
+    identity = kernel_identity(module.kernel)
+    assert (identity.file, identity.line) == (module.__file__, 6)
+    assert identity.source.startswith("def kernel(x):")

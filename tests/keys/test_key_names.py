@@ -1,0 +1,362 @@
+"""What becomes of each name in a key, and what the user is told."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import triton
+
+from safetune.errors import InvalidSetting, PhantomKey
+from safetune.keys.key_names import KeyReport, NameKind, PhantomKeyWarning, classify
+from safetune.settings import PhantomPolicy
+
+_spec = importlib.util.spec_from_file_location(
+    "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+phantom_kernels = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(phantom_kernels)
+
+Load = Callable[[str], ModuleType]
+
+KERNEL = """
+@jit(do_not_specialize=["T", 1])
+def kernel(
+    x,
+    count,
+    T,
+    D: tl.constexpr,
+    NB: tl.constexpr,
+    n_hint,
+    FLAG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    T_BUCKET,
+):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if FLAG:
+        tl.store(x + offsets * D, T, mask=offsets < count)
+
+def launch(x, n):
+    kernel[lambda meta: (triton.cdiv(meta["T"], meta["BLOCK"]),)](x, n)
+"""
+CONFIGS = [triton.Config({"BLOCK": 128}), triton.Config({"BLOCK": 256})]
+
+
+@pytest.fixture(params=[False, True], ids=["compiler", "interpreter"])
+def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
+    return functools.partial(phantom_kernels.load, tmp_path, interpret=request.param)
+
+
+@pytest.fixture
+def kernel(load: Load) -> Any:
+    return load(KERNEL).kernel
+
+
+def quietly(*args: Any, **kwargs: Any) -> KeyReport:
+    """`classify` where the warnings are not the subject."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PhantomKeyWarning)
+        return classify(*args, **{"configs": CONFIGS, **kwargs})
+
+
+def kinds(report: KeyReport) -> dict[str, str]:
+    return {name.name: name.kind.value for name in report.names}
+
+
+def test_every_kind(kernel: Any) -> None:
+    key = ["D", "nobody", "NB", "T_BUCKET", "n_hint", "T"]
+    report = quietly(kernel, key, keep=["n_hint"])
+    assert kinds(report) == {
+        "D": "read",
+        "nobody": "unknown",
+        "NB": "phantom",
+        "T_BUCKET": "bucket",
+        "n_hint": "kept",
+        "T": "read",
+    }
+    assert report.kept == ("D", "T_BUCKET", "n_hint", "T")
+    assert report.dropped == ("nobody", "NB")
+    assert report.pinned == ("NB",)
+    assert not report.kept_all
+
+
+def test_pinned_tells_constexprs(kernel: Any) -> None:
+    report = quietly(kernel, ["D", "NB", "n_hint"])
+    assert report.pinned == ("NB", "n_hint")
+    assert report.pinned_constexprs == ("NB",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "T_BUCKET",
+        "bucket_t",
+        "BucketedT",
+        "CACHE_KEY_SEQLEN_Q",
+        "cache_key_n",
+        "AUTOTUNE_Z",
+        "seq_key",
+    ],
+)
+def test_names_of_buckets(load: Load, name: str) -> None:
+    kernel = load(f"@jit\ndef kernel(x, {name}):\n    tl.store(x, 1)").kernel
+    assert kinds(quietly(kernel, ["x", name]))[name] == "bucket"
+
+
+@pytest.mark.parametrize("name", ["KEY", "keys", "key_len", "MY_CACHE_KEYS", "NB", "CACHE", "TUNE"])
+def test_names_that_are_no_buckets(load: Load, name: str) -> None:
+    kernel = load(f"@jit\ndef kernel(x, {name}):\n    tl.store(x, 1)").kernel
+    assert kinds(quietly(kernel, ["x", name]))[name] == "phantom"
+
+
+def test_a_bucket_that_is_read_is_read(load: Load) -> None:
+    kernel = load("@jit\ndef kernel(x, T_BUCKET):\n    tl.store(x, T_BUCKET)").kernel
+    assert kinds(quietly(kernel, ["T_BUCKET"])) == {"T_BUCKET": "read"}
+
+
+def test_reader_is_named(kernel: Any, load: Load) -> None:
+    reasons = {name.name: name.reason for name in quietly(kernel, ["D", "T"]).names}
+    file = Path(load(KERNEL).kernel.fn.__code__.co_filename).name
+    assert reasons["D"] == f"read by the body ({file}:18)"
+
+
+def test_grid_is_a_reader(load: Load) -> None:
+    text = """
+    @jit
+    def kernel(x, n, NB):
+        tl.store(x, 1)
+    def launch(x, n):
+        kernel[(n,)](x, n, 3)
+    """
+    report = quietly(load(textwrap.dedent(text)).kernel, ["n", "NB"])
+    assert kinds(report) == {"n": "read", "NB": "phantom"}
+    assert "the grid (" in report.names[0].reason
+
+
+@pytest.mark.parametrize(
+    "readers",
+    [
+        {"prune_configs_by": {"early_config_prune": lambda configs, named, **kw: named["NB"]}},
+        {"prune_configs_by": {"perf_model": lambda NB, **kwargs: NB, "top_k": 1}},
+        {"pre_hook": lambda kwargs, reset_only=False: kwargs["NB"]},
+        {"post_hook": lambda kwargs, exception: kwargs["NB"]},
+        {"configs": [triton.Config({}, pre_hook=lambda nargs: nargs["NB"])]},
+        {"pre_hook": print},
+    ],
+)
+def test_other_readers(kernel: Any, readers: dict[str, Any]) -> None:
+    assert kinds(quietly(kernel, ["D", "NB"], **readers))["NB"] == "read"
+
+
+def test_heuristics_above_and_below(load: Load) -> None:
+    text = """
+    @triton.heuristics({"EVEN": lambda args: args["NB"] % 2 == 0})
+    @jit
+    def kernel(x, NB, n, EVEN: tl.constexpr):
+        tl.store(x, EVEN)
+    """
+    heuristics = load(textwrap.dedent(text)).kernel
+    for kernel in (heuristics, heuristics.fn):
+        assert kinds(quietly(kernel, ["NB", "n"])) == {"NB": "read", "n": "phantom"}
+
+
+# what the user is told
+
+
+def messages(*args: Any, **kwargs: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        classify(*args, **{"configs": CONFIGS, **kwargs})
+    assert all(item.category is PhantomKeyWarning for item in caught)
+    return [str(item.message) for item in caught]
+
+
+def test_one_warning_for_all_phantoms(kernel: Any) -> None:
+    (message,) = messages(kernel, ["D", "NB", "n_hint"])
+    place = f"{kernel.fn.__code__.co_filename}:5"
+    assert message == (
+        f"{place}: the key of kernel names NB, n_hint, which nothing reads: each new value would "
+        "tune and compile again. Dropped. To keep: keep=['NB', 'n_hint']."
+    )
+
+
+def test_warning_points_at_the_kernel(kernel: Any) -> None:
+    with pytest.warns(PhantomKeyWarning) as caught:
+        classify(kernel, ["D", "NB"], configs=CONFIGS)
+    assert (caught[0].filename, caught[0].lineno) == (kernel.fn.__code__.co_filename, 5)
+
+
+def test_one_warning_for_unknown_names(kernel: Any) -> None:
+    (message,) = messages(kernel, ["D", "nobody", "else"])
+    assert "names nobody, else, no parameter of the kernel" in message
+    assert "Its parameters: x, count, T, D, NB," in message
+
+
+def test_nothing_to_say(kernel: Any) -> None:
+    assert messages(kernel, ["D", "T", "T_BUCKET", "n_hint"], keep=["n_hint"]) == []
+    assert messages(kernel, []) == []
+    assert messages(kernel, "auto") == []
+
+
+def test_policy_keep(kernel: Any) -> None:
+    assert messages(kernel, ["D", "NB"], policy=PhantomPolicy.KEEP) == []
+    report = classify(kernel, ["D", "NB"], configs=CONFIGS, policy=PhantomPolicy.KEEP)
+    assert (report.kept, report.pinned) == (("D", "NB"), ())
+
+
+def test_policy_error(kernel: Any) -> None:
+    with pytest.raises(
+        PhantomKey, match=r"\.py:5: the key of kernel names NB, which nothing reads"
+    ):
+        classify(kernel, ["D", "NB"], configs=CONFIGS, policy=PhantomPolicy.ERROR)
+    quiet = classify(kernel, ["D", "NB"], configs=CONFIGS, policy=PhantomPolicy.ERROR, keep=["NB"])
+    assert quiet.kept == ("D", "NB")
+
+
+@pytest.mark.parametrize("policy", [PhantomPolicy.DROP, PhantomPolicy.ERROR])
+@pytest.mark.parametrize("more", [[], ["nobody"]])
+def test_never_left_without_a_key(kernel: Any, policy: PhantomPolicy, more: list[str]) -> None:
+    """One choice for every shape is worse than tuning too often."""
+    report = quietly(kernel, ["NB", "n_hint", *more], policy=policy)
+    assert report.kept == ("NB", "n_hint")
+    assert (report.kept_all, report.pinned, report.dropped) == (True, (), tuple(more))
+    last = messages(kernel, ["NB", "n_hint"], policy=policy)[-1]
+    assert "Kept, because no other name would be left." in last
+
+
+def test_only_unknown_names_are_not_kept(kernel: Any) -> None:
+    """Triton 3.9 raises for them in its own constructor, 3.6 does not."""
+    report = quietly(kernel, ["nobody"])
+    assert (report.kept, report.kept_all) == ((), False)
+
+
+# key="auto" and what a key lacks
+
+
+def test_automatic_key(kernel: Any) -> None:
+    """Read, not set by a config, not in do_not_specialize (which names T, and count by number)."""
+    assert quietly(kernel, "auto").kept == ("x", "D", "FLAG")
+
+
+def test_automatic_key_without_what_heuristics_set(load: Load) -> None:
+    text = """
+    @triton.heuristics({"EVEN": lambda args: args["n"] % 2 == 0})
+    @jit
+    def kernel(x, n, unread, EVEN: tl.constexpr):
+        tl.store(x, EVEN)
+    """
+    report = quietly(load(textwrap.dedent(text)).kernel, "auto")
+    assert report.kept == ("x", "n")
+    assert report.missing == ()
+
+
+def test_missing_constexprs(kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="safetune"):
+        report = quietly(kernel, ["D"])
+    assert report.missing == ("FLAG",)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert (
+        'kernel reads FLAG, which neither its key nor its configs set; key="auto"' in record.message
+    )
+
+
+@pytest.mark.parametrize("key", [["D", "FLAG"], "auto"])
+def test_nothing_missing(kernel: Any, key: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="safetune"):
+        assert quietly(kernel, key).missing == ()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "annotation", ["tl.constexpr", "'tl.constexpr'", "constexpr", '"constexpr"']
+)
+def test_spellings_of_constexpr(load: Load, annotation: str) -> None:
+    text = (
+        f"from triton.language import constexpr\n@jit\ndef kernel(x, N: {annotation}):\n    x + N"
+    )
+    assert quietly(load(text).kernel, []).missing == ("N",)
+
+
+# bad input
+
+
+@pytest.mark.parametrize("key", ["D", "x, D", ""])
+def test_a_lone_string(kernel: Any, key: str) -> None:
+    with pytest.raises(
+        InvalidSetting, match=rf"key='{key}' is one string; write key=\[\"{key}\"\]"
+    ):
+        classify(kernel, key, configs=CONFIGS)
+
+
+def test_keep_as_a_lone_string(kernel: Any) -> None:
+    with pytest.raises(InvalidSetting, match=r'keep=\["NB"\]'):
+        classify(kernel, ["NB"], configs=CONFIGS, keep="NB")
+
+
+def test_a_name_that_is_none(kernel: Any) -> None:
+    with pytest.raises(InvalidSetting, match=r"key has 3, of type int; give names of arguments"):
+        classify(kernel, ["D", 3], configs=CONFIGS)
+
+
+def test_keep_outside_the_key(kernel: Any) -> None:
+    with pytest.raises(InvalidSetting, match=r"has NB, n_hint, which is not in key=\['D'\]"):
+        classify(kernel, ["D"], configs=CONFIGS, keep=["NB", "n_hint"])
+
+
+@pytest.mark.parametrize("kind", [tuple, iter, dict.fromkeys, lambda names: [*names, "D"]])
+def test_any_iterable_once(kernel: Any, kind: Callable[[list[str]], Any]) -> None:
+    assert classify(kernel, kind(["D", "FLAG"]), configs=CONFIGS).kept == ("D", "FLAG")
+
+
+def test_no_key(kernel: Any) -> None:
+    assert classify(kernel, None, configs=CONFIGS).kept == ()
+
+
+def test_explanation(kernel: Any) -> None:
+    text = str(quietly(kernel, ["D", "nobody", "NB", "T_BUCKET"]))
+    file = kernel.fn.__code__.co_filename
+    assert text == (
+        f"kernel ({file}:5)\n"
+        f"  D         read     read by the body ({Path(file).name}:18)\n"
+        "  nobody    unknown  no parameter of the kernel\n"
+        "  NB        phantom  nothing reads it; dropped\n"
+        "  T_BUCKET  bucket   nothing reads it; named as a bucket\n"
+        "  read, and not in the key: FLAG\n"
+        '  key="auto" would add them'
+    )
+    assert "every call shares one choice" in str(quietly(kernel, []))
+
+
+def test_report_is_a_value(kernel: Any) -> None:
+    first, second = quietly(kernel, ["D", "NB"]), quietly(kernel, ["D", "NB"])
+    assert first == second
+    assert first.of_kind(NameKind.PHANTOM) == ("NB",)
+
+
+@pytest.mark.internals
+def test_missing_source_keeps_everything() -> None:
+    scope: dict[str, Any] = {}
+    exec("def kernel(x, NB):\n    pass\n", scope)
+    jit = phantom_kernels.jit_decorator(interpret=True)(scope["kernel"])
+    report = classify(jit, ["NB"], configs=[])
+    assert report.kept == ("NB",)
+    assert "source is missing" in report.names[0].reason
+
+
+@pytest.mark.internals
+def test_unknown_names_never_reach_triton(kernel: Any) -> None:
+    """C5: 3.9 raises for them, 3.6 ignores them; filtered, both accept what is left."""
+    report = quietly(kernel, ["D", "nobody"])
+    tuner = triton.autotune(configs=CONFIGS, key=list(report.kept))(kernel)
+    assert list(tuner.keys) == ["D"]

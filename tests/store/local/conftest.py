@@ -1,0 +1,142 @@
+"""Records to store, and real processes that start at the same moment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local.store import Store
+from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+
+ROOT = Path(__file__).parents[3]
+
+#: What every child script starts with. The directory of the store is its first argument.
+PREAMBLE = """
+import json, os, sys
+from pathlib import Path
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.records import ChoiceRecord, TrialRecord
+from safetune.store.local.store import Store
+directory = Path(sys.argv[1])
+
+def trial(config, message=""):
+    outcome = Outcome(Verdict.OK, Timing(1.0, 0.9, 1.1, 10, "final"), message=message)
+    return TrialRecord("key", str(config), {"BLOCK": str(config)}, 1, outcome, 1.0)
+
+def choice(config, generation=1):
+    return ChoiceRecord("key", generation, config, {"BLOCK": config}, "declared", 1.0, 8, 1.0)
+
+def at_the_same_time():
+    print("ready", flush=True)
+    assert sys.stdin.readline() == "go\\n"
+"""
+
+
+@dataclass
+class Records:
+    """Records that differ only in what a test asks for."""
+
+    outcome: Outcome = field(
+        default_factory=lambda: Outcome(
+            Verdict.OK,
+            Timing(1.5, 1.4, 1.75, 100, "final"),
+            message="two\nlines",
+            stderr="warning: spilled",
+            gpu_uuid="GPU-1",
+        )
+    )
+
+    def key(self, digest: str = "key", **changes: Any) -> KeyRecord:
+        record = KeyRecord(
+            digest=digest,
+            kernel_name="add",
+            kernel_digest="kernel",
+            kernel_source="def add(): ...",
+            kernel_file="/src/add.py",
+            kernel_line=12,
+            device_digest="device",
+            device={"name": "H100", "sm_count": 132},
+            toolchain={"triton": "3.9.0", "environment": {}},
+            call={"values": [["N", 1024]], "dtypes": [], "options": []},
+        )
+        return replace(record, **changes)
+
+    def trial(self, name: str = "c1", key: str = "key", **changes: Any) -> TrialRecord:
+        record = TrialRecord(key, name, {"BLOCK": 64}, 1, self.outcome, 1700000000.25)
+        return replace(record, **changes)
+
+    def choice(self, name: str = "c1", key: str = "key", **changes: Any) -> ChoiceRecord:
+        record = ChoiceRecord(key, 1, name, {"BLOCK": 64}, "declared", 1.5, 8, 1700000000.5)
+        return replace(record, **changes)
+
+
+class Children:
+    """Python processes that run a script on a store, and are gone at the end of the test."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str, *arguments: object) -> subprocess.Popen[str]:
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        child = subprocess.Popen(
+            [sys.executable, "-c", PREAMBLE + script, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+        self._running.append(child)
+        return child
+
+    def run(self, script: str, *arguments: object) -> str:
+        """What the script prints; fails with its traceback."""
+        return self.end(self.start(script, *arguments))
+
+    def end(self, child: subprocess.Popen[str], line: str | None = None) -> str:
+        output, errors = child.communicate(line, timeout=120)
+        assert child.returncode == 0, errors
+        return output
+
+    def race(self, script: str, *arguments: object, count: int) -> list[str]:
+        """Run `count` of them; `at_the_same_time()` returns in all when the last has come to it."""
+        children = [self.start(script, *arguments, number) for number in range(count)]
+        for child in children:
+            assert child.stdout.readline() == "ready\n", child.communicate()[1]
+        for child in children:
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        return [self.end(child) for child in children]
+
+    def stop(self) -> None:
+        for child in self._running:
+            if child.poll() is None:
+                child.kill()
+            child.communicate()
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    started = Children()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path / "cache")
+    yield opened
+    opened.close()

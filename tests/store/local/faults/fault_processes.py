@@ -1,0 +1,203 @@
+"""Storms: many processes on one store, and leaders that die."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import sqlite_utils.migrations  # noqa: F401 - imported before the forks
+from tally import Tally, choice, fault, filled, run, trial
+
+from safetune.store.local.store import DATABASE_NAME, Store
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def _together(tally: Tally, what: str, count: int, work: Callable[[int], object]) -> None:
+    """Fork so many, let them work at the same moment, and see that each ends well."""
+    receive, send = os.pipe()
+    children = []
+    for number in range(count):
+        if not (pid := os.fork()):
+            code = 1
+            try:
+                os.close(send)
+                os.read(receive, 1)  # until the last writer is gone
+                work(number)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(pid)
+    os.close(send)
+    os.close(receive)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    tally.expect(ends == [0] * count, f"{what}: {sum(map(bool, ends))} of {count} failed")
+
+
+@fault("first-opens", "32 processes make the store at once", "each can use it", 3, 20)
+def first_opens(place: Path, times: int) -> Tally:
+    """The obvious way (WAL, then Migrations.apply) fails in most of them."""
+    tally = Tally()
+    for number in range(times):
+        tally.tried += 32
+        directory = place / str(number)
+        _together(tally, "opening", 32, functools.partial(_go_on, directory))
+        tally.lost += 32 - len(run(directory, range(32)).found)
+    return tally
+
+
+@fault("writers", "64 processes write 20 rows each at once", "1,280 of 1,280 rows", 320, 12_800)
+def writers(place: Path, times: int) -> Tally:
+    tally = Tally()
+    each = min(20, times // 64)
+    for number in range(max(1, times // 1280)):
+        directory = place / str(number)
+        _together(tally, "writing", 64, functools.partial(_write, directory, each))
+        store = Store.open(directory)
+        wanted = [process * 100 + index for process in range(64) for index in range(each)]
+        tally.tried += len(wanted)
+        tally.lost += sum(store.trials(f"key-{n}") != [trial(n)] for n in wanted)
+        store.close()
+    return tally
+
+
+def _write(directory: Path, count: int, process: int) -> None:
+    store = Store.open(directory)
+    for index in range(count):
+        store.generation(f"key-{index}")
+        store.put_trial(trial(process * 100 + index))
+
+
+@fault("damaged-at-once", "32 processes open a damaged store at once", "one moves it aside", 2, 20)
+def damaged_at_once(place: Path, times: int) -> Tally:
+    tally = Tally()
+    for number in range(times):
+        tally.tried += 32
+        path = filled(place / str(number))
+        path.write_bytes(os.urandom(9000))
+        _together(tally, "opening", 32, functools.partial(_go_on, path.parent))
+        aside = [each for each in path.parent.iterdir() if ".corrupt-" in each.name]
+        tally.expect(len(aside) == 1, f"{len(aside)} were moved aside")
+        tally.lost += 32 - len(run(path.parent, range(32)).found)
+    return tally
+
+
+def _go_on(directory: Path, number: int) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    Store.open(directory).put_choice(choice(number))
+
+
+@fault("forks-and-threads", "forks while threads write", "every row of each side", 10, 200)
+def forks_and_threads(place: Path, times: int) -> Tally:
+    tally = Tally(tried=times)
+    store, stop, written = Store.open(place / "store"), threading.Event(), set()
+
+    def write(first: int) -> None:
+        number = first
+        while not stop.is_set():
+            store.put_trial(trial(number))
+            written.add(number)
+            number += 1
+
+    threads = [threading.Thread(target=write, args=(n * 100_000,)) for n in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for number in range(times):
+        _together(tally, "a fork", 1, lambda _, number=number: store.put_choice(choice(number)))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    tally.lost += sum(store.choice(f"key-{n}") != choice(n) for n in range(times))
+    tally.lost += sum(store.trials(f"key-{n}") != [trial(n)] for n in written)
+    store.close()
+    return tally
+
+
+@fault("one-lease", "32 processes want one lease, owners are killed", "one has it at a time", 2, 50)
+def one_lease(place: Path, times: int) -> Tally:
+    """Who has it makes a file that must not be there; every third is killed with the file there."""
+    tally, draw = Tally(), random.Random(2)
+    for number in range(times):
+        tally.tried += 32
+        directory = place / str(number)
+        filled(directory, 1)
+        doomed = frozenset(n for n in range(32) if draw.random() < 0.3)
+        before = len(tally.wrong)
+        _together(tally, "the lease", 32, functools.partial(_want, directory, doomed))
+        ends = tally.wrong[before:]
+        del tally.wrong[before:]
+        killed = f"the lease: {len(doomed)} of 32 failed"
+        tally.wrong += [end for end in ends if end != killed]
+    return tally
+
+
+def _want(directory: Path, doomed: frozenset[int], process: int) -> None:
+    work = directory / "at-work"
+    contender = Store.open(directory).contender("key")
+    while (lease := contender.attempt()) is None:
+        os.sched_yield()
+    try:
+        owner = int(work.read_text())
+        if not _is_dead(owner):
+            raise AssertionError(f"{owner} and {os.getpid()} have it")
+    except FileNotFoundError:
+        pass
+    work.write_text(str(os.getpid()))
+    if process in doomed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work.unlink()
+    lease.release()
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@fault("herd", "processes miss one key; the leader is killed", "one tunes, one takes over", 0, 4)
+def herd(place: Path, times: int) -> Tally:
+    """32 processes each time, and every other time their leader is killed in the third config.
+
+    The tests do the same with fewer, in tests/store/local/test_flight.py.
+    """
+    import test_flight
+
+    tally = Tally()
+    for number in range(times):
+        tally.tried += 32
+        directory = place / str(number)
+        directory.mkdir(parents=True)
+        os.mkfifo(directory / "gate")
+        kill = number % 2 == 1
+        if kill:
+            (directory / "hold").touch()
+        with test_flight.stopped(test_flight.Herd(directory, 32, (100,))) as herd:
+            if kill:
+                with test_flight.held(directory):
+                    os.kill(herd.leader(), signal.SIGKILL)
+            launches = herd.launches()
+        measured = sorted(launch["measured"] for launch in launches if launch["measured"])
+        tally.expect(measured == ([2] if kill else [4]), f"measured {measured}")
+        tally.expect(len(launches) == 32 - kill, f"{len(launches)} launched")
+        tally.expect(len({launch["block"] for launch in launches}) == 1, "choices differ")
+        trials = herd.query("SELECT count(*) FROM trial")
+        tally.lost += 4 - trials[0][0]
+        tally.expect(
+            json.dumps([launch["warnings"] for launch in launches]).count("W") == 0, "told"
+        )
+        assert herd.store.name == DATABASE_NAME
+    return tally

@@ -1,0 +1,129 @@
+"""Rows that were damaged in the file: absent, reported once, and never in the way of the others."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local import rows
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.local.store import Store
+
+
+def execute(path: Path, statement: str, *parameters: object) -> None:
+    """Change the database behind the store's back."""
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute(statement, parameters)
+    connection.close()
+
+
+DAMAGE = {
+    "kernel": "UPDATE kernel SET source = 'def evil(): ...' WHERE digest = 'kernel'",
+    "device": "UPDATE device SET record = '{}'",
+    "key": "UPDATE key SET call = '{}' WHERE digest = 'key'",
+    "choice": "UPDATE choice SET config = '{\"BLOCK\":65}' WHERE key = 'key'",
+    "choice moved": "UPDATE choice SET key = 'moved' WHERE key = 'key'",
+    "choice type": "UPDATE choice SET measured = 'many' WHERE key = 'key'",
+    "choice null": "UPDATE choice SET median_ms = NULL, checksum = NULL WHERE key = 'key'",
+    "choice blob": "UPDATE choice SET declared = x'00ff' WHERE key = 'key'",
+    "trial": "UPDATE trial SET median_ms = 0.001 WHERE key = 'key'",
+    "trial verdict": "UPDATE trial SET verdict = 'ok' WHERE key = 'key'",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_row_is_absent_and_reported_once(store, records, caplog, damage):
+    failed = records.trial(outcome=Outcome(Verdict.DIED, Timing(9.0, 9.0, 9.0, 1, "screen")))
+    store.put_key(records.key())
+    store.put_trial(failed)
+    store.put_choice(records.choice())
+    sound = records.key("sound", kernel_digest="k2", device_digest="device")
+    store.put_key(sound)
+    store.put_trial(records.trial(key="sound"))
+    store.put_choice(records.choice(key="sound"))
+
+    execute(store.path, DAMAGE[damage])
+    with caplog.at_level(logging.WARNING, "safetune"):
+        for _ in range(2):
+            assert (store.choice("key") is None) == damage.startswith("choice")
+            assert (store.trials("key", 1) == []) == damage.startswith("trial")
+            listed = [stored.key.digest for stored in store.choices()]
+            store.choice("moved")
+            shown = [key.digest for key, trials in store.trials_of("add") if trials]
+    if damage != "device":
+        assert store.choice("sound") == records.choice(key="sound")
+        assert store.trials("sound", 1) == [records.trial(key="sound")]
+        assert listed == (["key", "sound"] if damage.startswith("trial") else ["sound"])
+        assert shown == (["key", "sound"] if damage.startswith("choice") else ["sound"])
+    assert len(caplog.records) == 1
+    assert damage.split()[0] in caplog.text
+    assert "checksum does not match" in caplog.text or damage == "choice blob"
+
+
+def test_a_damaged_generation_falls_back_to_the_one_before(store, records):
+    store.put_choice(records.choice("c1"))
+    store.put_choice(records.choice("c2", generation=2))
+    execute(store.path, "UPDATE choice SET median_ms = 7 WHERE generation = 2")
+    assert store.choice("key").config_digest == "c1"
+    assert store.generation("key") == 1
+
+
+def test_a_damaged_row_is_replaced_by_the_next_write(store, records):
+    store.put_choice(records.choice("c1"))
+    store.put_trial(records.trial())
+    execute(store.path, "UPDATE choice SET config_digest = 'c9'")
+    execute(store.path, "UPDATE trial SET message = 'x'")
+    assert store.put_choice(records.choice("c2")) == records.choice("c2") == store.choice("key")
+    store.put_trial(records.trial())
+    assert store.trials("key", 1) == [records.trial()]
+
+
+@pytest.mark.parametrize("flipped", [b"\xff", b"N"])
+def test_a_flipped_byte_in_the_file_costs_one_row(store, records, flipped):
+    """SQLite's own check does not see it; 0xff is not even text any more."""
+    store.put_choice(records.choice(config={"BLOCK": "MARKER"}))
+    store.put_choice(records.choice(key="sound"))
+    store.close()
+    content = store.path.read_bytes()
+    assert content.count(b"MARKER") == 1
+    store.path.write_bytes(content.replace(b"MARKER", flipped + b"ARKER"))
+    again = Store.open(store.path.parent)
+    assert again.choice("key") is None
+    assert again.choice("sound") == records.choice(key="sound")
+    again.close()
+
+
+def test_a_sealed_row_with_a_foreign_content_is_absent(store, records):
+    """A checksum is no signature: types and verdicts are checked on top of it."""
+    verdict = rows.trial_row(records.trial()) | {"verdict": "excellent"}
+    half = rows.trial_row(records.trial("c2")) | {"p20_ms": None}
+    listed = rows.choice_row(records.choice()) | {"config": "[1]"}
+    for table, row in ((rows.TRIAL, verdict), (rows.TRIAL, half), (rows.CHOICE, listed)):
+        content = [row[name] for name, _ in table.columns]
+        content.append(table._checksum(content))
+        execute(store.path, f"INSERT INTO {table.name} ({', '.join(row)}) "
+                f"VALUES ({', '.join('?' * len(row))})", *content)  # fmt: skip
+    assert store.trials("key", 1) == []
+    assert store.choice("key") is None
+
+
+def test_an_index_that_leads_to_another_row_is_made_again(tmp_path, records):
+    """One byte is enough: out of order, a search ends at a neighbour, which is sound itself."""
+    guarded = GuardedStore.open(tmp_path)
+    right = [records.choice(key=f"key-{number}") for number in range(40)]
+    for choice in right:
+        guarded.put_choice(choice)
+    guarded.close()
+    content = guarded.path.read_bytes()
+    assert content.count(b"key-14declared") == 1, "in the index; a row has more between them"
+    guarded.path.write_bytes(content.replace(b"key-14declared", b"kdy-14declared"))
+
+    again = GuardedStore.open(tmp_path)
+    assert again.choice("key-12", "declared") == right[12]
+    assert [again.choice(choice.key) for choice in right] == right
+    again.close()

@@ -1,0 +1,88 @@
+"""Every row of the store's fault table, fewer times than `make store-faults`; and the table."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "faults"
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(FOLDER))
+table = importlib.import_module("table")
+tally = importlib.import_module("tally")
+fault_system = importlib.import_module("fault_system")
+
+ROWS = [row for row in tally.FAULTS if row.quick]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_nothing_is_lost_and_nothing_is_wrong(tmp_path: Path, row, monkeypatch) -> None:
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path))
+    try:
+        found = row.run(tmp_path / "place", row.quick)
+    except tally.NotHere as reason:
+        pytest.skip(str(reason))
+    assert (found.wrong, found.lost) == ([], 0)
+    assert found.tried >= min(row.quick, 1)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_disk_that_fails_to_read_once_is_no_damage(tmp_path: Path, number: int) -> None:
+    """Regression: SQLite calls it malformed, and the whole store was moved aside."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    fault_system.filled(tmp_path / "original")
+    case = (tmp_path / "original", tmp_path / "store", "pread64", "error=EIO", number)
+    tally = fault_system._injected(case)
+    if any("ptrace" in wrong for wrong in tally.wrong):
+        pytest.skip("strace does not work here")
+    assert (tally.tried, tally.lost, tally.wrong) == (1, 0, [])
+
+
+def test_the_docs_have_every_row() -> None:
+    page = (ROOT / "docs" / "store.md").read_text(encoding="utf-8")
+    for row in tally.FAULTS:
+        assert f"| `{row.name}` | {row.what} | {row.expected} |" in page
+
+
+def test_names_speak() -> None:
+    names = [row.name for row in tally.FAULTS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in names)
+
+
+@pytest.mark.parametrize(("lost", "wrong", "code"), [(0, [], 0), (1, [], 1), (0, ["a"], 1)])
+def test_the_exit_code_says_what_was_lost_or_wrong(
+    tmp_path, capsys, monkeypatch, lost, wrong, code
+):
+    row = tally.Fault("row", "what", "expected", 1, 2, lambda place, times: found(times))
+
+    def found(times: int):
+        return tally.Tally(times, lost, wrong)
+
+    monkeypatch.setattr(table, "FAULTS", [row])
+    assert table.main(tmp_path / "out.md", False, []) == code
+    assert f"\n{lost} lost, {len(wrong)} wrong\n" in capsys.readouterr().out
+    assert f"| row | what | expected | 2 | {lost} | {len(wrong)} |" in (
+        tmp_path / "out.md"
+    ).read_text(encoding="utf-8")
+
+
+def test_an_unknown_error_is_wrong(tmp_path, capsys, monkeypatch) -> None:
+    row = tally.Fault("row", "what", "expected", 1, 1, lambda place, times: 1 / 0)
+    monkeypatch.setattr(table, "FAULTS", [row])
+    assert table.main(None, False, []) == 1
+    assert "row: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_program() -> None:
+    command = [sys.executable, str(FOLDER / "table.py"), "--quick", "zero-length", "linked"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("0 lost, 0 wrong\n")

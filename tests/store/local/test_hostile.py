@@ -1,0 +1,265 @@
+"""A database of somebody who wants harm: whatever its rows hold, a run gets a declared config."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sqlite3
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from safetune import safetune
+from safetune.config import config_digest, config_record
+from safetune.errors import StoreError
+from safetune.keys import encoding
+from safetune.keys.kernel_digest import is_interpreted
+from safetune.miss import candidates
+from safetune.miss.resolve import Miss, stored
+from safetune.outcome import Verdict
+from safetune.settings import Settings
+from safetune.store import lookup
+from safetune.store.local import gc, rows
+from safetune.store.local.rows import CHOICE, KEY, TRIAL
+from safetune.store.local.table import Table
+from safetune.store.packs import exchange, pack_format
+from safetune.store.records import ChoiceRecord
+from safetune.tuning.requests import key_record
+
+BLOCKS = (16, 32, 64)
+
+
+@safetune(configs=[triton.Config({"BLOCK": block}) for block in BLOCKS], key=["n"])
+@triton.jit
+def copy(src, dst, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offsets, tl.load(src + offsets, mask=offsets < n), mask=offsets < n)
+
+
+if not is_interpreted(copy):  # a run for the GPU alone, which imports this only to deselect it
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+MISS = Miss(copy, (torch.zeros(64), torch.zeros(64), 64), {"grid": (4,)})
+REQUEST = MISS.request()
+DIGESTS = [config_digest(config) for config in REQUEST.configs]
+
+#: What may be in any column: what SQLite keeps, and JSON of all kinds and depths.
+anything = (
+    st.none()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.binary(max_size=40)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+    | st.sampled_from(
+        ["{}", "[]", "null", "[" * 5000, '{"values":1}', '{"values":[[1]]}', "NaN", "1e999", "\0"]
+    )
+)
+names = st.sampled_from(
+    [REQUEST.key.digest, REQUEST.declared, *DIGESTS, *(verdict.value for verdict in Verdict)]
+)
+configs = st.sampled_from(
+    [encoding.dumps(config_record(config)) for config in REQUEST.configs]
+    + ['{"BLOCK":16,"ir_override":"/tmp/evil.ptx"}', '{"pre_hook":"os.system"}', "{}"]
+    + ['{"BLOCK":NaN}', '{"BLOCK":1e999}', '{"BLOCK":%s}' % ("9" * 400)]
+)
+CALL = encoding.dumps(REQUEST.key.record())
+#: Calls that a key may be of: those whose values have the request's names and types can be near it.
+calls = st.sampled_from(["9" * 400, "-" + "9" * 400, "Infinity", "0", "true"]).map(
+    lambda number: CALL.replace("64", number)
+)
+
+
+def row_of(table: Table) -> st.SearchStrategy[dict[str, Any]]:
+    """Rows that are nearly right: each column is what it should be, or anything at all."""
+    right = {"key": st.just(REQUEST.key.digest), "declared": st.just(REQUEST.declared)}
+    right |= {"kernel": st.just(REQUEST.key.kernel.digest), "config": configs}
+    right |= {"device": st.just(REQUEST.key.device.digest), "generation": st.integers(1, 3)}
+    right |= {"config_digest": st.sampled_from(DIGESTS), "marks": st.just("[]"), "call": calls}
+    return st.fixed_dictionaries(
+        {name: right.get(name, names) | anything for name, _ in table.columns}
+    )
+
+
+def row_and_table(table: Table) -> st.SearchStrategy[tuple[Table, dict[str, Any]]]:
+    return st.tuples(st.just(table), row_of(table))
+
+
+TABLES = (CHOICE, TRIAL, KEY)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory) -> lookup.Lookup:
+    return lookup.Lookup(lookup.GuardedStore.open(tmp_path_factory.mktemp("hostile")))
+
+
+def insert(connection: sqlite3.Connection, table: Table, row: dict[str, Any]) -> None:
+    """With a right checksum, where there is one: it is no secret."""
+    content = [row[name] for name, _ in table.columns]
+    try:
+        checksum = table._checksum(content)
+    except (TypeError, ValueError):
+        checksum = "none"
+    marks = ", ".join("?" * (len(content) + 1))
+    connection.execute(
+        f"INSERT OR REPLACE INTO {table.name} VALUES ({marks})", [*content, checksum]
+    )
+
+
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(rows_of=st.lists(st.one_of(*map(row_and_table, TABLES)), min_size=1, max_size=8))
+def test_a_run_gets_a_declared_config(opened, rows_of) -> None:
+    connection = sqlite3.connect(opened.store.path)
+    with connection:
+        for table in ("choice", "trial", "key"):
+            connection.execute(f"DELETE FROM {table}")
+        for table, row in rows_of:
+            insert(connection, table, row)
+    connection.close()
+    opened._memory.clear()
+
+    found = stored(MISS, REQUEST, opened)
+
+    assert found is None or found in REQUEST.configs
+    assert candidates.fallback(REQUEST, opened.store) in REQUEST.configs
+    assert all(config in REQUEST.configs for config in itertools.islice(
+        candidates.next_best(REQUEST, opened.store), 20))  # fmt: skip
+    assert 0 <= opened.store.generation(REQUEST.key.digest) <= 10**12
+    for stored_choice in opened.store.choices():
+        assert isinstance(stored_choice.choice, ChoiceRecord)
+    assert opened.store._spare is None
+    assert not opened.store._unreadable
+    # What people do with it: `safetune stats`, `gc`, `export` and `import`.
+    assert gc.stats(opened.store)["trials"] <= len(rows_of)
+    gc.sweep(opened.store, gc.Rule(before=2.0, triton="3", most_bytes=1), dry_run=True)
+    for entry in exchange.of_store(opened.store).entries:
+        assert pack_format.load(pack_format.dump([entry]).encode()) == [entry]
+
+
+def put(opened: lookup.Lookup, **changes: Any) -> None:
+    config = REQUEST.configs[1]
+    right = ChoiceRecord(
+        REQUEST.key.digest, 1, DIGESTS[1], config_record(config), REQUEST.declared, 1.0, 3, 1.0
+    )
+    connection = sqlite3.connect(opened.store.path)
+    with connection:
+        connection.execute("DELETE FROM choice")
+        row = rows.choice_row(replace(right, config=config_record(config)))
+        insert(connection, CHOICE, {**row, **changes})
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reported"),
+    [
+        ({"config_digest": "unknown"}, ""),
+        ({"config": '{"BLOCK":32,"ir_override":"/tmp/evil.ptx"}'}, "values are not those"),
+        ({"config": '{"BLOCK":4096}'}, "values are not those"),
+        ({"config": "[32]"}, "config is no dict"),
+        ({"config": '{"BLOCK":NaN}'}, "no finite number"),
+        ({"config": '{"BLOCK":1e999}'}, "no finite number"),
+        ({"generation": 2**62}, "generation is 4611686018427387904"),
+        ({"generation": 0}, "generation is 0"),
+        ({"measured": -1}, "measured is -1"),
+        ({"median_ms": -1.0}, "median_ms is -1.0"),
+        ({"median_ms": 1e300}, "median_ms is 1e+300"),
+        ({"median_ms": "fast"}, "median_ms is no float"),
+        ({"config_digest": b"\0"}, "not JSON serializable"),
+    ],
+)
+def test_what_no_tuning_writes_is_ignored_and_reported(
+    tmp_path, caplog, changes: dict[str, Any], reported: str
+) -> None:
+    opened = lookup.Lookup(lookup.GuardedStore.open(tmp_path))
+    put(opened)
+    assert stored(MISS, REQUEST, opened) is REQUEST.configs[1]
+    put(opened, **changes)
+    opened._memory.clear()
+    with caplog.at_level(logging.WARNING, "safetune"):
+        assert stored(MISS, REQUEST, opened) is None
+        assert stored(MISS, REQUEST, opened) is None
+    assert reported in caplog.text
+    opened.store.close()
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400])
+def test_a_key_of_a_number_of_any_size(opened, number: str) -> None:
+    """How far another key is from the one that is missed: of it, a fallback is taken."""
+    put(opened, key="other")
+    key = next(row for table, row in rows.key_rows(key_record(REQUEST.key)) if table is KEY)
+    connection = sqlite3.connect(opened.store.path)
+    with connection:
+        for table, row in rows.key_rows(key_record(REQUEST.key)):
+            if table is not KEY:
+                insert(connection, table, row)
+        insert(connection, KEY, {**key, "digest": "other", "call": CALL.replace("64", number)})
+    connection.close()
+    assert candidates.fallback(REQUEST, opened.store) is REQUEST.configs[1]
+
+
+ENDLESS = (
+    "DROP TABLE choice; CREATE VIEW choice AS WITH RECURSIVE n(i) AS "
+    "(SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key FROM n"
+)
+COMPUTED = "ALTER TABLE choice ADD COLUMN more TEXT AS (printf('%.*c', 100000000, 'x'))"
+
+
+@pytest.mark.parametrize("made", [ENDLESS, COMPUTED], ids=["endless view", "computed column"])
+@pytest.mark.parametrize("mode", ["tune", "frozen"])
+def test_nothing_runs_with_the_rows(tmp_path, monkeypatch, made, mode) -> None:
+    """A view that never ends, or a trigger, would run inside our own statements."""
+    lookup.GuardedStore.open(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / "safetune.db")
+    connection.executescript(made)
+    connection.close()
+    lookup._lookups.clear()
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("SAFETUNE_MODE", mode)
+    with pytest.warns(UserWarning, match="triggers or views"):
+        opened = lookup.open_lookup(Settings.current())
+    assert opened.store.choice("key", "declared") is None
+    lookup._lookups.clear()
+    # Nor with those of a file from elsewhere, that `safetune import` or `merge` reads.
+    with pytest.raises(StoreError, match="triggers or views"):
+        exchange.collect(tmp_path / "safetune.db")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("mode", ["tune", "frozen"])
+@pytest.mark.parametrize("which", ["directory", "database"])
+def test_what_is_another_users_is_not_even_read(children, monkeypatch, mode, which) -> None:
+    """In a directory that this user cannot write to; where root owns it all, it is used."""
+    script = """
+import os, warnings
+from safetune.settings import Settings
+from safetune.store import lookup
+from safetune.store.local import read_only
+os.setuid(54321)
+warnings.simplefilter("error")
+print(lookup.open_lookup(Settings.current()).store.choice(sys.argv[1]) is not None)
+"""
+    with tempfile.TemporaryDirectory(prefix="safetune-") as folder:
+        Path(folder).chmod(0o755)
+        place = Path(folder) / "store"
+        opened = lookup.Lookup(lookup.GuardedStore.open(place))
+        put(opened)
+        opened.store.close()
+        place.chmod(0o755)
+        (place / "safetune.db").chmod(0o644)
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(place))
+        monkeypatch.setenv("SAFETUNE_MODE", mode)
+        assert children.run(script, REQUEST.key.digest) == "True\n"
+        os.chown(place if which == "directory" else place / "safetune.db", 12345, 12345)
+        with pytest.raises(AssertionError, match="belongs to another user"):
+            children.run(script, REQUEST.key.digest)

@@ -1,0 +1,258 @@
+"""The read order, and the rule that a broken store costs a warning, never the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+import warnings
+
+import pytest
+
+from safetune.errors import StoreError
+from safetune.keys.device import Device, Toolchain
+from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.settings import Settings
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import Lookup, open_lookup
+
+
+@pytest.fixture
+def settings_for(monkeypatch):
+    def settings(directory) -> Settings:
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(directory))
+        return Settings.current()
+
+    return settings
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    store = GuardedStore.open(tmp_path / "cache")
+    yield store
+    store.close()
+
+
+def refuse_writes(store) -> None:
+    """Make SQLite fail every insert, as a full disk does."""
+    connection = sqlite3.connect(store.path)
+    for table in ("trial", "choice", "kernel"):
+        connection.execute(
+            f"CREATE TRIGGER full_{table} BEFORE INSERT ON {table} "
+            "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+        )
+    connection.close()
+
+
+KEY = TuningKey(
+    kernel=KernelIdentity("add", "kernel"),
+    values=(("N", 1024),),
+    dtypes=(),
+    options=(),
+    device=Device("H100", "90", 132, 232448),
+    toolchain=Toolchain("3.9.0", "ptxas", "cuda:90:32"),
+)
+
+
+def test_memory_is_asked_before_the_store(store, records):
+    lookup = Lookup(store)
+    assert lookup.find(KEY, "declared") is None
+    store.put_choice(records.choice("stored", KEY.digest))
+    assert lookup.find(KEY, "declared").config_digest == "stored"
+    lookup.adopt(records.choice("adopted", KEY.digest))
+    assert lookup.find(KEY, "declared").config_digest == "adopted"
+    lookup.forget(KEY.digest, "declared")
+    lookup.forget(KEY.digest, "declared")
+    assert lookup.find(KEY, "declared").config_digest == "stored"
+
+
+def test_a_choice_out_of_other_configs_is_none(store, records):
+    lookup = Lookup(store)
+    store.put_choice(records.choice("stored", KEY.digest))
+    lookup.adopt(records.choice("adopted", KEY.digest))
+    assert lookup.find(KEY, "another list") is None
+
+
+def test_a_newer_generation_is_not_picked_up_in_the_middle_of_a_run(store, records):
+    lookup = Lookup(store)
+    store.put_choice(records.choice("c1", KEY.digest))
+    lookup.adopt(lookup.find(KEY, "declared"))
+    store.put_choice(records.choice("c2", KEY.digest, generation=2))
+    assert lookup.find(KEY, "declared").config_digest == "c1"
+    assert Lookup(store).find(KEY, "declared").config_digest == "c2"
+
+
+def test_a_process_has_one_store_per_directory(tmp_path, settings_for):
+    first = open_lookup(settings_for(tmp_path / "a")).store
+    assert first.path == tmp_path / "a" / "safetune.db"
+    assert open_lookup(settings_for(tmp_path / "b" / ".." / "a")).store is first
+    assert open_lookup(settings_for(tmp_path / "a")).store is first
+    assert open_lookup(settings_for(tmp_path / "b")).store is not first
+
+
+def break_with_a_file_in_the_way(directory) -> str:
+    directory.write_text("")
+    return "File exists"
+
+
+def break_with_a_link(directory) -> str:
+    directory.mkdir()
+    (directory / "safetune.db").symlink_to("/dev/null")
+    return "is a symbolic link"
+
+
+def break_with_a_newer_version(directory) -> str:
+    GuardedStore.open(directory).close()
+    connection = sqlite3.connect(directory / "safetune.db")
+    connection.execute("PRAGMA user_version=99")
+    connection.close()
+    return "newer safetune"
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [break_with_a_file_in_the_way, break_with_a_link, break_with_a_newer_version],
+)
+def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for, records, break_it):
+    reason = break_it(tmp_path / "cache")
+    with pytest.warns(UserWarning, match="safetune") as caught:
+        store = open_lookup(settings_for(tmp_path / "cache")).store
+    message = str(caught[0].message)
+    assert len(caught) == 1
+    assert str(tmp_path / "cache" / "safetune.db") in message
+    assert reason in message
+    assert "in memory" in message
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_lookup(settings_for(tmp_path / "cache")).store is store
+        assert store.path is None
+        store.put_key(records.key())
+        store.put_trial(records.trial())
+        assert store.put_choice(records.choice()) == store.choice("key") == records.choice()
+        assert store.trials("key", 1) == [records.trial()]
+
+
+def test_a_full_disk_costs_one_line_and_what_is_stored_is_still_read(guarded, records, caplog):
+    guarded.put_trial(records.trial("before"))
+    guarded.put_choice(records.choice("before"))
+    refuse_writes(guarded)
+    with caplog.at_level(logging.WARNING, "safetune"):
+        guarded.put_key(records.key())
+        guarded.put_trial(records.trial("after"))
+        assert guarded.put_choice(records.choice("c2", generation=2)).generation == 2
+        assert guarded.put_choice(records.choice("new", key="other")).config_digest == "new"
+    assert [trial.config_digest for trial in guarded.trials("key", 1)] == ["before", "after"]
+    assert guarded.choice("key").config_digest == "c2"
+    assert guarded.choice("other").config_digest == "new"
+    assert guarded.generation("key") == 2
+    assert [record.message for record in caplog.records] == [
+        f"cannot write to the store {guarded.path}: disk is full; going on in memory"
+    ]
+
+
+def test_a_store_that_cannot_be_read_any_more_costs_one_line(guarded, records, caplog):
+    guarded.put_choice(records.choice())
+    connection = sqlite3.connect(guarded.path)
+    connection.executescript("DROP TABLE choice; DROP TABLE trial; CREATE VIEW choice AS SELECT 1")
+    connection.close()
+    with caplog.at_level(logging.WARNING, "safetune"):
+        assert guarded.choice("key") is None
+        assert guarded.trials("key", 1) == []
+        assert guarded.generation("key") == 0
+    assert len(caplog.records) == 1
+    assert "going on without what it holds" in caplog.text
+    guarded.put_choice(records.choice("c2"))
+    assert guarded.choice("key") == records.choice("c2")
+    with pytest.raises(StoreError):
+        guarded.choices()
+
+
+def test_a_read_that_fails_with_its_connection_costs_nothing(guarded, records, caplog):
+    """Such as a lock that cannot be let go: what is stored is found through another connection."""
+    stored = guarded.put_choice(records.choice())
+    guarded.connection._sqlite.set_progress_handler(lambda: 1, 1)
+    assert guarded.choice(stored.key) == stored
+    assert caplog.messages == []
+
+
+def test_a_bad_record_is_dropped_without_giving_up_the_store(guarded, records, caplog):
+    bad = records.choice(median_ms=math.nan)
+    with caplog.at_level(logging.WARNING, "safetune"):
+        assert guarded.put_choice(bad) is bad
+        guarded.put_trial(records.trial(created=math.inf))
+    assert len(caplog.records) == 2
+    assert "choice.median_ms" in caplog.text
+    guarded.put_choice(records.choice())
+    again = GuardedStore.open(guarded.path.parent)
+    assert again.choice("key") == records.choice()
+    again.close()
+
+
+def test_a_real_write_error_does_not_raise_out_of_a_run(tmp_path, children):
+    """The file may not grow (EFBIG): SQLite's own error path, not a trigger."""
+    output = children.run(
+        """
+import resource, logging
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+from safetune.store.local.fail_safe import GuardedStore
+store = GuardedStore.open(directory)
+store.put_choice(choice("c1"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+for index in range(40):
+    store.put_trial(trial(index, message="x" * 8000))
+print(len(store.trials("key", 1)), store.choice("key").config_digest)
+""",
+        tmp_path,
+    )
+    warning, result = output.splitlines()
+    assert warning.endswith("going on in memory")
+    assert result == "40 c1"
+
+
+def test_a_database_deleted_in_a_run_does_not_raise(guarded, records):
+    for path in list(guarded.path.parent.iterdir()):
+        path.unlink()
+    guarded.put_trial(records.trial())
+    guarded.put_choice(records.choice())
+    assert guarded.choice("key") == records.choice()
+
+
+def test_a_fork_while_a_store_is_cached(tmp_path, children):
+    output = children.run(
+        """
+from safetune.keys.device import Device, Toolchain
+from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+from dataclasses import replace
+os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
+device, toolchain = Device("H100", "90", 132, 232448), Toolchain("3.9.0", "ptxas", "cuda:90:32")
+key = TuningKey(KernelIdentity("add", "kernel"), (), (), (), device, toolchain)
+lookup = open_lookup(Settings.current())
+lookup.adopt(lookup.store.put_choice(replace(choice("c1"), key=key.digest)))
+pid = os.fork()
+if pid == 0:
+    assert open_lookup(Settings.current()) is lookup
+    assert lookup.find(key, "declared").config_digest == "c1"
+    lookup.store.put_choice(replace(choice("c2", generation=2), key=key.digest))
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print(lookup.find(key, "declared").config_digest, lookup.store.choice(key.digest).config_digest)
+""",
+        tmp_path,
+    )
+    assert output == "c1 c2\n"
+
+
+def test_kin_in_memory_are_found_too_and_a_broken_store_has_none(guarded, records, caplog):
+    guarded.put_key(records.key("stored"))
+    guarded.put_choice(records.choice(key="stored"))
+    refuse_writes(guarded)
+    guarded.put_key(records.key("kept"))
+    guarded.put_choice(records.choice(key="kept"))
+    assert [kin.choice.key for kin in guarded.kin("kernel", "device")] == ["stored", "kept"]
+    connection = sqlite3.connect(guarded.path)
+    connection.executescript("DROP TABLE choice")
+    connection.close()
+    assert [kin.choice.key for kin in guarded.kin("kernel", "device")] == ["kept"]

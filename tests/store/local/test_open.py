@@ -1,0 +1,261 @@
+"""Opening: new, old, newer, foreign and broken databases; permissions; what is imported."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from safetune.errors import StoreError
+from safetune.store.local import migrations, recovery, rows
+from safetune.store.local.store import Store
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_the_owner_can_read(tmp_path, records, umask):
+    previous = os.umask(umask)
+    try:
+        store = Store.open(tmp_path / "cache")
+        store.put_choice(records.choice())
+        names = {path.name: mode(path) for path in store.path.parent.iterdir()}
+    finally:
+        os.umask(previous)
+    assert mode(tmp_path / "cache") == 0o700
+    files = ("safetune.db", "safetune.db-wal", "safetune.db-shm", "safetune.db.lock")
+    assert names == dict.fromkeys(files, 0o600)
+    store.close()
+
+
+def test_a_directory_that_exists_keeps_its_permissions(tmp_path):
+    tmp_path.chmod(0o755)
+    Store.open(tmp_path).close()
+    assert mode(tmp_path) == 0o755
+
+
+def test_a_new_database_is_marked_and_in_wal_mode(store):
+    connection = sqlite3.connect(store.path)
+    pragmas = [
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("user_version", "application_id", "journal_mode")
+    ]
+    assert pragmas == [migrations.VERSION, 0x53465455, "wal"]
+    applied = connection.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall()
+    connection.close()
+    assert applied == [("safetune", step.__name__) for step in migrations.HISTORY]
+
+
+def test_the_migrations_make_the_tables_that_rows_describes(store):
+    connection = sqlite3.connect(store.path)
+    for table in rows.TABLES:
+        found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
+        assert [name for _, name, *_ in found] == [name for name, _ in table.columns] + ["checksum"]
+        order = sorted((position, name) for _, name, _, _, _, position in found if position)
+        assert [name for _, name in order] == list(table.primary_key)
+    connection.close()
+
+
+def test_a_path_below_a_file_is_named(tmp_path):
+    """Permissions do not stop root, a regular file in the way stops everybody."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError) as caught:
+        Store.open(tmp_path / "file" / "cache")
+    path = tmp_path / "file" / "cache" / "safetune.db"
+    assert str(caught.value) == f"cannot open the store {path}: Not a directory"
+
+
+def test_a_directory_in_the_place_of_the_database(tmp_path):
+    (tmp_path / "safetune.db").mkdir()
+    with pytest.raises(StoreError, match=r"safetune\.db is no regular file"):
+        Store.open(tmp_path)
+
+
+def test_a_zero_length_file_is_a_new_database(tmp_path, records):
+    (tmp_path / "safetune.db").touch()
+    store = Store.open(tmp_path)
+    store.put_choice(records.choice())
+    assert store.choice("key") == records.choice()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}" * 4096, os.urandom(8192), b"SQLite format 3\0" + b"x" * 4096]
+)
+def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, records, content):
+    path = tmp_path / "safetune.db"
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="damaged") as caught:
+        store = Store.open(tmp_path)
+    (aside,) = recovery.moved(path)
+    assert len(caught) == 1
+    assert str(aside) in str(caught[0].message)
+    assert aside.read_bytes() == content
+    store.put_choice(records.choice())
+    assert store.choice("key") == records.choice()
+    store.close()
+
+
+def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path, monkeypatch, records):
+    """Regression: whoever had opened the old file took the new one's logs for its own."""
+    path, prepare = tmp_path / "safetune.db", migrations.prepare
+    path.write_bytes(b"{}" * 4096)
+    refused = []
+
+    def prepare_slowly(connection):
+        monkeypatch.setattr(migrations, "prepare", prepare)
+        with pytest.raises(StoreError, match="other processes have been opening it") as caught:
+            Store.open(tmp_path)
+        refused.append(caught.value)
+        assert recovery.moved(path) == []
+        prepare(connection)
+
+    monkeypatch.setattr(migrations, "prepare", prepare_slowly)
+    monkeypatch.setattr(recovery, "_WAIT_S", 0.0)
+    with pytest.warns(UserWarning, match="damaged"):
+        store = Store.open(tmp_path)
+    assert len(refused) == len(recovery.moved(path)) == 1
+    store.put_choice(records.choice())
+    assert store.choice("key") == records.choice()
+    store.close()
+
+
+def test_a_database_is_opened_where_no_lock_is_to_be_had(tmp_path, records):
+    (tmp_path / "safetune.db.lock").mkdir()
+    store = Store.open(tmp_path)
+    store.put_choice(records.choice())
+    assert store.choice("key") == records.choice()
+    store.close()
+
+
+def test_a_newer_database_is_refused_and_left_alone(store, records):
+    store.put_choice(records.choice())
+    store.close()
+    connection = sqlite3.connect(store.path)
+    connection.execute("PRAGMA user_version=99")
+    connection.close()
+    content = store.path.read_bytes()
+    known = rf"newer safetune \(schema 99, this one knows {migrations.VERSION}\)"
+    with pytest.raises(StoreError, match=known):
+        Store.open(store.path.parent)
+    assert store.path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "statement", ["CREATE TABLE theirs (x)", "PRAGMA user_version=1", "PRAGMA application_id=7"]
+)
+def test_somebody_elses_database_is_refused_and_left_alone(tmp_path, statement):
+    path = tmp_path / "safetune.db"
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+    content = path.read_bytes()
+    with pytest.raises(StoreError, match="not one of safetune"):
+        Store.open(tmp_path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("statement", ["DROP TABLE {0}", "ALTER TABLE {0} DROP COLUMN message"])
+def test_missing_tables_and_columns_are_errors_not_new_tables(store, records, statement):
+    """Regression: sqlite-utils makes a missing table up from the row that is inserted."""
+    connection = sqlite3.connect(store.path)
+    try:
+        connection.execute(statement.format("trial"))
+    except sqlite3.OperationalError:
+        pytest.skip("this SQLite cannot drop a column")
+    finally:
+        connection.close()
+    with pytest.raises(StoreError, match=r"cannot write to the store .*safetune\.db: table trial"):
+        store.put_trial(records.trial())
+    with pytest.raises(StoreError, match=r"cannot read the store .*safetune\.db: no such"):
+        store.trials("key", 1)
+    store.put_choice(records.choice())
+
+
+def test_a_failed_write_leaves_the_store_usable(store, records):
+    connection = sqlite3.connect(store.path)
+    connection.execute(
+        "CREATE TRIGGER refuse BEFORE INSERT ON key BEGIN SELECT RAISE(ABORT, 'no'); END"
+    )
+    with pytest.raises(StoreError, match="no"):
+        store.put_key(records.key())
+    connection.execute("DROP TRIGGER refuse")
+    assert connection.execute("SELECT count(*) FROM kernel").fetchone() == (0,)
+    connection.close()
+    store.put_key(records.key())
+    assert store.kernels() == ["add"]
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(tmp_path, children):
+    """A real write error (a file size limit) in the first open; then an open without it."""
+    output = children.run(
+        """
+import resource
+from safetune.errors import StoreError
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (12288, hard))
+try:
+    Store.open(directory)
+except StoreError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+store = Store.open(directory)
+store.put_trial(trial("c1"))
+print(len(store.trials("key", 1)))
+""",
+        tmp_path,
+    )
+    failure, stored = output.splitlines()
+    assert failure.startswith(f"cannot open the store {tmp_path / 'safetune.db'}: ")
+    assert stored == "1"
+
+
+def test_a_migration_between_two_reads_is_no_foreign_database(tmp_path):
+    """Regression: version 0, read before, and tables, read after, looked like somebody else's."""
+    path = tmp_path / "safetune.db"
+    path.touch()
+    other = threading.Thread(target=lambda: Store.open(tmp_path).close())
+
+    class Interrupted(sqlite3.Connection):
+        def execute(self, statement: str, *parameters: object) -> sqlite3.Cursor:
+            if "sqlite_master" in statement and other.ident is None:
+                other.start()
+                other.join(0.5)  # it has to wait for this connection; if not, it is done by then
+            return super().execute(statement, *parameters)
+
+    Store.in_memory().kernels()  # so that the thread need not import sqlite_utils first
+    connection = sqlite3.connect(path, isolation_level=None, factory=Interrupted)
+    migrations.prepare(connection)
+    connection.close()
+    other.join()
+    Store.open(tmp_path).close()
+
+
+LOADED = (
+    "print([name for name in ('torch', 'triton', 'numpy', 'sqlite_utils') if name in sys.modules])"
+)
+
+
+def test_the_store_imports_no_heavy_module(tmp_path, children):
+    script = f"import safetune.store.local.store, safetune.store.lookup\n{LOADED}"
+    assert children.run(script, tmp_path) == "[]\n"
+
+
+def test_a_process_whose_choices_are_stored_never_imports_sqlite_utils(store, records, children):
+    store.put_key(records.key())
+    store.put_choice(records.choice())
+    script = f"""
+store = Store.open(directory)
+assert store.choice("key").config_digest == "c1"
+assert store.generation("key") == 1 and store.trials("key", 1) == []
+assert len(store.choices()) == 1
+{LOADED}
+"""
+    assert children.run(script, store.path.parent) == "[]\n"

@@ -1,0 +1,287 @@
+"""What the store keeps, what it refuses, and what it does with rows that were damaged."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from safetune.errors import StoreError
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local import queries
+from safetune.store.local.store import Store
+from safetune.store.local.table import RecordError, text
+from safetune.store.records import StoredChoice
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+json_records = st.dictionaries(st.text(), json_values, max_size=5)
+any_text = st.text(st.characters(exclude_categories=()))
+milliseconds = st.floats(0, 1e12)
+
+
+def reopened(store: Store) -> Store:
+    store.close()
+    return Store.open(store.path.parent)
+
+
+def test_every_record_comes_back_from_a_new_open(store, records):
+    key, trial, choice = records.key(), records.trial(), records.choice()
+    failed = records.trial(
+        "c2", outcome=Outcome(Verdict.DIED, detail="SIGSEGV", stderr="core dumped")
+    )
+    store.put_key(key)
+    store.put_trial(trial)
+    store.put_trial(failed)
+    assert store.put_choice(choice) == choice
+
+    again = reopened(store)
+    assert again.trials("key", 1) == [trial, failed]
+    assert again.choice("key") == choice
+    assert again.choices() == again.choices("add") == [StoredChoice(key, choice)]
+    assert again.trials_of("add") == [(key, [trial, failed])]
+    assert again.kernels() == ["add"]
+    again.close()
+
+
+def test_nothing_is_stored_for_an_unknown_key(store):
+    assert store.choice("nobody") is None
+    assert store.trials("nobody", 1) == []
+    assert store.generation("nobody") == 0
+    assert store.choices() == store.choices("nobody") == store.trials_of("nobody") == []
+    assert store.kernels() == []
+    assert store.clear("nobody") == 0
+
+
+def test_the_first_choice_of_a_generation_wins(store, records):
+    first = store.put_choice(records.choice("c1"))
+    assert store.put_choice(records.choice("c2")) == first
+    assert store.choice("key") == first
+
+
+def test_the_choice_of_the_highest_generation_is_used(store, records):
+    second, first = records.choice("c2", generation=2), records.choice("c1")
+    store.put_key(records.key())
+    assert [store.put_choice(second), store.put_choice(first)] == [second, first]
+    assert store.choice("key") == second
+    assert [stored.choice for stored in store.choices()] == [second]
+    assert store.generation("key") == 2
+    store.put_trial(records.trial(generation=3))
+    assert store.generation("key") == 3
+    assert store.choice("key") == second
+
+
+def test_generations_keep_their_own_trials(store, records):
+    old, new = records.trial(), records.trial(generation=2)
+    store.put_trial(old)
+    store.put_trial(new)
+    assert (store.trials("key", 1), store.trials("key", 2)) == ([old], [new])
+
+
+def test_a_later_outcome_replaces_the_earlier_one(store, records):
+    store.put_trial(records.trial(outcome=Outcome(Verdict.TIMEOUT)))
+    store.put_trial(records.trial())
+    assert store.trials("key", 1) == [records.trial()]
+
+
+def test_a_transient_outcome_never_replaces_a_row(store, records):
+    """Regression: out of memory for a moment would have erased a measured time."""
+    transient = records.trial(outcome=Outcome(Verdict.NO_MEMORY))
+    store.put_trial(transient)
+    assert store.trials("key", 1) == [transient]
+    store.put_trial(records.trial())
+    store.put_trial(transient)
+    assert store.trials("key", 1) == [records.trial()]
+
+
+def test_a_key_that_is_put_again_is_refreshed(store, records):
+    store.put_key(records.key())
+    store.put_key(records.key(kernel_line=99))
+    assert [key.kernel_line for key, _ in store.trials_of("add")] == [99]
+
+
+def test_equal_sources_under_two_names_stay_two_kernels(store, records):
+    for name in ("add", "sub"):
+        store.put_key(records.key(name, kernel_name=name))
+        store.put_choice(records.choice(key=name))
+    assert store.kernels() == ["add", "sub"]
+    assert [stored.key.kernel_name for stored in store.choices()] == ["add", "sub"]
+    assert store.clear("add") == 1
+    assert [stored.key for stored in store.choices()] == [records.key("sub", kernel_name="sub")]
+
+
+def test_clear_deletes_one_kernel_with_all_it_has(store, records):
+    other = records.key("other", kernel_name="mul", kernel_digest="k2", device_digest="d2")
+    for key in (records.key("one"), records.key("two"), other):
+        store.put_key(key)
+        store.put_trial(records.trial(key=key.digest))
+        store.put_choice(records.choice(key=key.digest))
+    assert store.clear("add") == 2
+    assert store.choices() == [StoredChoice(other, records.choice(key="other"))]
+    assert store.trials("one", 1) == []
+    assert store.choice("two") is None
+    connection = sqlite3.connect(store.path)
+    for table, left in (("kernel", "k2"), ("device", "d2"), ("key", "other")):
+        assert connection.execute(f"SELECT digest FROM {table}").fetchall() == [(left,)]
+    connection.close()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(store, records, number):
+    """SQLite would keep a NaN as NULL without a word."""
+    bad_timing = replace(records.outcome, timing=Timing(1.0, number, 1.0, 1, "final"))
+    for put, record, column in (
+        (store.put_trial, records.trial(outcome=bad_timing), "trial.p20_ms"),
+        (store.put_trial, records.trial(config={"x": [{"y": number}]}), "trial.config"),
+        (store.put_trial, records.trial(created=number), "trial.created"),
+        (store.put_choice, records.choice(median_ms=number), "choice.median_ms"),
+        (store.put_key, records.key(call={"values": [["N", number]]}), "key.call"),
+        (store.put_key, records.key(device={"clock": number}), "device.record"),
+    ):
+        with pytest.raises(StoreError, match=f"{column}:"):
+            put(record)
+    for table in ("kernel", "device", "key", "trial", "choice"):
+        connection = sqlite3.connect(store.path)
+        assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+        connection.close()
+
+
+def test_what_no_column_can_hold_is_refused(store, records):
+    for record in (
+        records.choice(measured=2**63),
+        records.choice(measured=True),
+        records.choice(median_ms="1.5"),
+        records.choice(declared=None),
+        records.choice(config={"x": object()}),
+        records.choice(config=[1]),
+        records.choice(generation=0),
+        records.choice(median_ms=-1.0),
+    ):
+        with pytest.raises(RecordError):
+            store.put_choice(record)
+    assert store.choice("key") is None
+
+
+def test_lone_surrogates_and_big_integers_do_no_harm(store, records):
+    """A path or a compiler's output need not be valid UTF-8, a key value may have any size."""
+    key = records.key("\udc80", kernel_name="a\udcffdd", call={"values": [["\ud800", 2**200]]})
+    store.put_key(key)
+    store.put_trial(
+        records.trial("c\ud8ff", key="\udc80", outcome=Outcome(Verdict.OK, stderr="\udc80\0"))
+    )
+    store.put_choice(records.choice("c\ud8ff", key="\udc80"))
+    assert store.choice("\udc80").config_digest == "c\\ud8ff"
+    assert store.trials("\udc80", 1)[0].outcome.stderr == "\\udc80\0"
+    assert store.choices("a\udcffdd")[0].key.call == key.call
+    assert store.generation("\udc80") == 1
+    assert store.clear("a\udcffdd") == 1
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    config=json_records, call=json_records, times=st.tuples(*[milliseconds] * 4), message=any_text
+)
+def test_any_json_comes_back(records, config, call, times, message):
+    store = _shared_memory_store()
+    store.clear("add")
+    key = records.key(call=call)
+    choice = records.choice(config=config, median_ms=times[0])
+    outcome = Outcome(Verdict.WRONG_RESULT, Timing(*times[1:], 3, "screen"), message=message)
+    trial = records.trial(config=config, outcome=outcome)
+    store.put_key(key)
+    store.put_trial(trial)
+    assert store.put_choice(choice) == choice
+    assert store.choices() == [StoredChoice(key, choice)]
+    kept = replace(trial, outcome=replace(outcome, message=text(message)))
+    assert store.trials("key", 1) == [kept]
+
+
+_memory: list[Store] = []
+
+
+def _shared_memory_store() -> Store:
+    if not _memory:
+        _memory.append(Store.in_memory())
+    return _memory[0]
+
+
+def test_threads_share_a_store(store, records):
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for index in range(25):
+                store.put_trial(records.trial(f"{number}-{index}"))
+                store.put_choice(records.choice(f"{number}", generation=index + 1))
+                assert store.choice("key") is not None
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(store.trials("key", 1)) == 200
+    assert store.generation("key") == 25
+
+
+def test_a_closed_store_says_so(store):
+    store.close()
+    with pytest.raises(StoreError, match=r"safetune\.db is closed"):
+        store.choice("key")
+
+
+def test_the_lookup_is_one_search_of_an_index(store, records):
+    connection = sqlite3.connect(store.path)
+    statement = "EXPLAIN QUERY PLAN " + queries.CHOICES_OF_LIST
+    plan = connection.execute(statement, ("key", "declared")).fetchall()
+    connection.close()
+    assert len(plan) == 1
+    assert plan[0][3].startswith("SEARCH choice USING INDEX")
+
+
+def test_a_cold_lookup_is_fast(store, records):
+    """Aim: 1 ms. The limit leaves room for a loaded machine, not for an import or a migration."""
+    store.put_choice(records.choice())
+    best_ms = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        opened = Store.open(store.path.parent)
+        assert opened.choice("key") is not None
+        best_ms = min(best_ms, (time.perf_counter() - start) * 1e3)
+        opened.close()
+    assert best_ms < 3
+
+
+def test_kin_are_the_current_choices_of_one_kernel_on_one_device(store, records):
+    for digest, changes in (
+        ("a", {}),
+        ("b", {"call": {"values": [["N", 2048]], "dtypes": [], "options": []}}),
+        ("untuned", {}),
+        ("kernel", {"kernel_digest": "another"}),
+        ("device", {"device_digest": "another"}),
+    ):
+        store.put_key(records.key(digest, **changes))
+        if digest != "untuned":
+            store.put_choice(records.choice("c1", key=digest))
+    store.put_choice(records.choice("c2", key="b", generation=2))
+
+    first, second = store.kin("kernel", "device")
+
+    assert (first.choice, second.choice.config_digest) == (records.choice("c1", key="a"), "c2")
+    assert first.call == records.key().call
+    assert second.call["values"] == [["N", 2048]]
+    assert first.toolchain == records.key().toolchain
+    assert store.kin("kernel", "nowhere") == []

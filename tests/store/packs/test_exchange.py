@@ -1,0 +1,283 @@
+"""Choices between databases and packs: nothing changes on the way, and nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safetune.errors import PackError, StoreError
+from safetune.outcome import Mark, Outcome, Timing, Verdict
+from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.packs import exchange, pack_format
+from safetune.store.records import TrialRecord
+
+WIDE = {"BLOCK": 128, "num_ctas": 1, "num_stages": 3, "num_warps": 8}
+
+
+def write(entries: Any, directory: Path) -> dict[str, bytes]:
+    for name, pack in exchange.packs_of(entries).items():
+        exchange.write_pack(pack, directory / name)
+    return contents(directory)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def various(choices: Any) -> list[Any]:
+    other = {**choices.h100, "name": "NVIDIA H200"}
+    newer = {**choices.entry().key.toolchain, "triton": "3.9.0"}
+    call = {"values": [["N", {"dtype": "float16"}]], "dtypes": [], "options": [["debug", True]]}
+    return [
+        choices.entry(1024, median_ms=1 / 3, created=choices.noon + 0.123456),
+        choices.entry(256, config=WIDE, generation=3),
+        choices.entry(256, toolchain=newer),
+        choices.entry(256, device=other),
+        choices.entry(call=call),
+        choices.entry(5, kernel_name="layer_norm", kernel_digest="12" * 16, declared="34" * 16),
+        choices.entry(5, kernel_digest="56" * 16, config={**WIDE, "pre_hook": "78" * 16}),
+    ]
+
+
+class TestRoundTrip:
+    def test_to_an_empty_store_and_back(self, choices: Any, tmp_path: Path) -> None:
+        store = choices.store(tmp_path / "a", *various(choices))
+        first = write(exchange.of_store(store).entries, tmp_path / "first")
+        assert len(first) == 4
+
+        empty = Store.open(tmp_path / "b")
+        done = exchange.import_into(empty, exchange.collect(tmp_path / "first").entries)
+
+        assert done == exchange.Imported(new=7, known=0, kept=0)
+        assert write(exchange.of_store(empty).entries, tmp_path / "second") == first
+        digests = {each.key.digest: each.choice.config_digest for each in store.choices()}
+        assert {e.key.digest: e.choice.config_digest for e in empty.choices()} == digests
+
+    def test_again_changes_nothing(self, choices: Any, tmp_path: Path) -> None:
+        store = choices.store(tmp_path / "a", *various(choices))
+        first = write(exchange.of_store(store).entries, tmp_path / "out")
+        assert write(exchange.of_store(store).entries, tmp_path / "out") == first
+        imported = exchange.import_into(store, exchange.collect(tmp_path / "out").entries)
+        assert imported == exchange.Imported(new=0, known=7, kept=0)
+        assert write(exchange.of_store(store).entries, tmp_path / "out") == first
+
+    def test_a_choice_for_each_list_of_configs(self, choices: Any, tmp_path: Path) -> None:
+        """As two versions of a program leave them."""
+        old, new = choices.entry(1), choices.entry(1, declared="99" * 16, generation=2)
+        store = choices.store(tmp_path / "a", old, new)
+        first = write(exchange.of_store(store).entries, tmp_path / "first")
+        assert len(store.choices()) == 1
+        assert len(exchange.collect(tmp_path / "first").entries) == 2
+        empty = Store.open(tmp_path / "b")
+        exchange.import_into(empty, exchange.collect(tmp_path / "first").entries)
+        assert write(exchange.of_store(empty).entries, tmp_path / "second") == first
+
+
+class TestImport:
+    def test_all_or_nothing(self, choices: Any, tmp_path: Path) -> None:
+        """The disk is full at the second kernel."""
+        store = choices.store(tmp_path / "a", choices.entry(1))
+        connection = sqlite3.connect(store.path)
+        connection.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON kernel WHEN NEW.name = 'layer_norm' "
+            "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+        )
+        before = list(connection.iterdump())
+
+        with pytest.raises(StoreError, match="disk is full"):
+            exchange.import_into(store, various(choices))
+
+        assert list(connection.iterdump()) == before
+        connection.close()
+
+    def test_the_store_keeps_its_own_choice_of_a_generation(
+        self, choices: Any, tmp_path: Path
+    ) -> None:
+        store = choices.store(tmp_path / "a", choices.entry(1), choices.entry(2))
+        faster = choices.entry(1, config=WIDE, median_ms=0.001)
+        later = choices.entry(2, config=WIDE, generation=2)
+
+        done = exchange.import_into(store, [faster, later])
+
+        assert done == exchange.Imported(new=1, known=0, kept=1)
+        current = {e.key.call["values"][0][1]: e.choice.config for e in store.choices()}
+        assert current == {1: choices.config, 2: WIDE}
+
+    def test_what_is_known_of_a_kernel_stays(self, choices: Any, tmp_path: Path) -> None:
+        store = choices.store(tmp_path / "a", choices.entry(1, kernel_source="def add(x): ..."))
+        exchange.import_into(store, [choices.entry(2)])
+        assert {e.key.kernel_source for e in store.choices()} == {"def add(x): ..."}
+
+    def test_a_corrupt_row_is_replaced(self, choices: Any, tmp_path: Path) -> None:
+        store = choices.store(tmp_path / "a", choices.entry(1))
+        connection = sqlite3.connect(store.path)
+        for table in ("choice", "key", "kernel", "device"):
+            connection.execute(f"UPDATE {table} SET checksum = 'rotten'")
+        connection.commit()
+        connection.close()
+        assert store.choices() == []
+
+        assert exchange.import_into(store, [choices.entry(1)]).new == 1
+
+        assert [e.choice for e in store.choices()] == [choices.entry(1).choice]
+
+
+class TestWhatStays:
+    def test_a_choice_timed_beside_other_work(self, choices: Any, tmp_path: Path) -> None:
+        beside, alone = choices.entry(1), choices.entry(2)
+        store = choices.store(tmp_path / "a", beside, alone)
+        for each, marks in ((beside, (Mark.CONTENDED.value,)), (alone, ())):
+            outcome = Outcome(Verdict.OK, Timing(1.0, 1.0, 1.0, 9, "final"), marks=marks)
+            choice = each.choice
+            store.put_trial(
+                TrialRecord(each.key.digest, choice.config_digest, choice.config, 1, outcome, 1.0)
+            )
+
+        found = exchange.of_store(store)
+
+        assert [e.key.digest for e in found.entries] == [alone.key.digest]
+        assert found.left_out == ["add [['N', 1]]: it was timed while the program used the device"]
+
+    def test_code(self, choices: Any, tmp_path: Path) -> None:
+        code = choices.entry(1, config={**WIDE, "ir_override": "/tmp/kernel.ptx"})
+        found = exchange.of_store(choices.store(tmp_path / "a", code, choices.entry(2)))
+        assert len(found.entries) == 1
+        assert "the choice.config sets ir_override, which is code" in found.left_out[0]
+
+
+class TestMerge:
+    def test_the_rule(self, choices: Any) -> None:
+        first = choices.entry(generation=1, created=choices.noon)
+        second = choices.entry(generation=1, created=choices.noon + 60, config=WIDE, median_ms=1e-4)
+        newer = choices.entry(generation=2, created=choices.noon - 60, config=WIDE, median_ms=9.0)
+        assert exchange.merged([first], [second]) == [first]
+        assert exchange.merged([second], [first], [newer]) == [newer]
+        others = [choices.entry(7), choices.entry(declared="99" * 16)]
+        assert exchange.merged(others, [first]) == [*others, first]
+
+    @given(
+        st.lists(
+            st.tuples(
+                st.integers(1, 2),
+                st.integers(1, 3),
+                st.integers(0, 2),
+                st.sampled_from([1.0, 2.0]),
+                st.sampled_from([32, 64]),
+            ),
+            max_size=8,
+        ),
+        st.integers(0, 8),
+    )
+    def test_the_order_does_not_matter(self, choices: Any, facts: Any, cut: int) -> None:
+        entries = [
+            choices.entry(
+                n,
+                generation=generation,
+                created=choices.noon + later,
+                median_ms=median,
+                config={"BLOCK": block},
+            )
+            for n, generation, later, median, block in facts
+        ]
+
+        def by_key(*sources: Any) -> dict[str, Any]:
+            return {e.key.digest: e for e in exchange.merged(*sources)}
+
+        expected = by_key(entries)
+        assert by_key(entries[cut:], entries[:cut]) == expected
+        assert by_key(exchange.merged(entries[:cut]), exchange.merged(entries[cut:])) == expected
+        for some in itertools.islice(itertools.permutations(entries), 20):
+            assert by_key(some) == expected
+
+
+class TestSources:
+    def test_a_database_in_use(self, choices: Any, tmp_path: Path) -> None:
+        """With what is only in its log; and reading it leaves every file as it was."""
+        store = choices.store(tmp_path / "a", choices.entry(1))
+        database = tmp_path / "a" / DATABASE_NAME
+        assert database.with_name(f"{DATABASE_NAME}-wal").stat().st_size > 0
+        before = contents(tmp_path / "a")
+
+        for path in (database, tmp_path / "a"):
+            assert [e.choice for e in exchange.collect(path).entries] == [choices.entry(1).choice]
+
+        after = contents(tmp_path / "a")
+        assert {n: d for n, d in after.items() if not n.endswith("-shm")} == {
+            n: d for n, d in before.items() if not n.endswith("-shm")
+        }
+        store.close()
+
+    def test_a_database_at_rest(self, choices: Any, tmp_path: Path) -> None:
+        choices.store(tmp_path / "a", choices.entry(1)).close()
+        before = contents(tmp_path / "a")
+        assert list(before) == [DATABASE_NAME, f"{DATABASE_NAME}.lock"]
+        assert len(exchange.collect(tmp_path / "a").entries) == 1
+        assert contents(tmp_path / "a") == before
+
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (lambda path: None, "No such file or directory"),
+            (lambda path: path.mkdir(), r"holds no packs \(\*.json\) and no safetune.db"),
+            (lambda path: path.write_text("{"), "it is not the JSON of a pack"),
+            (lambda path: os.mkfifo(path), "it is no plain file"),
+            (lambda path: path.touch() or os.truncate(path, 1 << 40), "over 64 MiB"),
+            (lambda path: path.write_bytes(b"SQLite format 3\0" + b"x" * 99), "not a database"),
+            (lambda path: sqlite3.connect(path).executescript("CREATE TABLE t(x)"), "not one of"),
+        ],
+        ids=["missing", "empty", "broken", "fifo", "huge", "no database", "another database"],
+    )
+    def test_what_is_none(self, tmp_path: Path, make: Any, reason: str) -> None:
+        path = tmp_path / "source.json"
+        make(path)
+        with pytest.raises((PackError, StoreError), match=reason) as caught:
+            exchange.collect(path)
+        assert str(path) in str(caught.value)
+
+    def test_one_broken_pack_of_many(self, choices: Any, tmp_path: Path) -> None:
+        write(various(choices), tmp_path / "packs")
+        (tmp_path / "packs" / "zzz.json").write_text("{}")
+        with pytest.raises(PackError, match=r"zzz\.json: it is no pack"):
+            exchange.collect(tmp_path / "packs")
+
+
+class TestWrite:
+    def test_whole_or_not_at_all(self, choices: Any, tmp_path: Path) -> None:
+        path = tmp_path / "packs" / "add.json"
+        exchange.write_pack([choices.entry()], path)
+        before = path.read_bytes()
+        bad = replace(choices.entry(), choice=replace(choices.entry().choice, median_ms=-1.0))
+        with pytest.raises(PackError, match="median_ms"):
+            exchange.write_pack([choices.entry(), bad], path)
+        assert contents(tmp_path / "packs") == {"add.json": before}
+        assert path.stat().st_mode & 0o777 == 0o644
+
+    @pytest.mark.parametrize("way", ["a file for a folder", "a folder for a file"])
+    def test_where_nothing_can_be(self, choices: Any, tmp_path: Path, way: str) -> None:
+        (tmp_path / "file").touch()
+        (tmp_path / "folder" / "inner").mkdir(parents=True)
+        path = tmp_path / ("file/add.json" if way == "a file for a folder" else "folder")
+        with pytest.raises(PackError, match=f"cannot write {path}"):
+            exchange.write_pack([choices.entry()], path)
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
+
+    def test_the_text_of_the_file(self, choices: Any, tmp_path: Path) -> None:
+        exchange.write_pack(various(choices)[:2], tmp_path / "x.json")
+        expected = pack_format.dump(various(choices)[:2])
+        assert (tmp_path / "x.json").read_bytes() == expected.encode("ascii")
+
+
+def test_selected(choices: Any) -> None:
+    entries = various(choices)
+    assert exchange.selected(entries) == entries
+    assert [e.key.kernel_name for e in exchange.selected(entries, ["layer_norm"])] == ["layer_norm"]
+    assert len(exchange.selected(entries, device="h200")) == 1
+    assert exchange.selected(entries, ["layer_norm"], "H200") == []

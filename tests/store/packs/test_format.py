@@ -1,0 +1,277 @@
+"""The text of a pack, and that nothing but a pack is taken for one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safetune.errors import PackError
+from safetune.store.packs import pack_format
+from safetune.store.packs.pack_format import dump, load
+
+EXPECTED = """\
+{
+  "safetune_pack": 1,
+  "kernel": {"name": "add", "digest": "abababababababababababababababab"},
+  "device": {"capability": "90", "name": "NVIDIA H100 80GB HBM3", "shared_memory_bytes": 232448, \
+"sm_count": 132},
+  "tunings": [
+    {
+      "toolchain": {"backend": "ptxas-12.8-90", "environment": {"default_fp_fusion": "True"}, \
+"target": "cuda:90:32", "triton": "3.6.0"},
+      "declared": "cdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcd",
+      "choices": [
+        {
+          "values": [["N", 256]],
+          "dtypes": [["x", "float16"]],
+          "options": [],
+          "config": {"BLOCK": 64, "num_ctas": 1, "num_stages": 3, "num_warps": 4},
+          "median_ms": 0.0125,
+          "measured": 8,
+          "generation": 1,
+          "created": "2026-11-21T12:00:00Z"
+        },
+        {
+          "values": [["N", 1024]],
+          "dtypes": [["x", "float16"]],
+          "options": [],
+          "config": {"BLOCK": 64, "num_ctas": 1, "num_stages": 3, "num_warps": 4},
+          "median_ms": 0.33333,
+          "measured": 8,
+          "generation": 1,
+          "created": "2026-11-21T12:00:00Z"
+        }
+      ]
+    }
+  ]
+}
+"""
+
+
+def test_it_reads_well(choices: Any) -> None:
+    entries = [
+        choices.entry(1024, median_ms=1 / 3, created=choices.noon + 0.75),
+        choices.entry(256),
+    ]
+    assert dump(entries) == EXPECTED
+    assert load(EXPECTED.encode()) == [
+        pack_format.checked(choices.entry(256)),
+        pack_format.checked(choices.entry(1024, median_ms=1 / 3)),
+    ]
+
+
+def test_a_new_choice_changes_its_own_lines(choices: Any) -> None:
+    """What a reviewer sees when one key was tuned again."""
+    before = [choices.entry(n) for n in (256, 512, 1024)]
+    wide = {**choices.config, "BLOCK": 128}
+    after = [*before[:1], choices.entry(512, config=wide, median_ms=0.011), *before[2:]]
+    lines = zip(dump(before).splitlines(), dump(after).splitlines(), strict=True)
+    assert [b.split()[0] for b, a in lines if a != b] == ['"config":', '"median_ms":']
+
+
+def test_the_name_of_the_file(choices: Any) -> None:
+    name = pack_format.name_of(choices.entry())
+    assert name == pack_format.name_of(choices.entry(7, toolchain=choices.entry().key.toolchain))
+    assert name.startswith("add.NVIDIA_H100_80GB_HBM3.")
+    others = [
+        choices.entry(kernel_digest="ef" * 16),
+        choices.entry(device={**choices.h100, "sm_count": 114}),
+    ]
+    assert len({name, *map(pack_format.name_of, others)}) == 3
+    assert len(pack_format.file_name("k" * 999, "", "d/../" * 999, "")) < 255
+    assert "/" not in pack_format.file_name("k", "", "../d", "")
+
+
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(),
+    st.just({"dtype": "bfloat16"}),
+    st.just({"tuple": [1, {"float": "nan"}]}),
+)
+pairs = st.lists(st.tuples(st.text(max_size=5), values).map(list), max_size=4)
+
+
+@st.composite
+def calls(draw: Any) -> dict[str, Any]:
+    dtypes = st.lists(st.tuples(st.text(max_size=5), st.text(max_size=8)).map(list), max_size=3)
+    return {"values": draw(pairs), "dtypes": draw(dtypes), "options": draw(pairs)}
+
+
+@given(
+    found=st.lists(
+        st.tuples(
+            calls(),
+            st.floats(1e-9, 1e9),
+            st.integers(1, 2**53),
+            st.floats(0, 4e9),
+            st.sampled_from(["3.6.0", "3.9.0"]),
+            st.dictionaries(st.text(max_size=5), values, min_size=1),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_what_is_written_is_read(choices: Any, found: list[Any]) -> None:
+    entries = []
+    for call, median, generation, created, triton, config in found:
+        toolchain = {**choices.entry().key.toolchain, "triton": triton}
+        facts = {"median_ms": median, "generation": generation, "created": created}
+        config.pop("ir_override", None)
+        entries.append(
+            choices.entry(call=call, toolchain=toolchain, config=config or {"B": 1}, **facts)
+        )
+    distinct = {each.key.digest: each for each in entries}
+    text = dump(distinct.values())
+    again = load(text.encode())
+    assert {each.key.digest for each in again} == set(distinct)
+    assert dump(again) == dump(reversed(again)) == text
+
+
+def broken(change: Any) -> bytes:
+    data = json.loads(EXPECTED)
+    change(data)
+    return json.dumps(data).encode()
+
+
+def set_in(path: str, value: Any) -> Any:
+    def change(data: Any) -> None:
+        *way, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+        for part in way:
+            data = data[part]
+        if value is KeyError:
+            del data[last]
+        else:
+            data[last] = value
+
+    return change
+
+
+FIRST = "tunings.0.choices.0"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("safetune_pack", 2, r"pack format 2, and this safetune knows 1"),
+        ("safetune_pack", 0, r"pack format 0"),
+        ("safetune_pack", True, "it is no pack"),
+        ("safetune_pack", KeyError, "it is no pack"),
+        ("kernel.name", "../add", "kernel.name is ../add, which is no function's name"),
+        ("kernel.name", 5, "kernel.name is 5"),
+        ("kernel.digest", "AB" * 16, "kernel.digest is ABAB.*, not 32 hexadecimal digits"),
+        ("kernel", [], r"kernel is \[\], not an object"),
+        ("device.sm_count", True, "device.sm_count is true, not of type int"),
+        ("device.name", None, "device.name is null, not of type str"),
+        ("device.extra", 1, "device has what this safetune does not know: extra"),
+        ("tunings", {}, r"tunings is \{\}, not a list"),
+        ("tunings.0.toolchain.environment", {"a": 1}, "environment is .*, not names and texts"),
+        ("tunings.0.toolchain.triton", KeyError, "toolchain lacks triton"),
+        ("tunings.0.declared", "x", "declared is x, not 32"),
+        (f"{FIRST}.pre_hook", "x", r"tunings\[0\].choices\[0\] has .* know: pre_hook"),
+        (f"{FIRST}.config", KeyError, r"tunings\[0\].choices\[0\] lacks config"),
+        (f"{FIRST}.config", {}, r"choices\[0\].config is \{\}, not the names"),
+        (f"{FIRST}.config.ir_override", "/tmp/x.ptx", "config sets ir_override, which is code"),
+        (f"{FIRST}.config.ir_override", None, "config sets ir_override"),
+        (f"{FIRST}.median_ms", 0, "median_ms is 0, not a time in milliseconds"),
+        (f"{FIRST}.median_ms", -1.5, "median_ms is -1.5"),
+        (f"{FIRST}.median_ms", "1", "median_ms is 1, not a time"),
+        (f"{FIRST}.generation", 0, "generation is 0, not a number from 1"),
+        (f"{FIRST}.generation", 2**63, "generation is 9223372036854775808"),
+        (f"{FIRST}.generation", 1.0, "generation is 1.0"),
+        (f"{FIRST}.measured", True, "measured is true"),
+        (f"{FIRST}.created", "yesterday", "created is yesterday, not a time such as"),
+        (f"{FIRST}.created", "2026-11-21T12:00:00", "created is 2026-11-21T12:00:00"),
+        (f"{FIRST}.created", "0001-01-01T00:00:00Z", "created is 0001"),
+        (f"{FIRST}.created", 5, "created is 5"),
+        (f"{FIRST}.values", [["N"]], r"values holds \[\"N\"\], not a name and a value"),
+        (f"{FIRST}.options", "no", "options is no, not a list"),
+        (f"{FIRST}.values.0.1", 1024, "two choices for"),
+    ],
+)
+def test_what_is_no_pack_is_refused(path: str, value: Any, reason: str) -> None:
+    with pytest.raises(PackError, match=reason):
+        load(broken(set_in(path, value)))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "not the JSON of a pack"),
+        (b"[]", "it is no pack"),
+        (b"null", "it is no pack"),
+        (EXPECTED.encode()[:-20], "not the JSON of a pack"),
+        (b"\xff\xfe", "not the JSON of a pack"),
+        (EXPECTED.replace("0.0125", "NaN").encode(), "NaN is no finite number"),
+        (EXPECTED.replace("0.0125", "-Infinity").encode(), "-Infinity is no finite number"),
+        (EXPECTED.replace("0.0125", "1e999").encode(), "1e999 is no finite number"),
+        (EXPECTED.replace("256", "9" * 5000).encode(), "not the JSON of a pack"),
+        (EXPECTED.replace('"measured"', '"generation"').encode(), "twice in one object"),
+        (b'{"safetune_pack": ' + b"[" * 100_000, "not the JSON of a pack|too deep"),
+        (EXPECTED.replace("256", "[" * 900 + "]" * 900).encode(), None),
+        (EXPECTED.encode() + b" " * pack_format.MAX_BYTES, "over 64 MiB"),
+    ],
+    ids=str,
+)
+def test_what_is_no_json_is_refused(data: bytes, reason: str | None) -> None:
+    if reason is None:  # as deep as JSON may be in this process
+        with contextlib.suppress(PackError):
+            dump(load(data))
+        return
+    with pytest.raises(PackError, match=reason):
+        load(data)
+
+
+any_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+def places(data: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a pack."""
+    inner = data.items() if isinstance(data, dict) else enumerate(data)
+    found = [way] if way else []
+    if isinstance(data, (dict, list)):
+        for name, value in inner:
+            found += places(value, (*way, name)) if isinstance(value, (dict, list)) else []
+            found.append((*way, name))
+    return found
+
+
+PLACES = places(json.loads(EXPECTED))
+
+
+@given(st.lists(st.tuples(st.sampled_from(PLACES), any_json), min_size=1, max_size=3))
+def test_a_doctored_pack_is_a_pack_or_an_error(changes: list[Any]) -> None:
+    data = copy.deepcopy(json.loads(EXPECTED))
+    for way, value in changes:
+        target = data
+        try:
+            for part in way[:-1]:
+                target = target[part]
+            target[way[-1]] = value
+        except (IndexError, KeyError, TypeError):
+            continue  # an earlier change took the place away
+    try:
+        entries = load(json.dumps(data).encode())
+    except PackError:
+        return
+    if entries:
+        assert load(dump(entries).encode()) == load(dump(reversed(entries)).encode())
+
+
+@given(st.binary(max_size=200), st.integers(0, len(EXPECTED)), st.integers(0, 40))
+def test_bytes_are_a_pack_or_an_error(noise: bytes, place: int, cut: int) -> None:
+    data = EXPECTED.encode()
+    with contextlib.suppress(PackError):
+        assert dump(load(data[:place] + noise + data[place + cut :]))

@@ -1,0 +1,231 @@
+"""A real PostgreSQL server, databases of their own in it, and a network that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.keys import encoding
+from safetune.keys.device import Device, Toolchain
+from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
+from safetune.store.shared.record import namespace
+from safetune.tuning.requests import key_record
+
+ROOT = Path(__file__).parents[3]
+
+DEVICE = Device("interpreter", "cpu", 0, 0)
+TOOLCHAIN = Toolchain("3.9.0", "interpreter", "interpreter")
+
+#: The namespace of all records here.
+SPACE = namespace(DEVICE.record(), TOOLCHAIN.record())
+
+LIST = encoding.digest("the configs that the decorator declares")
+
+
+def example(name: str) -> Any:
+    """Return a module of docs/examples."""
+    spec = spec_from_file_location(f"safetune_examples_{name}", ROOT / f"docs/examples/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def config(block: int) -> str:
+    return encoding.digest({"BLOCK": block})
+
+
+def key(number: int = 0) -> TuningKey:
+    kernel = KernelIdentity("add_kernel", encoding.digest("add_kernel"), "def add_kernel(): ...")
+    return TuningKey(kernel, (("n", number),), (("x", "float32"),), (), DEVICE, TOOLCHAIN)
+
+
+def choice(number: int = 0, block: int = 64, generation: int = 1, **changes: Any) -> ChoiceRecord:
+    record = ChoiceRecord(
+        key=key(number).digest,
+        generation=generation,
+        config_digest=config(block),
+        config={"BLOCK": block},
+        declared=LIST,
+        median_ms=1.5,
+        measured=2,
+        created=1700000000.5,
+    )
+    return replace(record, **changes)
+
+
+def stored(number: int = 0, block: int = 64, generation: int = 1, **changes: Any) -> StoredChoice:
+    """Return a choice as another node would publish it."""
+    bare: dict[str, Any] = {"kernel_source": "", "kernel_file": "", "kernel_line": 0}
+    record: KeyRecord = replace(key_record(key(number)), **bare)
+    return StoredChoice(record, choice(number, block, generation, **changes))
+
+
+def tuned(
+    store: GuardedStore, number: int = 0, block: int = 64, marks: tuple[str, ...] = ()
+) -> None:
+    """Have a local store hold what a tuning on this node would have left."""
+    outcome = Outcome(Verdict.OK, Timing(1.5, 1.4, 1.6, 10, "final"), marks=marks)
+    store.put_key(key_record(key(number)))
+    trial = TrialRecord(key(number).digest, config(block), {"BLOCK": block}, 1, outcome, 1.0)
+    store.put_trial(trial)
+    store.put_choice(choice(number, block))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Any]:
+    """A PostgreSQL server with 40 connections; as few as make a herd of nodes queue for them."""
+    module = example("postgres_server")
+    directory = Path(tempfile.mkdtemp(prefix="safetune-pg-"))
+    try:
+        started = module.Server(directory, max_connections=40)
+        started.start()
+    except module.NoServer as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        pytest.skip(f"{error} (the extra `dev` has one)")
+    yield started
+    started.stop()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def database(server: Any, tmp_path: Path) -> str:
+    """The URL of an empty database."""
+    psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
+    name = f"test_{os.urandom(6).hex()}"
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    return str(server.url(name))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[GuardedStore]:
+    """A node's own store."""
+    opened = GuardedStore.open(tmp_path / "node")
+    yield opened
+    opened.close()
+
+
+class Proxy:
+    """A TCP proxy in front of a server, which can stop forwarding, or hang up."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open = threading.Event()
+        self._open.set()
+        self._sockets: list[socket.socket] = []
+        self.accepted = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def stop_forwarding(self) -> None:
+        """Take what comes, from old and new connections, and pass nothing on: a partition."""
+        self._open.clear()
+
+    def close(self) -> None:
+        self._open.set()
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                self.accepted += 1
+                self._sockets.append(client)
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        self._open.wait()
+        try:
+            upstream = socket.create_connection(("127.0.0.1", self._target))
+        except OSError:
+            client.close()
+            return
+        self._sockets.append(upstream)
+        for source, target in ((client, upstream), (upstream, client)):
+            threading.Thread(target=self._forward, args=(source, target), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._open.wait()
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def proxy(server: Any) -> Iterator[Proxy]:
+    made = Proxy(server.port)
+    yield made
+    made.close()
+
+
+class Children:
+    """Python processes that are gone at the end of the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str | Path, *arguments: object, **env: str) -> subprocess.Popen[str]:
+        what = [str(script)] if isinstance(script, Path) else ["-c", script]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        child = subprocess.Popen(
+            [sys.executable, *what, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self._directory,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **env},
+        )
+        self._running.append(child)
+        return child
+
+    def end(self, child: subprocess.Popen[str], line: str | None = None) -> str:
+        output, errors = child.communicate(line, timeout=120)
+        assert child.returncode == 0, errors
+        return output
+
+    def run(self, script: str | Path, *arguments: object, **env: str) -> str:
+        """Return what a script prints; fails with its traceback."""
+        return self.end(self.start(script, *arguments, **env))
+
+    def stop(self) -> None:
+        for child in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, 9)
+            child.communicate(timeout=60)
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[Children]:
+    started = Children(tmp_path)
+    yield started
+    started.stop()

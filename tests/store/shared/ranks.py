@@ -1,0 +1,170 @@
+"""Ranks of one job that begin with different choices: ranks.py DIRECTORY WORLD_SIZE
+
+Prints, for each rank, what it launches for each key before and after `safetune.sync()`, and what a
+later run would find in its store.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import triton
+import triton.language as tl
+
+import safetune
+from safetune.config import config_digest, config_record
+from safetune.isolation import cuda
+from safetune.miss.resolve import Miss
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+from safetune.store.records import ChoiceRecord
+from safetune.tuning.requests import key_record
+
+BLOCKS = (16, 32, 64, 128)
+
+#: What a rank's store holds: for each n, the BLOCK and generation, or None for no choice.
+#: 100: all differ. 200: one has a later generation. 300: one has a fallback. 400+: its own key.
+#: 500: one captures a fallback. 600: all do, of the key that is the nearest in their own stores.
+STORED = {
+    100: lambda rank: (BLOCKS[rank], 1),
+    200: lambda rank: (BLOCKS[rank], 2 if rank == 2 else 1),
+    300: lambda rank: None if rank == 0 else (BLOCKS[rank], 1),
+}
+CAPTURED = {500: STORED[300], 600: lambda rank: None}
+
+
+@safetune.safetune(configs=[triton.Config({"BLOCK": block}) for block in BLOCKS], key=["n"])
+@triton.jit
+def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
+
+
+def grid(meta: dict[str, Any]) -> tuple[int]:
+    return (triton.cdiv(meta["n"], meta["BLOCK"]),)
+
+
+def launch(n: int) -> int:
+    src, dst = torch.arange(n, dtype=torch.float32), torch.zeros(n)
+    copy_kernel[grid](dst, src, n)
+    assert torch.equal(dst, src)
+    return int(copy_kernel.best_config.kwargs["BLOCK"])
+
+
+def launch_captured(n: int) -> int:
+    """As `launch`, in what this process takes for a CUDA graph capture."""
+    ask, cuda.capture_id = cuda.capture_id, lambda stream: 7
+    try:
+        return launch(n)
+    finally:
+        cuda.capture_id = ask
+
+
+def note(arguments: dict[str, Any]) -> None:
+    global noted
+    noted = arguments["BLOCK"]
+
+
+def bench(launch: Any, quantiles: Any) -> list[float]:
+    launch()
+    return [1.0 if noted == BLOCKS[torch.distributed.get_rank()] else 2.0] * 3
+
+
+noted = 0
+inline_kernel = safetune.safetune(
+    configs=[triton.Config({"BLOCK": block}, pre_hook=note) for block in BLOCKS],
+    key=["n"],
+    do_bench=bench,
+    isolation="inline",
+)(copy_kernel.fn)
+
+
+def launch_inline() -> int:
+    src, dst = torch.arange(100, dtype=torch.float32), torch.zeros(100)
+    inline_kernel[grid](dst, src, 100)
+    return int(inline_kernel.best_config.kwargs["BLOCK"])
+
+
+def request(n: int) -> Any:
+    return Miss(copy_kernel, (torch.zeros(n), torch.zeros(n), n), {"grid": grid}).request()
+
+
+def prepare(n: int, block: int, generation: int) -> None:
+    wanted, store = request(n), open_lookup(Settings.current()).store
+    config = next(each for each in wanted.configs if each.kwargs["BLOCK"] == block)
+    store.put_key(key_record(wanted.key))
+    store.put_choice(
+        ChoiceRecord(
+            key=wanted.key.digest,
+            generation=generation,
+            config_digest=config_digest(config),
+            config=config_record(config),
+            declared=wanted.declared,
+            median_ms=1.0,
+            measured=4,
+            created=time.time(),
+        )
+    )
+
+
+def rank_main(directory: Path, rank: int, world: int, answers: Any) -> None:
+    os.environ.update(
+        SAFETUNE_CACHE_DIR=str(directory / f"rank{rank}"),
+        SAFETUNE_WAIT="0",
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE="1",
+    )
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world
+    )
+    numbers = [*STORED, 400 + rank]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        store = open_lookup(Settings.current()).store
+        for n, at in {**STORED, **CAPTURED}.items():
+            if (found := at(rank)) is not None:
+                prepare(n, *found)
+        prepare(400 + rank, BLOCKS[rank], 1)
+        # Somebody else is tuning this key: with no patience left, the rank launches a fallback.
+        leases = [store.contender(request(300).key.digest).attempt()]
+        before = {n: launch(n) for n in numbers}
+        untuned = [launch_inline(), *map(launch_captured, CAPTURED)]
+        safetune.sync()
+        after = {n: launch(n) for n in numbers}
+        agreed = [launch_inline(), *map(launch_captured, CAPTURED)]
+    stored = {n: store.choice(request(n).key.digest).config["BLOCK"] for n in numbers}
+    warned = [str(each.message) for each in said]
+    facts = {"before": before, "after": after, "stored": stored, "said": warned}
+    answers.send({**facts, "untuned": untuned, "agreed": agreed})
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    for lease in leases:
+        lease.release()
+
+
+def main() -> None:
+    directory, world = Path(sys.argv[1]), int(sys.argv[2])
+    fork = multiprocessing.get_context("fork")
+    ranks = []
+    for rank in range(world):
+        answers, theirs = fork.Pipe(duplex=False)
+        child = fork.Process(target=rank_main, args=(directory, rank, world, theirs))
+        child.start()
+        theirs.close()
+        ranks.append((child, answers))
+    print(json.dumps([answers.recv() for _, answers in ranks]))
+    for child, _ in ranks:
+        child.join()
+
+
+if __name__ == "__main__":
+    main()

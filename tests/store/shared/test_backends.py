@@ -1,0 +1,213 @@
+"""What every kind of shared store does: the first valid record of a name is the choice."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.errors import InvalidSetting
+from safetune.settings import Settings, place_of
+from safetune.store.shared import record as shared_record
+from safetune.store.shared.protocol import SharedStore
+from safetune.store.shared.record import Name, name_of
+from safetune.store.shared.record_files import file_name
+from safetune.store.shared.url import open_shared
+
+from .conftest import LIST, SPACE, Children, config, key, stored
+
+Spoil = Callable[[Name, str], None]
+
+
+@pytest.fixture(params=["directory", "memory", "postgres"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def url(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    if kind == "postgres":
+        return str(request.getfixturevalue("database"))
+    return f"file://{tmp_path}/shared" if kind == "directory" else f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def shared(url: str) -> Iterator[SharedStore]:
+    opened = open_shared(url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def spoil(kind: str, url: str, shared: Any) -> Spoil:
+    """A function that puts something else in the place of a record."""
+
+    def replace(name: Name, text: str) -> None:
+        if kind == "postgres":
+            with shared.writing() as connection:
+                connection.execute(
+                    "UPDATE safetune.choice SET record = %s WHERE key = %s", (text, name.key)
+                )
+            return
+        path = f"1/{SPACE}/{name.key[:2]}/" if kind == "directory" else f"1/{SPACE}/"
+        path += f"add_kernel.{name.key}.{name.declared}.{name.generation}.json"
+        if kind == "directory":
+            Path(url.removeprefix("file://"), path).write_text(text)
+        else:
+            import fsspec
+
+            fsspec.filesystem("memory").pipe_file(f"{url}/{path}", text.encode())
+
+    return replace
+
+
+def test_an_empty_store(shared: SharedStore) -> None:
+    assert shared.names(SPACE) == set()
+    assert shared.get(SPACE, key().digest, LIST) is None
+    assert list(shared.pull(SPACE, {name_of(stored())})) == []
+
+
+def test_what_is_published_is_there_for_all(url: str, shared: SharedStore) -> None:
+    records = [stored(number) for number in range(5)]
+    assert shared.publish(SPACE, records) == records
+    other = open_shared(url)
+    names = other.names(SPACE)
+    assert names == {name_of(record) for record in records}
+    assert sorted(other.pull(SPACE, names), key=name_of) == sorted(records, key=name_of)
+    assert list(other.pull(SPACE, {name_of(records[2])})) == [records[2]]
+    assert other.get(SPACE, key(3).digest, LIST) == records[3]
+    assert other.names("another device") == set()
+    other.close()
+
+
+def test_the_first_of_a_generation_wins(shared: SharedStore) -> None:
+    first, second = stored(block=64), stored(block=128)
+    assert shared.publish(SPACE, [first]) == [first]
+    assert shared.publish(SPACE, [second]) == [first]
+    assert shared.get(SPACE, key().digest, LIST) == first
+
+
+def test_the_latest_generation_is_the_choice(shared: SharedStore) -> None:
+    records = [stored(block=16 << i, generation=i + 1) for i in range(11)]
+    shared.publish(SPACE, records)
+    assert shared.get(SPACE, key().digest, LIST) == records[-1]
+
+
+def test_config_lists_do_not_meet(shared: SharedStore) -> None:
+    first, second = stored(block=64), stored(block=128, declared=config(7))
+    shared.publish(SPACE, [first, second])
+    assert shared.get(SPACE, key().digest, LIST) == first
+    assert shared.get(SPACE, key().digest, config(7)) == second
+
+
+@pytest.mark.parametrize("what", ["nothing", "half of it", "another one", "a directory's name"])
+def test_what_is_no_record_is_a_miss_and_is_replaced(
+    shared: SharedStore, spoil: Spoil, what: str
+) -> None:
+    record = stored()
+    text = shared_record.encode(record)
+    shared.publish(SPACE, [record, stored(1)])
+    spoil(
+        name_of(record),
+        {
+            "nothing": "",
+            "half of it": text[: len(text) // 2],
+            "another one": shared_record.encode(stored(5)),
+            "a directory's name": "/etc/passwd",
+        }[what],
+    )
+
+    assert shared.get(SPACE, key().digest, LIST) is None
+    assert list(shared.pull(SPACE, shared.names(SPACE))) == [stored(1)]
+    new = stored(block=128)
+    assert shared.publish(SPACE, [new]) == [new]
+    assert shared.get(SPACE, key().digest, LIST) == new
+
+
+def test_writers_that_race_end_with_one_choice_for_all(
+    url: str, kind: str, shared: SharedStore, children: Children
+) -> None:
+    """Three processes publish another choice for the same forty names at the same time."""
+    if kind == "memory":
+        pytest.skip("memory:// is one process's")
+    script = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.store.shared.conftest import SPACE, stored
+from safetune.store.shared.url import open_shared
+store = open_shared(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(40):
+    print(store.publish(SPACE, [stored(number, int(sys.argv[2]))])[0].choice.config["BLOCK"])
+"""
+    racing = [children.start(script, url, 16 << number) for number in range(3)]
+    for child in racing:
+        assert child.stdout.readline() == "ready\n", child.communicate()[1]
+    outputs = [children.end(child, "go\n") for child in racing]
+    assert len(set(outputs)) == 1
+    assert len(outputs[0].split()) == 40
+    found = {each.choice.key: each.choice for each in shared.pull(SPACE, shared.names(SPACE))}
+    assert [found[key(n).digest].config["BLOCK"] for n in range(40)] == [
+        int(block) for block in outputs[0].split()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("/shared/directory", "no scheme"),
+        ("shared", "no scheme"),
+        ("file://relative/path", "absolute"),
+        ("s3://", "no place"),
+    ],
+)
+def test_a_url_that_is_none(url: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETUNE_SHARED", url)
+    with pytest.raises(InvalidSetting, match=f"SAFETUNE_SHARED.*{reason}.*file:///directory"):
+        Settings.current()
+
+
+def test_a_url_that_nothing_can_open() -> None:
+    with pytest.raises(InvalidSetting, match=r"nonsense://bucket.*safetune\[shared\]"):
+        open_shared("nonsense://bucket/folder")
+
+
+def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "postgresql://someone:secret@127.0.0.1:1/db?password=secret"
+    assert place_of(url) == "postgresql://127.0.0.1:1/db"
+    for none in ("nothing:secret@host", "host=127.0.0.1 password=secret"):
+        monkeypatch.setenv("SAFETUNE_SHARED", none)
+        with pytest.raises(InvalidSetting) as caught:
+            Settings.current()
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("postgresql://u:se/cret@host/db", "postgresql://host/db"),
+        ("postgresql://u:[secret@host:5432/db", "postgresql://host:5432/db"),
+        ("postgresql://u:se@cret@host/db?sslmode=require", "postgresql://host/db"),
+        ("postgresql://u:se?cret@host/db", "postgresql://…"),
+        ("postgresql://u:secret#x@host/db", "postgresql://…"),
+        ("postgresql://host/db?password=se@cret", "postgresql://…"),
+        ("s3://key:secret@bucket/folder", "s3://bucket/folder"),
+        ("file:///data/team@lab/cache", "file:///data/team@lab/cache"),
+    ],
+)
+def test_a_password_of_any_characters(url: str, place: str) -> None:
+    assert place_of(url) == place
+
+
+def test_a_file_name_is_one_whatever_the_kernel_is_called() -> None:
+    from dataclasses import replace
+
+    record = stored()
+    odd = replace(record, key=replace(record.key, kernel_name="../<lambda>/" + "ü" * 200))
+    assert os.path.basename(file_name(odd)) == file_name(odd)
+    assert len(file_name(odd)) < 200

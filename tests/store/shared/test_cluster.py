@@ -1,0 +1,183 @@
+"""Single flight across nodes: who waits, who takes over, and who does not have to wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.config import config_digest, config_record
+from safetune.errors import Busy, LeaseLost, NoMemory, NoWorkingConfig, WorkerUnavailable
+from safetune.outcome import Mark, Outcome, Verdict
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.records import ChoiceRecord
+from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.protocol import NoLease
+from safetune.store.shared.url import open_shared
+from safetune.tuning import cluster
+from safetune.tuning.requests import TuningRequest
+from safetune.tuning.single_flight import Patience
+from safetune.tuning.tuner import tune
+
+from .conftest import choice
+
+OK = Outcome(Verdict.OK)
+NOW = Patience(0.0)
+
+
+@pytest.fixture
+def request_() -> TuningRequest:
+    """What a miss of a kernel with four configs asks for."""
+    spec = spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wanted: TuningRequest = module.request(100)
+    return wanted
+
+
+@pytest.fixture
+def node(database: str, tmp_path: Path) -> Iterator[Callable[[], GuardedStore]]:
+    """A function that makes another node's store."""
+    made: list[GuardedStore] = []
+
+    def new() -> GuardedStore:
+        store = GuardedStore.open(tmp_path / f"node{len(made)}")
+        store.shared = SharedLayer(open_shared(database), store.connection)
+        made.append(store)
+        return store
+
+    yield new
+    for store in made:
+        store.close()
+
+
+def best(request: TuningRequest, number: int) -> ChoiceRecord:
+    config = request.configs[number]
+    return choice(
+        key=request.key.digest,
+        declared=request.declared,
+        config_digest=config_digest(config),
+        config=config_record(config),
+    )
+
+
+Node = Callable[[], GuardedStore]
+
+
+def test_one_node_tunes_and_the_others_take_its_choice(node: Node, request_: TuningRequest) -> None:
+    first, second = node(), node()
+    with cluster.lead(request_, first, NOW) as leading:
+        assert leading.choice is None
+        with pytest.raises(Busy), cluster.lead(request_, second, NOW):
+            pass
+        assert leading.agreed(best(request_, 1), OK) == best(request_, 1)
+        with cluster.lead(request_, second, NOW) as following:
+            assert following.choice == best(request_, 1)
+    assert second.choice(request_.key.digest) == best(request_, 1)
+
+
+def test_who_publishes_second_launches_the_first(node: Node, request_: TuningRequest) -> None:
+    """Such as a node that was taken for dead."""
+    first, second = node(), node()
+    with cluster.lead(request_, first, NOW) as leading:
+        other = cluster.Lead(request_, second.shared)
+        assert other.agreed(best(request_, 2), OK) == best(request_, 2)
+        assert leading.agreed(best(request_, 1), OK) == best(request_, 2)
+
+
+def test_force_counts_on_from_what_others_have_published(
+    node: Node, request_: TuningRequest
+) -> None:
+    """Also on a node that has none of it yet; else its choice would be the second of its name."""
+    others, fresh = node(), node()
+    for generation in (1, 2, 3):
+        record = replace(best(request_, 1), generation=generation)
+        cluster.Lead(request_, others.shared).agreed(record, OK)
+    result = tune(replace(request_, force=True), fresh)
+    assert result.measured == len(request_.configs)
+    found = fresh.choice(request_.key.digest)
+    assert (found.generation, found.config_digest) == (4, config_digest(result.choice))
+    with cluster.lead(request_, others, NOW) as following:
+        assert following.choice == found
+
+
+def none_works(verdict: Verdict) -> NoWorkingConfig:
+    return NoWorkingConfig("add_kernel", "a key", [("BLOCK=64", Outcome(verdict))])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        WorkerUnavailable("no process"),
+        Busy("another process compiles"),
+        NoMemory("others have it"),
+        LeaseLost("taken for dead"),
+        none_works(Verdict.NO_MEMORY),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_node_that_is_interrupted_lets_one_other_take_over(
+    node: Node, request_: TuningRequest, error: BaseException
+) -> None:
+    """Whatever says something of this node alone: the others need not tune all at once."""
+    first, second, third = node(), node(), node()
+    with pytest.raises(type(error)), cluster.lead(request_, first, NOW):
+        raise error
+    first.shared.flush()
+    with (
+        cluster.lead(request_, second, NOW),
+        pytest.raises(Busy),
+        cluster.lead(request_, third, NOW),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("how", ["timed beside the program", "failed", "none works"])
+def test_what_is_not_shared_is_tuned_by_all_at_once(
+    node: Node, request_: TuningRequest, how: str
+) -> None:
+    """One after the other, 64 nodes would wait for 63 tunings that give them nothing."""
+    first, second, third = node(), node(), node()
+    try:
+        with cluster.lead(request_, first, NOW) as leading:
+            if how == "failed":
+                raise ValueError
+            if how == "none works":
+                raise none_works(Verdict.COMPILE_ERROR)
+            contended = Outcome(Verdict.OK, marks=(Mark.CONTENDED.value,))
+            assert leading.agreed(best(request_, 1), contended) == best(request_, 1)
+    except (ValueError, NoWorkingConfig):
+        pass
+    first.shared.flush()
+    with (
+        cluster.lead(request_, second, NOW) as leading,
+        cluster.lead(request_, third, NOW) as following,
+    ):
+        assert isinstance(leading.lease, NoLease)
+        assert isinstance(following.lease, NoLease)
+        assert leading.choice is following.choice is None
+
+
+def test_a_lease_is_renewed_while_its_holder_tunes() -> None:
+    class Counting(NoLease):
+        expires_after_s = 0.03
+
+        def __init__(self) -> None:
+            self.renewed = threading.Semaphore(0)
+
+        def renew(self) -> bool:
+            self.renewed.release()
+            return True
+
+    lease, ended = Counting(), threading.Event()
+    cluster._start_heartbeat(lease, ended)
+    assert all(lease.renewed.acquire(timeout=20) for _ in range(3))
+    ended.set()

@@ -1,0 +1,201 @@
+"""A directory as network file systems have it: other users, other clients, half-written files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from safetune.errors import StoreError
+from safetune.store.records import StoredChoice
+from safetune.store.shared import directory as module
+from safetune.store.shared.directory import Directory
+from safetune.store.shared.record import Name, name_of
+
+from .conftest import LIST, SPACE, Children, key, stored
+
+PREAMBLE = f"""
+import os, resource, signal, sys, warnings
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.store.shared.conftest import SPACE, stored
+from safetune.store.shared.directory import Directory
+from safetune.store.shared.protocol import Unwritable
+store = Directory(Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that other users can reach, unlike pytest's."""
+    directory = Path(tempfile.mkdtemp(prefix="safetune-"))
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def files(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+def test_killed_writers_leave_no_half_record(tmp_path: Path, children: Children) -> None:
+    """Whatever a writer was at when it died, what has a record's name is a whole record."""
+    acknowledged: set[int] = set()
+    for attempt in range(6):
+        child = children.start(
+            PREAMBLE + "for number in range(int(sys.argv[2]), 10**6):\n"
+            "    store.publish(SPACE, [stored(number)])\n"
+            "    print(number, flush=True)\n",
+            tmp_path,
+            attempt * 10,
+        )
+        for _ in range(5 + 7 * attempt):
+            acknowledged.add(int(child.stdout.readline()))
+        child.send_signal(signal.SIGKILL)
+        acknowledged |= {int(line) for line in child.stdout.read().split("\n")[:-1]}
+        child.wait()
+    store = Directory(tmp_path)
+    names = store.names(SPACE)
+    assert {key(number).digest for number in acknowledged} <= {name.key for name in names}
+    assert {name_of(found) for found in store.pull(SPACE, names)} == names
+
+
+def test_a_directory_that_may_only_be_read(open_path: Path, children: Children) -> None:
+    """As another user: root may write anywhere."""
+    shared = open_path / "shared"
+    Directory(shared).publish(SPACE, [stored()])
+    for path in [shared, *shared.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    output = children.run(
+        PREAMBLE + "if os.getuid() == 0: os.setuid(65534)\n"
+        "print(store.names(SPACE) and 'read')\n"
+        "try: store.publish(SPACE, [stored(1)])\n"
+        "except Unwritable as error: print(error)\n"
+        "print(store.publish(SPACE, [stored(0, 999)])[0].choice.config)\n",
+        shared,
+    )
+    read, problem, found = output.splitlines()
+    assert read == "read"
+    assert problem.startswith(f"cannot write to the shared store file://{shared}: ")
+    assert found == "{'BLOCK': 64}"
+
+
+def test_a_full_disk(tmp_path: Path, children: Children) -> None:
+    """A write that is cut short leaves nothing behind under any name."""
+    output = children.run(
+        PREAMBLE + "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try: store.publish(SPACE, [stored()])\n"
+        "except Unwritable as error: print(error)\n",
+        tmp_path / "shared",
+    )
+    assert "File too large" in output
+    assert files(tmp_path) == []
+
+
+def test_a_share_that_is_not_mounted(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"cannot read .*/nowhere/shared.*No such file"):
+        Directory(tmp_path / "missing" / "nowhere" / "shared").names(SPACE)
+
+
+def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
+    place = tmp_path / "shared"
+    place.write_text("")
+    assert Directory(place).names(SPACE) == set()
+    with pytest.raises(StoreError, match="cannot write to"):
+        Directory(place).publish(SPACE, [stored()])
+
+
+def test_other_peoples_files_are_no_names(tmp_path: Path) -> None:
+    store = Directory(tmp_path)
+    store.publish(SPACE, [stored()])
+    bucket = tmp_path / "1" / SPACE / key().digest[:2]
+    for name in (".add.tmp", "README", f"x.{'0' * 32}.{'1' * 32}.0.json", "x.json"):
+        (bucket / name).write_text("{}")
+    (bucket / f"dir.{'0' * 32}.{'1' * 32}.1.json").mkdir()
+    assert {name.key for name in store.names(SPACE)} == {key().digest, "0" * 32}
+    assert list(store.pull(SPACE, store.names(SPACE))) == [stored()]
+
+
+def test_a_record_that_cannot_be_read_is_not_replaced(open_path: Path, children: Children) -> None:
+    """Another user's file under a tight umask is a choice, though not one for this user."""
+    store = Directory(open_path / "shared")
+    store.publish(SPACE, [stored()])
+    (path,) = (open_path / "shared").rglob("*.json")
+    path.chmod(0)
+    for each in path.parents[:4]:
+        each.chmod(0o777)
+    output = children.run(
+        PREAMBLE + "if os.getuid() == 0: os.setuid(65534)\n"
+        "try: store.publish(SPACE, [stored(0, 128)])\n"
+        "except Unwritable as error: print('refused')\n",
+        open_path / "shared",
+    )
+    path.chmod(0o600)
+    assert output == "refused\n"
+    assert store.get(SPACE, key().digest, LIST) == stored()
+
+
+class TestLinks:
+    """What a link says on a file system that is not local."""
+
+    def paths(self, tmp_path: Path) -> tuple[Path, Path]:
+        (tmp_path / "temporary").write_text("new")
+        return tmp_path / "temporary", tmp_path / "record"
+
+    def test_a_lost_reply(self, tmp_path: Path) -> None:
+        """NFS repeats the request, and says EEXIST of its own success."""
+        temporary, path = self.paths(tmp_path)
+
+        def link(source: Path, target: Path) -> None:
+            os.link(source, target)
+            raise FileExistsError(errno.EEXIST, "File exists")
+
+        assert module._link(temporary, path, link)
+
+    def test_no_hard_links(self, tmp_path: Path) -> None:
+        temporary, path = self.paths(tmp_path)
+
+        def link(source: Path, target: Path) -> None:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+        assert module._link(temporary, path, link)
+        assert path.read_text() == "new"
+        temporary.write_text("newer")
+        assert not module._link(temporary, path, link)
+        assert path.read_text() == "new"
+
+    def test_somebody_elses(self, tmp_path: Path) -> None:
+        temporary, path = self.paths(tmp_path)
+        path.write_text("old")
+        assert not module._link(temporary, path)
+        assert path.read_text() == "old"
+
+    def test_any_other_failure_is_one(self, tmp_path: Path) -> None:
+        temporary, path = self.paths(tmp_path)
+
+        def link(source: Path, target: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with pytest.raises(OSError, match="No space"):
+            module._link(temporary, path, link)
+
+
+def test_who_is_second_by_a_hair_takes_over_the_first(tmp_path: Path) -> None:
+    """Another node publishes after this one has looked, and before it has written."""
+
+    class Late(Directory):
+        def _read(self, path: Path, name: Name) -> StoredChoice | None:
+            found = super()._read(path, name)
+            if found is None:
+                Directory(tmp_path).publish(SPACE, [stored(0, 64)])
+            return found
+
+    assert Late(tmp_path).publish(SPACE, [stored(0, 128)]) == [stored(0, 64)]
+    assert Directory(tmp_path).get(SPACE, key().digest, LIST) == stored(0, 64)

@@ -1,0 +1,503 @@
+"""A shared store that is broken in every way costs a warning and two seconds, once a minute."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sqlite3
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import Lookup
+from safetune.store.shared import once_per_node
+from safetune.store.shared.budget import BUDGET_S, RETRY_S
+from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.once_per_node import Turn
+from safetune.store.shared.protocol import NoLease, SharedStore
+from safetune.store.shared.url import open_shared
+
+from .conftest import LIST, ROOT, SPACE, Children, Proxy, choice, key, stored, tuned
+
+
+def wait_until_on(layer: SharedLayer, within_s: float = 30.0) -> None:
+    """Look again and again: the layer's thread tells nobody that it is free."""
+    deadline = time.monotonic() + within_s
+    while not layer.is_on:
+        assert time.monotonic() < deadline, "the layer stays off"
+        time.sleep(0.01)
+
+
+#: What a loaded machine may add to any wait.
+SLACK_S = 1.5
+
+
+@contextlib.contextmanager
+def ends(within_s: int) -> Iterator[None]:
+    """End a forked child here, with a status that says whether all went well."""
+    signal.alarm(within_s)
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+class Clock:
+    """A clock that goes on by itself, and by leaps."""
+
+    def __init__(self) -> None:
+        self.leapt_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.leapt_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+MakeLayer = Callable[[str], SharedLayer]
+
+
+@pytest.fixture
+def layer_of(local: GuardedStore, clock: Clock) -> MakeLayer:
+    def make(url: str) -> SharedLayer:
+        return SharedLayer(open_shared(url), local.connection, clock)
+
+    return make
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A socket that takes connections, if somebody accepts them, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as made:
+        yield made
+
+
+def url_of(listener: socket.socket) -> str:
+    return f"postgresql://127.0.0.1:{listener.getsockname()[1]}/db?sslmode=disable"
+
+
+def everything(layer: SharedLayer) -> tuple[float, list[str]]:
+    """Do all that a run does, three times; return the seconds that took and what was said."""
+    begin = time.monotonic()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(3):
+            layer.refresh(SPACE)
+            claim = layer.claim(SPACE, key(number).digest, LIST, force=False)
+            assert isinstance(claim.lease, NoLease)
+            assert claim.stored is None
+            assert layer.publish(SPACE, stored(number)) == stored(number)
+            layer.release(claim.lease, published=True)
+    return time.monotonic() - begin, [str(each.message) for each in said]
+
+
+def answering(listener: socket.socket, answer: bytes) -> threading.Thread:
+    """Have every connection answered with this, and kept open."""
+    held = []
+
+    def serve() -> None:
+        try:
+            while True:
+                client = listener.accept()[0]
+                client.sendall(answer)
+                held.append(client)
+        except OSError:
+            for each in held:
+                each.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
+class TestBroken:
+    def test_down(self, layer_of: MakeLayer) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            url = url_of(closed)
+        seconds, (told,) = everything(layer_of(url))
+        assert seconds < BUDGET_S + SLACK_S
+        assert "Connection refused" in told
+        assert "going on without it" in told
+
+    def test_black_holed(self, layer_of: MakeLayer, listener: socket.socket) -> None:
+        """The connection is made, and nobody ever answers: libpq would wait for ever."""
+        seconds, (told,) = everything(layer_of(url_of(listener) + "&connect_timeout=600"))
+        assert BUDGET_S * 0.9 < seconds < BUDGET_S + SLACK_S
+        assert "does not answer in time" in told
+
+    def test_not_routed(self, layer_of: MakeLayer) -> None:
+        """An address for documentation: packets to it get lost, or are refused."""
+        seconds, told = everything(layer_of("postgresql://192.0.2.1/db?connect_timeout=600"))
+        assert seconds < BUDGET_S + SLACK_S
+        assert len(told) == 1
+
+    @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 64, b"E\xff"])
+    def test_no_postgresql(
+        self, layer_of: MakeLayer, listener: socket.socket, answer: bytes
+    ) -> None:
+        answering(listener, answer)
+        seconds, told = everything(layer_of(url_of(listener)))
+        assert seconds < BUDGET_S + SLACK_S
+        assert len(told) == 1
+
+    def test_a_file_system_that_connects_when_it_is_made(self, layer_of: MakeLayer) -> None:
+        """Some ask the network for credentials: not on the thread that launches."""
+        pytest.importorskip("fsspec")
+        seconds, told = everything(layer_of("ftp://127.0.0.1:1/folder"))
+        assert seconds < BUDGET_S + SLACK_S
+        assert len(told) == 1
+        assert "ftp://127.0.0.1:1/folder" in told[0]
+
+    def test_a_dead_mount(self, local: GuardedStore, clock: Clock, tmp_path: Path) -> None:
+        """A call that never returns, as on a hard NFS mount: opening a FIFO that nobody writes."""
+        shared = open_shared(f"file://{tmp_path}/shared")
+        shared.publish(SPACE, [stored()])
+        (path,) = (tmp_path / "shared").rglob("*.json")
+        path.unlink()
+        os.mkfifo(path)
+        layer = SharedLayer(shared, local.connection, clock)
+        seconds, (told,) = everything(layer)
+        assert seconds < BUDGET_S + SLACK_S
+        assert "does not answer in time" in told
+
+        clock.leapt_s += 2 * RETRY_S
+        assert not layer.is_on, "its thread is still there, and a second one would be lost, too"
+        descriptor = os.open(path, os.O_WRONLY)  # the mount comes back
+        os.close(descriptor)
+        wait_until_on(layer)
+
+    def test_slow(self, local: GuardedStore, clock: Clock, tmp_path: Path) -> None:
+        """Each answer comes in time, and all of them together would not."""
+        layer = SharedLayer(Slow(open_shared(f"file://{tmp_path}")), local.connection, clock)
+        seconds, told = everything(layer)
+        assert seconds < BUDGET_S + SLACK_S
+        assert len(told) == 1
+
+    def test_garbage_in_the_tables(
+        self, database: str, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        """What is no record is a miss; the rest is pulled."""
+        import psycopg
+
+        open_shared(database).publish(SPACE, [stored(number) for number in range(4)])
+        with psycopg.connect(database, autocommit=True) as connection:
+            for number, text in enumerate(["", "{}", "[" * 3000]):
+                connection.execute(
+                    "UPDATE safetune.choice SET record = %s WHERE key = %s",
+                    (text, key(number).digest),
+                )
+        layer_of(database).refresh(SPACE)
+        assert [local.choice(key(number).digest) for number in range(3)] == [None] * 3
+        assert local.choice(key(3).digest) == choice(3)
+
+
+class Slow:
+    """A store that takes its time."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+        self.place = store.place
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if name != "close":
+            threading.Event().wait(0.6)
+        return method
+
+
+def test_a_store_that_comes_back_is_used_again(
+    database: str, server: Any, layer_of: MakeLayer, clock: Clock, proxy: Proxy
+) -> None:
+    """And what was chosen meanwhile is published."""
+    url = database.replace(str(server.port), str(proxy.port))
+    proxy.stop_forwarding()
+    layer = layer_of(url)
+    assert len(everything(layer)[1]) == 1
+    assert open_shared(database).names(SPACE) == set()
+
+    proxy._open.set()
+    clock.leapt_s += RETRY_S / 2
+    assert not layer.is_on
+    clock.leapt_s += RETRY_S
+    wait_until_on(layer)  # the thread is back once the old connection is
+    assert layer.publish(SPACE, stored(7)) == stored(7)
+    layer.flush()
+    assert open_shared(database).get(SPACE, key(7).digest, LIST) == stored(7)
+
+
+def test_a_store_that_may_only_be_read(
+    database: str, layer_of: MakeLayer, local: GuardedStore
+) -> None:
+    """Reading goes on; one warning for all that is not written."""
+    open_shared(database).publish(SPACE, [stored(5)])
+    layer = layer_of(database + "&options=-c%20default_transaction_read_only%3Don")
+    _, (told,) = everything(layer)
+    assert "read-only transaction" in told
+    assert "not shared for now" in told
+    assert local.choice(key(5).digest) == choice(5)
+    assert layer.is_on
+
+
+def test_a_server_whose_disk_is_full(
+    database: str, layer_of: MakeLayer, local: GuardedStore
+) -> None:
+    """It still answers: its choices are used, and one warning says that nothing is written."""
+    import psycopg
+
+    open_shared(database).publish(SPACE, [stored(5)])
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
+            "'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$"
+        )
+        for table in ("choice", "lease"):
+            connection.execute(
+                f"CREATE TRIGGER refused BEFORE INSERT ON safetune.{table} "
+                "EXECUTE FUNCTION refuse()"
+            )
+    layer = layer_of(database)
+    seconds, (told,) = everything(layer)
+    assert seconds < BUDGET_S + SLACK_S
+    assert "No space left on device" in told
+    assert "not shared for now" in told
+    assert local.choice(key(5).digest) == choice(5)
+    assert layer.is_on
+
+
+class TestExchange:
+    def test_what_others_chose_is_taken_over(
+        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        """Also where this node chose otherwise for itself: the first that was published wins."""
+        url = f"file://{tmp_path}/shared"
+        open_shared(url).publish(SPACE, [stored(0, 64), stored(1, 64), stored(2, 64, 2)])
+        tuned(local, 1, block=128)
+        layer_of(url).refresh(SPACE)
+        assert local.choice(key(0).digest, LIST) == choice(0, 64)
+        assert local.choice(key(1).digest, LIST) == choice(1, 64)
+        assert local.choice(key(2).digest, LIST) == choice(2, 64, 2)
+        assert len(local.choices()) == 3
+
+    def test_what_was_measured_here_is_given(
+        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        """Such as what was tuned while the store was down, and nothing that says little."""
+        url = f"file://{tmp_path}/shared"
+        tuned(local, 0)
+        tuned(local, 1, marks=("contended",))
+        tuned(local, 2, marks=("regenerated: x",))
+        tuned(local, 3, marks=("disputed: y",))
+        local.put_choice(choice(4))  # from a pack, or from another store
+        layer_of(url).refresh(SPACE)
+        shared = open_shared(url)
+        assert {name.key for name in shared.names(SPACE)} == {key(0).digest, key(3).digest}
+        assert shared.get(SPACE, key(0).digest, LIST) == stored(0)
+
+    def test_a_local_store_that_cannot_be_written(self, tmp_path: Path, database: str) -> None:
+        """What was pulled is in memory then, and is found."""
+        open_shared(database).publish(SPACE, [stored(0, 64), stored(0, 128, 2)])
+        store = GuardedStore.open(tmp_path / "node")
+        with store.connection.writing() as writing:
+            writing.conn.execute("DROP TABLE choice")
+            writing.conn.execute("CREATE VIEW choice AS SELECT 1")
+        store.shared = SharedLayer(open_shared(database), store.connection)
+        found = Lookup(store).find(key(), LIST)
+        assert found == choice(0, 128, 2)
+        store.close()
+
+    def test_a_local_store_that_others_write_for_long(
+        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        """What is stored is found at once, and nobody says that the shared store is slow."""
+        url = f"file://{tmp_path}/shared"
+        open_shared(url).publish(SPACE, [stored(1)])
+        tuned(local, 0)
+        local.shared = layer_of(url)
+        other = sqlite3.connect(local.path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = [Lookup(local).find(key(number), LIST) for number in range(2)]
+        assert found == [choice(0), choice(1)]
+        assert not said
+        assert local.shared.is_on
+        other.close()
+
+    def test_ten_thousand_bytes_of_source_stay_here(
+        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        url = f"file://{tmp_path}/shared"
+        tuned(local, 0)
+        layer_of(url).refresh(SPACE)
+        ((record, _),) = local.trials_of("add_kernel")
+        assert record.kernel_source == "def add_kernel(): ..."
+        (path,) = (tmp_path / "shared").rglob("*.json")
+        assert "def add_kernel" not in path.read_text()
+
+
+class TestOncePerNode:
+    def test_of_thirty_processes_one_connects(
+        self, database: str, server: Any, proxy: Proxy, tmp_path: Path
+    ) -> None:
+        """Threads with a connection and a layer each, as processes of one node would have."""
+        open_shared(database).publish(SPACE, [stored(number) for number in range(20)])
+        url = database.replace(str(server.port), str(proxy.port))
+        stores = [GuardedStore.open(tmp_path / "node") for _ in range(30)]
+        barrier = threading.Barrier(len(stores))
+        found: list[int] = []
+
+        def start(store: GuardedStore) -> None:
+            store.shared = SharedLayer(open_shared(url), store.connection)
+            barrier.wait()
+            lookup = Lookup(store)
+            found.append(sum(lookup.find(key(n), LIST) is not None for n in range(20)))
+
+        threads = [threading.Thread(target=start, args=(store,)) for store in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [20] * len(stores)
+        assert proxy.accepted == 1
+        for store in stores:
+            store.close()
+
+    def test_a_database_that_was_deleted_is_another_one(self, tmp_path: Path) -> None:
+        database = tmp_path / "safetune.db"
+        database.write_text("old")
+        since = time.time() - 60
+        with once_per_node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.MINE
+        with once_per_node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.DONE
+        (tmp_path / "new").write_text("new")
+        (tmp_path / "new").rename(database)
+        with once_per_node.turn(database, "x", since, 1.0) as turn:
+            assert turn is Turn.MINE
+
+    def test_who_failed_has_not_asked(self, tmp_path: Path) -> None:
+        database = tmp_path / "safetune.db"
+        database.write_text("")
+        with pytest.raises(OSError), once_per_node.turn(database, "x", 0.0, 1.0):
+            raise OSError
+        with once_per_node.turn(database, "x", 0.0, 1.0) as turn:
+            assert turn is Turn.MINE
+
+    def test_a_clock_that_was_set_back(self, tmp_path: Path) -> None:
+        """A mark from the future says nothing."""
+        database = tmp_path / "safetune.db"
+        database.write_text("")
+        with once_per_node.turn(database, "x", 0.0, 1.0):
+            pass
+        (lock,) = tmp_path.glob("*.lock")
+        os.utime(lock, (time.time() + 1e6, time.time() + 1e6))
+        with once_per_node.turn(database, "x", 0.0, 1.0) as turn:
+            assert turn is Turn.MINE
+
+    def test_one_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
+        database = tmp_path / "safetune.db"
+        database.write_text("")
+        with (
+            once_per_node.turn(database, "x", 0.0, 1.0) as first,
+            once_per_node.turn(database, "x", 0.0, 0.05) as second,
+        ):
+            assert (first, second) == (Turn.MINE, Turn.BUSY)
+
+
+def test_what_waits_at_the_end_of_a_process_is_published(
+    database: str, server: Any, proxy: Proxy, children: Children, tmp_path: Path
+) -> None:
+    """And a server that does not answer holds up the end no longer than the budget."""
+    script = f"""
+import sys, time, threading
+sys.path.insert(0, {str(ROOT)!r})
+from tests.store.shared.conftest import SPACE, stored
+from pathlib import Path
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.shared.url import open_shared
+from safetune.store.shared.layer import SharedLayer
+store = GuardedStore.open(Path(sys.argv[2]))
+layer = SharedLayer(open_shared(sys.argv[1]), store.connection)
+layer._courier.send(lambda: layer._deliver(SPACE, [stored()]))
+print(time.time())
+"""
+    children.run(script, database, tmp_path / "a")
+    assert open_shared(database).get(SPACE, key().digest, LIST) == stored()
+
+    proxy.stop_forwarding()
+    url = database.replace(str(server.port), str(proxy.port))
+    began = float(children.run(script, url, tmp_path / "b"))
+    assert time.time() - began < BUDGET_S + SLACK_S
+
+
+def test_a_fork_starts_afresh(database: str, local: GuardedStore) -> None:
+    """The thread is not there in the child: an errand given to the parent's would never be run."""
+    layer = SharedLayer(open_shared(database), local.connection)
+    assert layer.publish(SPACE, stored(0)) == stored(0)
+    pid = os.fork()
+    if pid == 0:
+        layer.publish(SPACE, stored(1))
+        os._exit(0 if layer.is_on else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert {name.key for name in open_shared(database).names(SPACE)} == {
+        key(0).digest,
+        key(1).digest,
+    }
+
+
+def test_a_fork_during_a_query(database: str, local: GuardedStore) -> None:
+    """Regression: the child waited for the lock of its parent's connection, and closed that."""
+    import psycopg
+
+    shared = open_shared(database)
+    shared.publish(SPACE, [stored(0)])
+    backend: Any = open_shared(database)
+    layer = SharedLayer(backend, local.connection)
+    answers: list[Any] = []
+
+    def query() -> None:
+        with backend.reading() as connection:
+            answers.append(connection.execute("SELECT pg_advisory_lock(1)").fetchall())
+            answers.append(connection.execute("SELECT 1").fetchall())
+
+    with psycopg.connect(database, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(1)")
+        layer._courier.send(lambda: layer._errand(query))
+        while other.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is None:
+            other.execute("SELECT pg_sleep(0.01)")
+        pid = os.fork()
+        if pid == 0:
+            with ends(20):
+                claim = layer.claim(SPACE, key(0).digest, LIST, force=False)
+                assert claim.stored == stored(0)
+                assert layer.is_on
+        status = os.waitpid(pid, 0)[1]
+    layer._courier.ask(lambda: None, 20)  # behind all that it was sent
+    assert status == 0
+    assert answers == [[("",)], [(1,)]]
+
+
+def test_a_fork_while_a_thread_counts_what_is_left(tmp_path: Path, layer_of: MakeLayer) -> None:
+    """Regression: the lock that it held was held in the child for ever."""
+    layer = layer_of(f"file://{tmp_path}/shared")
+    with layer._budget._lock:
+        pid = os.fork()
+        if pid == 0:
+            with ends(20):
+                assert layer.publish(SPACE, stored(0)) == stored(0)
+                assert layer.is_on
+    assert os.waitpid(pid, 0)[1] == 0

@@ -1,0 +1,187 @@
+"""A shared store with more choices than can be pulled while a run waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import Lookup
+from safetune.store.records import StoredChoice
+from safetune.store.shared import once_per_node
+from safetune.store.shared.budget import BUDGET_S
+from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.once_per_node import Turn
+from safetune.store.shared.protocol import SharedStore
+from safetune.store.shared.record import Name
+from safetune.store.shared.url import open_shared
+
+from .conftest import LIST, ROOT, SPACE, Children, choice, key, stored
+
+MANY = 1000
+LAST = MANY - 1
+
+
+class Large:
+    """A store that yields one record again and again, and the last one only when told to."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+        self.place = store.place
+        self.go_on = threading.Event()
+        self.asked: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
+        self.asked.append(len(names))
+        last = {name for name in names if name.key == key(LAST).digest}
+        yield from self._store.pull(namespace, names - last)
+        while not self.go_on.is_set():
+            yield stored(0)
+        yield from self._store.pull(namespace, last)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    found = f"file://{tmp_path}/shared"
+    open_shared(found).publish(SPACE, [stored(number) for number in range(MANY)])
+    return found
+
+
+@pytest.fixture
+def large(url: str) -> Iterator[Large]:
+    opened = Large(open_shared(url))
+    yield opened
+    opened.go_on.set()
+
+
+def number_of_choices(store: GuardedStore) -> int:
+    with store.connection.reading() as sqlite:
+        return int(sqlite.execute("SELECT count(*) FROM choice").fetchone()[0])
+
+
+def wait_until_complete(layer: SharedLayer, within_s: float = 60.0) -> None:
+    """Look again and again: the layer's thread tells nobody that it is ready."""
+    deadline = time.monotonic() + within_s
+    while layer._partial:
+        assert time.monotonic() < deadline, "the pull does not end"
+        time.sleep(0.01)
+
+
+def test_the_run_goes_on_and_so_does_the_pull(local: GuardedStore, large: Large) -> None:
+    layer = local.shared = SharedLayer(large, local.connection)
+    lookup = Lookup(local)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        begin = time.monotonic()
+        assert lookup.find(key(MANY), LIST) is None  # which nobody has tuned
+        assert time.monotonic() - begin < BUDGET_S
+        layer._budget.refill()  # as a minute does
+        # What is not pulled yet is asked for by its key, and then it is here.
+        assert local.choice(key(LAST).digest) is None
+        assert lookup.find(key(LAST), LIST) == choice(LAST)
+        assert local.choice(key(LAST).digest) == choice(LAST)
+        assert layer.claim(SPACE, key(LAST).digest, LIST, force=False).stored == stored(LAST)
+        large.go_on.set()
+        wait_until_complete(layer)
+    assert said == []
+    assert layer.is_on
+    assert number_of_choices(local) == MANY
+    # The next process has it all, and need not ask.
+    after = Large(large._store)
+    SharedLayer(after, local.connection).refresh(SPACE)
+    assert after.asked == []
+
+
+def test_another_process_of_the_node_meanwhile(
+    local: GuardedStore, large: Large, tmp_path: Path
+) -> None:
+    """It waits for a part of its time, and then asks for its key."""
+    first = SharedLayer(large, local.connection)
+    first.refresh(SPACE)
+    store = GuardedStore.open(tmp_path / "node")
+    again = Large(large._store)
+    store.shared = SharedLayer(again, store.connection)
+    begin = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Lookup(store).find(key(LAST), LIST) == choice(LAST)
+    assert time.monotonic() - begin < BUDGET_S
+    assert again.asked == [], "both pull"
+    large.go_on.set()
+    wait_until_complete(first)
+    store.close()
+
+
+def test_a_process_that_is_killed_leaves_what_it_has(
+    url: str, tmp_path: Path, children: Children
+) -> None:
+    """And the next one pulls the rest."""
+    script = f"""
+import sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.store.shared.test_pull import *
+class Hanging(Large):
+    def pull(self, namespace, names):
+        yield from list(self._store.pull(namespace, names))[:650]
+        print(flush=True)
+        threading.Event().wait()
+local = GuardedStore.open(Path(sys.argv[2]))
+SharedLayer(Hanging(open_shared(sys.argv[1])), local.connection).refresh(SPACE)
+threading.Event().wait()  # its thread may still be at it
+"""
+    child = children.start(script, url, tmp_path / "node")
+    assert child.stdout is not None
+    assert child.stdout.readline() == "\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    local = GuardedStore.open(tmp_path / "node")
+    assert number_of_choices(local) == 600, "whole batches"
+    rest = Large(open_shared(url))
+    rest.go_on.set()
+    layer = SharedLayer(rest, local.connection)
+    layer.refresh(SPACE)
+    wait_until_complete(layer)
+    assert rest.asked == [MANY - 600]
+    assert number_of_choices(local) == MANY
+    local.close()
+
+
+def test_a_fork_does_not_keep_the_turn_of_a_parent_that_is_gone(
+    tmp_path: Path, children: Children
+) -> None:
+    """A worker that lives on would keep its node from ever pulling again."""
+    database = tmp_path / "safetune.db"
+    database.write_text("")
+    child = children.start(
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from safetune.store import node\n"
+        "with node.turn(Path(sys.argv[1]), 'x', 0.0, 1.0):\n"
+        "    if os.fork() == 0:\n"
+        "        print(flush=True)\n"
+        "        sys.stdin.read()\n"
+        "        os._exit(0)\n"
+        "    signal.pause()\n",
+        database,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdout.readline()
+    with once_per_node.turn(database, "x", 0.0, 0.0) as turn:
+        assert turn is Turn.BUSY
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    with once_per_node.turn(database, "x", 0.0, 0.0) as turn:
+        assert turn is Turn.MINE

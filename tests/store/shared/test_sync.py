@@ -1,0 +1,120 @@
+"""`safetune.sync()`: ranks that would launch different configs launch the same one afterwards."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune import sync
+from safetune.config import config_digest, config_record
+from safetune.keys import encoding
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+from safetune.store.records import StoredChoice
+from safetune.store.shared.directory import Directory
+from safetune.store.shared.record import space_of
+from safetune.tuning.requests import key_record
+
+from . import conftest as make
+from .conftest import Children
+
+RANKS = 4
+
+
+@pytest.fixture
+def ranks(children: Children, tmp_path: Path) -> list[dict[str, Any]]:
+    """What four ranks on gloo did, each with a store of its own."""
+    script = Path(__file__).with_name("ranks.py")
+    output = children.run(script, tmp_path, RANKS, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    found: list[dict[str, Any]] = json.loads(output)
+    return found
+
+
+def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
+    def launched(when: str, n: int) -> list[int]:
+        return [rank[when][str(n)] for rank in ranks]
+
+    assert launched("before", 100) == [16, 32, 64, 128]
+    assert launched("after", 100) == [16] * RANKS, "of equals, the lowest rank's"
+    assert launched("before", 200) == [16, 32, 64, 128]
+    assert launched("after", 200) == [64] * RANKS, "a later generation goes first"
+    assert launched("after", 300) == [32] * RANKS, "a choice goes before a fallback"
+    inline, one_fallback, all_fallbacks = zip(*(rank["untuned"] for rank in ranks), strict=True)
+    assert inline == (16, 32, 64, 128), "each its own fastest"
+    assert one_fallback == (16, 32, 64, 128)
+    assert all_fallbacks == (16, 32, 64, 128), "captured; the nearest key differs"
+    assert [rank["agreed"] for rank in ranks] == [[16, 32, 16]] * RANKS
+    for number, rank in enumerate(ranks):
+        own = str(400 + number)
+        assert rank["after"][own] == rank["before"][own], "nobody else has this key"
+        assert rank["stored"] == rank["after"], "the next run begins with what was agreed on"
+        nodes = [text for text in rank["said"] if "no SAFETUNE_SHARED" in text]
+        assert nodes == [
+            "safetune: 4 processes, 1 of them on this node, and no SAFETUNE_SHARED: each node "
+            "tunes for itself, and they may launch different configs until safetune.sync()"
+        ]
+
+
+class TestSharedStore:
+    """One process, without torch.distributed: another node is whoever writes the directory."""
+
+    @pytest.fixture
+    def program(self) -> Any:
+        spec = spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    @pytest.fixture
+    def publish(
+        self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[[int, int], None]:
+        monkeypatch.setenv("SAFETUNE_SHARED", f"file://{tmp_path}/shared")
+
+        def write(block: int, generation: int) -> None:
+            wanted = program.request(100)
+            config = next(c for c in wanted.configs if c.kwargs["BLOCK"] == block)
+            choice = make.choice(
+                key=wanted.key.digest,
+                generation=generation,
+                config_digest=config_digest(config),
+                config=config_record(config),
+                declared=wanted.declared,
+            )
+            record = StoredChoice(key_record(wanted.key), choice)
+            Directory(tmp_path / "shared").publish(space_of(wanted.key), [record])
+
+        return write
+
+    def test_a_new_generation_is_adopted_at_sync_and_not_before(
+        self, program: Any, publish: Callable[[int, int], None]
+    ) -> None:
+        publish(64, 1)
+        assert program.launch(100) == 64
+        publish(32, 2)
+        assert program.launch(100) == 64
+        sync()
+        assert program.launch(100) == 32
+
+    def test_a_record_can_select_nothing_that_is_not_declared(
+        self, program: Any, publish: Callable[[int, int], None], tmp_path: Path
+    ) -> None:
+        """A record whose config is another one than its digest says."""
+        publish(64, 1)
+        (path,) = (tmp_path / "shared").rglob("*.json")
+        content = json.loads(path.read_text())
+        content["choice"]["config_digest"] = "0" * 32
+        del content["checksum"]
+        path.write_text(encoding.dumps({**content, "checksum": encoding.digest(content)}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert program.launch(100) in program.BLOCKS  # it is tuned
+        assert len(open_lookup(Settings.current()).store.trials_of("copy_kernel")[0][1]) == 4

@@ -1,0 +1,136 @@
+"""Who is wrong: the one that a majority contradicts, unless the launch itself explains it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safetune.outcome import Verdict
+from safetune.tuning.evidence import Evidence, Group
+from safetune.tuning.majority import Judgement, Results, notes_of
+
+
+def results(
+    groups: list[int | None],
+    stale: tuple[int, ...] = (),
+    reach: list[tuple[int, ...]] | None = None,
+) -> Results:
+    made = Results()
+    founded: set[int | None] = {None}
+    for config, group in enumerate(groups):
+        new = None
+        if group is not None and group not in founded:
+            new = Group(group, (0,), (1.0,), (0.0,))
+        founded.add(group)
+        difference = f"out differs by {config}" if group else ""
+        writes = () if reach is None else reach[config]
+        evidence = Evidence(group, new, stale=config in stale, reach=writes, difference=difference)
+        made.add(config, evidence)
+    return made
+
+
+def judge(
+    groups: list[int | None], grids: list[int] | None = None, stale: tuple[int, ...] = ()
+) -> Judgement:
+    sizes = grids or list(range(1, len(groups) + 1))
+    return results(groups, stale).judge({config: (size,) for config, size in enumerate(sizes)})
+
+
+def verdicts(judgement: Judgement) -> dict[int, Verdict]:
+    return {config: verdict for config, (verdict, _) in judgement.rejected.items()}
+
+
+@pytest.mark.parametrize("grids", [None, [4] * 8], ids=["another grid each", "one grid"])
+def test_one_of_eight(grids: list[int] | None) -> None:
+    judgement = judge([0, 1, 1, 1, 1, 1, 1, 1], grids)
+    assert verdicts(judgement) == {0: Verdict.WRONG_RESULT}
+    assert judgement.disputed == {}
+    assert "7 of 8 configs agree on another result" in judgement.rejected[0][1]
+
+
+def test_the_reason_names_what_differs() -> None:
+    (reason,) = (text for _, text in judge([0, 0, 0, 1]).rejected.values())
+    assert reason.endswith("; out differs by 3")
+
+
+def test_all_that_disagree_with_the_majority() -> None:
+    assert verdicts(judge([0, 0, 0, 0, 1, 2, None])) == dict.fromkeys(
+        (4, 5, 6), Verdict.WRONG_RESULT
+    )
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [0, 1],
+        [0, 0, 1],
+        [0, 0, 1, 1],
+        [0, 0, 0, 1, 1, 1],
+        [0, 1, 2, 3],
+        [None] * 5,
+        [0, None, None, None],
+    ],
+)
+def test_without_a_majority_nobody_is_wrong(groups: list[int | None]) -> None:
+    judgement = judge(groups)
+    assert judgement.rejected == {}
+    assert len(judgement.disputed) == (len(groups) if len(set(groups)) > 1 else 0)
+
+
+def test_partial_results_depend_on_the_grid() -> None:
+    """Three configs with one grid agree; the fourth, with another, may be as right."""
+    judgement = judge([0, 0, 0, 1], grids=[8, 8, 8, 4])
+    assert judgement.rejected == {}
+    assert judgement.disputed[3] == "1 of 4 configs have this result"
+
+
+@pytest.mark.parametrize(
+    ("reach", "grid", "wrong"),
+    [
+        ((1,), (4,), True),
+        ((2,), (4,), False),
+        ((1,), (2, 4), False),
+        ((), (4,), False),
+    ],
+    ids=["same elements", "other elements", "as many programs", "not known"],
+)
+def test_partial_results_are_other_elements(
+    reach: tuple[int, ...], grid: tuple[int, ...], wrong: bool
+) -> None:
+    """A program's own partial result has a place of its own, so fewer programs write fewer."""
+    found = results([0, 0, 0, 1], reach=[(1,), (1,), (1,), reach])
+    judgement = found.judge({0: (8,), 1: (8,), 2: (8,), 3: grid})
+    assert verdicts(judgement) == ({3: Verdict.WRONG_RESULT} if wrong else {})
+
+
+def test_a_rival_with_the_grid_of_the_majority_has_no_excuse() -> None:
+    assert verdicts(judge([0, 0, 0, 1], grids=[8, 8, 8, 8])) == {3: Verdict.WRONG_RESULT}
+
+
+def test_right_only_by_what_the_output_held() -> None:
+    assert verdicts(judge([0] * 5, stale=(4,))) == {4: Verdict.ORDER_DEPENDENT}
+    assert verdicts(judge([0] * 5, stale=(1, 2, 3, 4))) == {}
+    assert verdicts(judge([0] * 5, stale=(2, 3, 4))) == {}
+    assert verdicts(judge([0] * 3, stale=(2,))) == {}
+
+
+def test_what_the_user_hears() -> None:
+    assert notes_of(judge([0, 0, 0]), {}) == []
+    (note,) = notes_of(judge([0, 0, 1, 1]), {})
+    assert "2 of 4 configs" in note
+    assert "scratch=" in note
+    (note,) = notes_of(judge([0, 0, 0]), {"qkv": 2})
+    assert "2 of its configs wrote into the storage behind qkv" in note
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=12), st.data())
+def test_a_majority_is_never_rejected(groups: list[int | None], data: st.DataObject) -> None:
+    ordered = sorted({group for group in groups if group is not None})
+    groups = [None if group is None else ordered.index(group) for group in groups]
+    grids = data.draw(st.lists(st.integers(1, 3), min_size=len(groups), max_size=len(groups)))
+    stale = tuple(data.draw(st.sets(st.integers(0, 12))))
+    judgement = judge(groups, grids, stale) if groups else judge([])
+    wrong = [c for c, verdict in verdicts(judgement).items() if verdict is Verdict.WRONG_RESULT]
+    assert 2 * len(wrong) < max(1, len(groups))
+    assert 2 * len(judgement.rejected) <= len(groups)
