@@ -65,22 +65,25 @@ class Results:
         write the very elements that it writes with another number of programs.
         """
         groups = {config: self._evidence[config].group for config in grids}
-        majority = self._majority(groups)
+        majority = _majority(groups)
         if majority is None:
             return Judgement(disputed=_disputed(groups))
-        agreeing = [config for config, group in groups.items() if group == majority]
-        seen = {grids[config] for config in agreeing}
-        rejected, unexplained = {}, {}
-        for config in groups.keys() - agreeing:
-            if len(seen) > 1 or not self._may_be_partial(config, agreeing, grids):
-                reason = f"{len(agreeing)} of {len(groups)} configs agree on another result"
+        order_dependent = self._order_dependent(majority)
+        voters = [config for config in majority if config not in order_dependent]
+        if 2 * len(voters) <= len(groups):  # a config that is rejected itself has no vote
+            return Judgement(disputed=_disputed(groups))
+        seen = {grids[config] for config in voters}
+        rejected, unexplained = {}, False
+        for config in groups.keys() - majority:
+            if len(seen) > 1 or not self._may_be_partial(config, voters, grids):
+                reason = f"{len(voters)} of {len(groups)} configs agree on another result"
                 detail = self._evidence[config].difference
                 rejected[config] = (Verdict.WRONG_RESULT, f"{reason}; {detail}".rstrip("; "))
             else:
-                unexplained[config] = groups[config]
+                unexplained = True
         if unexplained:
             return Judgement(rejected, _disputed(groups))
-        return Judgement(rejected | self._stale(agreeing), {})
+        return Judgement(rejected | order_dependent)
 
     def _may_be_partial(
         self, config: int, agreeing: Sequence[int], grids: Mapping[int, Grid]
@@ -91,12 +94,7 @@ class Results:
         same_elements = bool(reach) and reach in (self._evidence[one].reach for one in agreeing)
         return grid != other and not (same_elements and math.prod(grid) != math.prod(other))
 
-    def _majority(self, groups: Mapping[int, int | None]) -> int | None:
-        known = Counter(group for group in groups.values() if group is not None)
-        group, size = max(known.items(), key=lambda item: item[1], default=(None, 0))
-        return group if size >= MIN_MAJORITY and 2 * size > len(groups) else None
-
-    def _stale(self, agreeing: list[int]) -> dict[int, tuple[Verdict, str]]:
+    def _order_dependent(self, agreeing: list[int]) -> dict[int, tuple[Verdict, str]]:
         """Configs that are right only because of what the outputs held, where most are not."""
         stale = [config for config in agreeing if self._evidence[config].stale]
         fresh = len(agreeing) - len(stale)
@@ -107,6 +105,14 @@ class Results:
             "other configs does not"
         )
         return dict.fromkeys(stale, (Verdict.ORDER_DEPENDENT, reason))
+
+
+def _majority(groups: Mapping[int, int | None]) -> list[int] | None:
+    known = Counter(group for group in groups.values() if group is not None)
+    group, size = max(known.items(), key=lambda item: item[1], default=(None, 0))
+    if size < MIN_MAJORITY or 2 * size <= len(groups):
+        return None
+    return [config for config in groups if groups[config] == group]
 
 
 def notes_of(judgement: Judgement, unowned: Mapping[str, int]) -> list[str]:

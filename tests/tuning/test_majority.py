@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from safetune.outcome import Verdict
@@ -124,13 +124,35 @@ def test_what_the_user_hears() -> None:
     assert "2 of its configs wrote into the storage behind qkv" in note
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=12), st.data())
-def test_a_majority_is_never_rejected(groups: list[int | None], data: st.DataObject) -> None:
-    ordered = sorted({group for group in groups if group is not None})
-    groups = [None if group is None else ordered.index(group) for group in groups]
-    grids = data.draw(st.lists(st.integers(1, 3), min_size=len(groups), max_size=len(groups)))
-    stale = tuple(data.draw(st.sets(st.integers(0, 12))))
-    judgement = judge(groups, grids, stale) if groups else judge([])
+def test_a_config_that_is_rejected_has_no_vote() -> None:
+    """Five of nine agreed, one of them was rejected, and the four left rejected four others."""
+    disputed = judge([None, None, None, 0, 0, 0, 0, None, 0], stale=(3,))
+    assert disputed.rejected == {}
+    assert disputed.disputed[3] == "5 of 9 configs have this result"
+    clear = judge([0, 0, 0, 0, 0, 1, 1], stale=(4,))
+    assert verdicts(clear) == {
+        4: Verdict.ORDER_DEPENDENT,
+        5: Verdict.WRONG_RESULT,
+        6: Verdict.WRONG_RESULT,
+    }
+    assert "4 of 7 configs agree on another result" in clear.rejected[5][1]
+
+
+CONFIGS = st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.integers(1, 3), st.booleans())
+
+
+@given(st.lists(CONFIGS, max_size=12))
+@example(
+    [
+        (group, 1 + config % 2, config == 3)
+        for config, group in enumerate([None, None, None, 3, 3, 3, 3, None, 3])
+    ]
+)
+def test_a_majority_is_never_rejected(configs: list[tuple[int | None, int, bool]]) -> None:
+    ordered = sorted({group for group, _, _ in configs if group is not None})
+    groups = [None if group is None else ordered.index(group) for group, _, _ in configs]
+    stale = tuple(config for config, (_, _, is_stale) in enumerate(configs) if is_stale)
+    judgement = judge(groups, [grid for _, grid, _ in configs], stale)
     wrong = [c for c, verdict in verdicts(judgement).items() if verdict is Verdict.WRONG_RESULT]
     assert 2 * len(wrong) < max(1, len(groups))
     assert 2 * len(judgement.rejected) <= len(groups)
