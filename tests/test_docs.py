@@ -1,7 +1,7 @@
 """What the documentation says is what is there, and what it shows is run.
 
-README.md and docs/*.md: every `sh` block runs in bash and every `python` block in Python, but for
-the lines that need what a test does not have (`ELSEWHERE`).
+README.md and every page under docs/: `sh` blocks run in bash and `python` blocks in Python, except
+lines that need something a test does not have (`ELSEWHERE`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 
 #: The pages whose blocks are run.
-PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 
 #: Lines of `sh` blocks that are not run here, with who runs them.
 ELSEWHERE = {
