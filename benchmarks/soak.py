@@ -145,7 +145,7 @@ def tune_once(number: int, device: str) -> recording.Row:
 
 def footprint(device: str) -> dict[str, float]:
     """Return what this process holds once no idle child waits for its next tuning."""
-    measuring_child._drop_idle()
+    measuring_child.drop_all_idle()
     wait_for_children()
     gc.collect()
     used = 0.0

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import from layers below its own and from its own; a package
 #: stands for all its modules. A new module needs a place here, and that is the point.
 LAYERS: list[list[str]] = [
-    ["errors", "outcome", "keys.encoding", "settings"],
+    ["errors", "forks", "outcome", "keys.encoding", "settings"],
     ["keys.device", "keys.tuning_key"],
     ["store"],
     ["keys.source_text", "keys.kernel_digest"],
@@ -180,6 +180,20 @@ def _environment_reads(module: Module) -> Iterator[tuple[str, int]]:
             name = candidate.value if isinstance(candidate, ast.Constant) else None
             if isinstance(name, str) and re.fullmatch(r"SAFETUNE_\w*", name):
                 yield name, candidate.lineno
+
+
+def test_only_forks_registers_hooks() -> None:
+    """A second place has an order of its own."""
+    names = re.compile(r"(.*\.)?(register_at_fork|register_after_fork|Finalize|atexit\.\w+)")
+    modules = [module for module in product().values() if module.name != "safetune.forks"]
+    found = [
+        f"{where(module, node.lineno)}: {ast.unparse(node)}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.Attribute) and names.fullmatch(ast.unparse(node)))
+        or (isinstance(node, ast.ImportFrom) and node.module == "atexit")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_store_imports_neither_torch_nor_triton() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
+from safetune import forks
 from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
@@ -57,8 +57,7 @@ def _after_fork() -> None:
         tuner._forget_launches()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+forks.register("launches", after_in_child=_after_fork)
 
 
 class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]

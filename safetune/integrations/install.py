@@ -9,18 +9,18 @@ says on stderr what came of it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+from safetune import forks
 
 #: Made when `install` runs; what is counted, for the report.
 _installation: Installation | None = None
@@ -126,18 +126,9 @@ def install() -> Installation:
 
 
 def _report_at_exit(installation: Installation) -> None:
-    """Have this process report, and each that is forked off it, of its own launches alone.
-
-    A worker of multiprocessing that was forked leaves without `atexit`.
-    """
-    from multiprocessing import util
-
-    atexit.register(installation.report)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=installation.begin)
-    finalize = functools.partial(util.Finalize, None, installation.report, exitpriority=0)
-    util.register_after_fork(installation, lambda _: finalize())
-    finalize()
+    """Have this process, and each process forked from it, report its own launches."""
+    forks.register("report", after_in_child=installation.begin, at_exit=installation.report)
+    forks.register_worker_exit(installation, installation.report)
 
 
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -13,6 +12,7 @@ import tempfile
 import threading
 from typing import IO, Any
 
+from safetune import forks
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import process, protocol
 
@@ -42,8 +42,7 @@ class ForkServer:
         self._ready = False
         self._interpret: str | None = None
         self._closed = False
-        os.register_at_fork(after_in_child=self._forget)
-        atexit.register(self.stop)
+        forks.register("fork servers", after_in_child=self._forget, at_exit=self.stop)
 
     def start(self) -> None:
         """Have the server come up while the caller does other things; what fails shows later."""

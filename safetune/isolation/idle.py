@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from safetune import forks
 
 if TYPE_CHECKING:
     from safetune.isolation.child_handle import Child
@@ -24,7 +25,7 @@ class IdleChildren:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[str, list[_Kept]] = {}
-        os.register_at_fork(after_in_child=self._forget)
+        forks.register("child processes", after_in_child=self._forget, at_exit=self.drop)
 
     def keep(self, purpose: str, child: Child, for_s: float, most: int) -> None:
         """Keep a child that has been told to `release`, unless there are `most` already."""

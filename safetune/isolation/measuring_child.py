@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -240,6 +239,6 @@ def drop_idle(index: int) -> None:
         child.kill()
 
 
-@atexit.register
-def _drop_idle() -> None:
+def drop_all_idle() -> None:
+    """Let go of every idle child; it ends by itself."""
     _idle.drop()

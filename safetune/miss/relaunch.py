@@ -8,7 +8,6 @@ shared memory for the next.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from safetune import forks
 from safetune.config import config_text
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
@@ -35,10 +35,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Held while a key's choice and its rejections are noted together, and no longer: a call under
 #: capture must not wait for a thread that tunes the key.
 noting = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=noting.acquire, after_in_parent=noting.release, after_in_child=noting.release
-    )
+forks.register(
+    "launches",
+    before=noting.acquire,
+    after_in_parent=noting.release,
+    after_in_child=noting.release,
+)
 
 
 class Rejections:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetune import forks
 from safetune.errors import StoreError
 from safetune.settings import Mode
 from safetune.store.local import db_files
@@ -190,5 +191,4 @@ def _after_fork_in_child() -> None:
     _opening = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.register("database", after_in_child=_after_fork_in_child)

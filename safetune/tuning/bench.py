@@ -14,6 +14,7 @@ from typing import Any
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
+from safetune import forks
 from safetune.child import compilation, failures
 from safetune.child.timing import Budget
 from safetune.config import config_text
@@ -40,8 +41,7 @@ def device_lock(index: int) -> threading.RLock:
     return _device_locks.setdefault(index, threading.RLock())
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_device_locks.clear)
+forks.register("tuning", after_in_child=_device_locks.clear)
 
 
 class LaunchBench:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from safetune import forks
 from safetune.config import config_digest
 from safetune.errors import Busy, StoreError
 from safetune.store.local.lease import Lease
@@ -180,5 +180,4 @@ def _start_over() -> None:
     _holding.__dict__.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_over)
+forks.register("tuning", after_in_child=_start_over)

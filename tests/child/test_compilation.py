@@ -313,7 +313,7 @@ def bench(
         return LaunchBench(TuningRequest(key, call, configs, "declared"), lambda names: None)
 
     yield start
-    measuring_child._drop_idle()
+    measuring_child.drop_all_idle()
 
 
 def test_what_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:

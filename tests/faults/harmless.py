@@ -129,7 +129,7 @@ class Harmless:
             states = _children(server)
             assert [pid for pid, state in states.items() if state == "Z"] == [], "not reaped"
             assert [pid for child in states for pid in _children(child)] == [], "grandchildren"
-        measuring_child._drop_idle()
+        measuring_child.drop_all_idle()
         assert self._children_are_gone()
         if memory is not None and self._device == "cuda":
             left = memory - self._memory()

@@ -153,7 +153,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     yield Pool(tmp_path / "log", tmp_path / "cache")
-    measuring_child._drop_idle()  # the next test starts its own
+    measuring_child.drop_all_idle()  # the next test starts its own
 
 
 def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:

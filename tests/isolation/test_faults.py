@@ -297,7 +297,7 @@ def caller() -> Caller:
 def no_idle_child() -> Iterator[None]:
     """Afterwards no child waits that the next test would be given."""
     yield
-    measuring_child._drop_idle()
+    measuring_child.drop_all_idle()
 
 
 def hook_of(log: Any, name: str | None) -> Callable[[dict[str, Any]], None]:

@@ -342,7 +342,7 @@ class TestScopes:
     def test_a_kernel_that_refers_to_itself_and_its_tuner(self, records: Any) -> None:
         """The name in the kernel's globals is the tuner, which must not travel with it."""
         lock = threading.Lock()
-        measuring_child._drop_idle()
+        measuring_child.drop_all_idle()
 
         def prune(configs: Any, named: Any, **_: Any) -> Any:
             with lock:

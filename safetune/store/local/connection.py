@@ -11,7 +11,6 @@ Whatever fails here fails as `StoreError`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetune import forks
 from safetune.errors import LeaseLost, StoreError
 from safetune.store.local import db_files, migrations, recovery
 from safetune.store.local.recovery import Damaged
@@ -291,10 +291,10 @@ def _close_all() -> None:
             each.resume()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
-        after_in_child=_after_fork_in_child,
-    )
-atexit.register(_close_all)
+forks.register(
+    "database",
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+    at_exit=_close_all,
+)

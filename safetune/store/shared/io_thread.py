@@ -8,12 +8,13 @@ left where it is: it is a daemon. A fork has no thread and no errands; it starts
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from safetune import forks
 
 logger = logging.getLogger("safetune")
 
@@ -115,5 +116,4 @@ def _after_fork_in_child() -> None:
         courier.start_over()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.register("shared store", after_in_child=_after_fork_in_child)

@@ -12,17 +12,16 @@ key. A process that ends before that leaves what it has, and the next one pulls 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import logging
-import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from safetune import forks
 from safetune.errors import StoreError
 from safetune.keys import encoding
 from safetune.store.shared import local_copy, once_per_node
@@ -284,6 +283,4 @@ def _after_fork_in_child() -> None:
         layer._budget.start_over()
 
 
-atexit.register(_flush_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.register("shared store", after_in_child=_after_fork_in_child, at_exit=_flush_all)

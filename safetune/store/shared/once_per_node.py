@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetune import forks
+
 try:
     import fcntl
 except ImportError:  # no POSIX: every process asks for itself
@@ -115,5 +117,4 @@ def _after_fork_in_child() -> None:
             os.close(_descriptors.pop())
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.register("shared store", after_in_child=_after_fork_in_child)
