@@ -24,7 +24,7 @@ from safetune.integrations.graph import Unmasked, Watch
 from safetune.integrations.unloading import modules_stay_loaded
 
 if TYPE_CHECKING:
-    from tests.integrations.conftest import Copies, Driver, Gate
+    from tests.capturing import Copies, Driver, Gate
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0

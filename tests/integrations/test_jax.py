@@ -2,7 +2,7 @@
 
 Needs jax, jax-triton and the jax-cuda plugin (`pip install safetune[jax]` on a machine with CUDA
 wheels; no GPU). They are 150 MB, so the default environment is without, and this file is skipped;
-tests/integrations/test_resolve.py shows the same choices without JAX.
+tests/compilers/test_resolve.py shows the same choices without JAX.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ import jax.numpy as jnp  # noqa: E402
 from safetune import InvalidSetting, MissingChoice, TracingError  # noqa: E402
 from safetune.compilers.resolve import Resolved  # noqa: E402
 from safetune.integrations.jax import triton_call  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
-assert _spec is not None
-assert _spec.loader is not None
-traced = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(traced)
+from tests.compilers import traced  # noqa: E402
 
 N = 1000
 

@@ -17,7 +17,7 @@ from safetune.integrations.graph import Watch
 from safetune.miss import background
 
 if TYPE_CHECKING:
-    from tests.integrations.conftest import Copies, Driver, Gate
+    from tests.capturing import Copies, Driver, Gate
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0

@@ -12,6 +12,7 @@ from safetune.keys import encoding
 from safetune.keys.tuning_key import key_digest
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+from tests.miss.conftest import copies, packed  # noqa: F401
 
 H100 = {
     "name": "NVIDIA H100 80GB HBM3",

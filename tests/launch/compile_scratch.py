@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import traced  # beside this file
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -22,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from safetune import safetune
+from tests.compilers import traced
 
 
 @triton.jit

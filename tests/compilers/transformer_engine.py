@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import traced  # beside this file
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
+
+from tests.compilers import traced
 
 #: What a caller of its helper passes as constants: all that is no array, and is not chosen.
 GIVEN = {"n": 100, "FACTOR": 3}

@@ -22,10 +22,13 @@ from triton.runtime import _allocation
 
 import safetune
 from safetune.launch import scratch_memory
+from tests import capturing
 
 if TYPE_CHECKING:
+    from tests.capturing import Copies
     from tests.conftest import FreshProcess
-    from tests.integrations.conftest import Copies
+
+copies, driver = capturing.copies, capturing.driver  # fixtures
 
 SCRIPT = Path(__file__).with_name("compile_scratch.py")
 

@@ -26,9 +26,15 @@ from safetune.miss import background, under_capture
 from safetune.settings import Settings
 from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import open_lookup
+from tests import capturing
 
 if TYPE_CHECKING:
-    from tests.integrations.conftest import Copies, Driver, Gate
+    from tests.capturing import Copies, Driver, Gate
+
+#: Fixtures of this module; `copies` is another one than that of the other tests of misses.
+no_earlier_misses = capturing.no_earlier_misses
+copies, driver = capturing.copies, capturing.driver
+gate, tried = capturing.gate, capturing.tried
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -27,15 +26,10 @@ from safetune.offline.replay import sort_out
 from safetune.settings import Settings
 from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import open_lookup
+from tests.compilers import traced
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
-
-_spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
-assert _spec is not None
-assert _spec.loader is not None
-traced = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(traced)
 
 
 @pytest.fixture

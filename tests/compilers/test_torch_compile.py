@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,7 @@ from safetune.offline.replay import sort_out
 from safetune.settings import Settings
 from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import Lookup, open_lookup
-
-_spec = importlib.util.spec_from_file_location("traced", Path(__file__).with_name("traced.py"))
-assert _spec is not None
-assert _spec.loader is not None
-traced = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(traced)
+from tests.compilers import traced
 
 pytestmark = [
     pytest.mark.internals,
