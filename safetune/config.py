@@ -33,6 +33,11 @@ def config_digest(config: Config) -> str:
     return encoding.digest(config_record(config))
 
 
+def declared_digest(configs: Iterable[Config]) -> str:
+    """Return the identity of a list of configs to choose from, in whatever order."""
+    return encoding.digest(sorted(map(config_digest, configs)))
+
+
 def config_text(config: Config) -> str:
     """Return a config as people read it: its kwargs, then the options that are not defaults."""
     parts = [f"{name}={value}" for name, value in config.kwargs.items()]

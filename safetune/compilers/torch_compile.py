@@ -24,11 +24,11 @@ from triton.runtime.autotuner import Config
 
 from safetune.compilers import dynamic_shapes
 from safetune.compilers.inductor_options import not_carried, portable
-from safetune.config import config_digest, config_text
+from safetune.config import config_digest, config_text, declared_digest
 from safetune.errors import TracingError
 from safetune.keys import device, encoding
-from safetune.keys.tuning_key import TuningKey
-from safetune.miss import candidates, reporting, resolve
+from safetune.keys.tuning_key import readable_key, tuning_key
+from safetune.miss import candidates, resolve
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.requests import Call, TuningRequest
@@ -173,10 +173,10 @@ def best_first(
         return (portable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
-    choice = resolve.stored(Traced(tuner, request), request, lookup)  # type: ignore[arg-type]
+    choice = resolve.stored(Traced(tuner, request, facts), request, lookup)  # type: ignore[arg-type]
     if choice is None:
         first = candidates.fallback(request, lookup.store)
-        missed(Traced(tuner, request, unknown), first, lookup.store)
+        missed(Traced(tuner, request, facts), first, lookup.store)
         return portable(tuner, _once([first, *candidates.next_best(request, lookup.store)]))
     if not_carried(choice):
         order = _once([choice, *candidates.next_best(request, lookup.store)])
@@ -186,19 +186,16 @@ def best_first(
 
 @dataclass(frozen=True)
 class Traced:
-    """One call as a compiler saw it, without data.
-
-    Attributes:
-        unknown: names of key arguments that had no value, as shapes were dynamic.
-    """
+    """One call as a compiler saw it, without data."""
 
     tuner: Autotuner
     request: TuningRequest
-    unknown: tuple[str, ...] = ()
+    facts: tuple[Fact, ...]
 
     def readable_key(self) -> tuple[Any, ...]:
         """Return the key as Triton writes it."""
-        return reporting.readable_key(self.tuner, dict(self.request.key.values))
+        arguments = _arguments(self.facts)
+        return readable_key(self.tuner.keys, self.tuner.arg_names, arguments)
 
 
 def missed(traced: Traced, config: Config, store: Store) -> None:
@@ -248,21 +245,8 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, place: int) ->
 
 def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
     """What a tuning of the traced call would be asked for, but for its tensors."""
-    index = index if index >= 0 else int(device.active_driver().get_current_device())
-    found, toolchain = resolve.detect(index)
-    encoded = {
-        name: {"tensor": encoding.dtype_name(what)} if kind == "tensor" else encoding.encode(what)
-        for name, kind, what in facts
-    }
-    dtypes = {name: encoding.dtype_name(what) for name, kind, what in facts if kind == "tensor"}
-    key = TuningKey(
-        kernel=resolve.identity_of(tuner),
-        values=tuple((name, encoded[name]) for name in tuner.keys if name in encoded),
-        dtypes=tuple((name, dtypes[name]) for name in tuner.arg_names if name in dtypes),
-        options=tuple(pair for pair in sorted(encoded.items()) if pair[0] not in tuner.arg_names),
-        device=found,
-        toolchain=toolchain,
-    )
+    index = index if index >= 0 else device.current_index()
+    key = tuning_key(tuner.identity, tuner.keys, tuner.arg_names, _arguments(facts), index)
     call = Call(
         kernel=tuner.fn,
         arg_names=tuple(tuner.arg_names),
@@ -277,6 +261,12 @@ def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningReq
         key=key,
         call=call,
         configs=tuple(tuner.configs),
-        declared=resolve.declared_by(tuner),
+        declared=declared_digest(tuner.configs),
         limits=tuner.limits,
     )
+
+
+def _arguments(facts: tuple[Fact, ...]) -> dict[str, Any]:
+    return {
+        name: encoding.TensorType(what) if kind == "tensor" else what for name, kind, what in facts
+    }

@@ -23,7 +23,7 @@ from safetune.config import check_configs, check_functions, check_names, check_s
 from safetune.errors import InvalidSetting
 from safetune.frontend import launch_by_triton, pruning
 from safetune.frontend.choices import Choices
-from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport, classify
 from safetune.launch import call_shape
 from safetune.miss import relaunch
@@ -38,6 +38,7 @@ from safetune.tuning.requests import Hooks, Limits
 
 if TYPE_CHECKING:
     from safetune.compilers.resolve import Resolved
+    from safetune.keys.tuning_key import KernelIdentity
     from safetune.miss.candidates import Postponed
     from safetune.miss.under_capture import CapturedMiss
     from safetune.workload import DeclaredWorkload, WorkloadFunction
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 ISOLATIONS = ("worker", "config", "inline")
 
 #: What a tuner says of the last launch or tuning. No launch depends on it.
-_TOLD = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases", "_identity"})
+_TOLD = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases"})
 
 _alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
 
@@ -169,7 +170,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         object.__setattr__(self, name, value)
         if name not in _TOLD:
             self._forget_launches()
-        if name == "fn":
+        if name in ("fn", "hooks"):
             self.__dict__.pop("_identity", None)
         elif name == "configs":
             pruning.show_one_of_several(self)
@@ -194,6 +195,15 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             )
         self.isolation = isolation
         self.limits = replace(self.limits, fresh_process=isolation == "config")
+
+    @property
+    def identity(self) -> KernelIdentity:
+        """The kernel's identity, with what runs around it; looked up once."""
+        found: KernelIdentity | None = self.__dict__.get("_identity")
+        if found is None:
+            found = kernel_identity(self.fn, self.hooks.identity_parts())
+            self.__dict__["_identity"] = found
+        return found
 
     def explain_key(self) -> KeyReport:
         """Return what each name in `key` was classed as and why; prints readably."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
+from safetune.keys.tuning_key import triton_key
+
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
     from safetune.integrations.install import Installation
@@ -82,14 +84,6 @@ def _none() -> None:
     return None
 
 
-def triton_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what Triton's `run` keeps a call's config under in `kernel.cache`."""
-    named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-    passed = {name: value for name, value in named.items() if name in kernel.arg_names}
-    dtypes = [str(value.dtype) for value in passed.values() if hasattr(value, "dtype")]
-    return (*[passed[name] for name in kernel.keys if name in passed], *dtypes)
-
-
 def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None:
     """Have every launch that comes to Triton's own `run` go to a companion."""
     from safetune.frontend.autotuner import kernel_name
@@ -103,7 +97,8 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
             return run(self, *args, **kwargs)
         if len(self.configs) == 1:
             return companion.launch(self, args, kwargs)
-        key = triton_key(self, args, kwargs)
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        key = triton_key(self.keys, self.arg_names, named)
         if companion.has_its_own(self, key):
             installation.count_given(kernel_name(self))
             return run(self, *args, **kwargs)

@@ -6,6 +6,7 @@ Nothing here is read before the first miss: `import safetune` touches no GPU.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,6 +71,7 @@ def interpreter() -> tuple[Device, Toolchain]:
     return device, Toolchain(triton.__version__, INTERPRETER, INTERPRETER)
 
 
+@functools.lru_cache(maxsize=256)
 def detect(index: int) -> tuple[Device, Toolchain]:
     """Return the device with this index and the toolchain for it, from Triton's active driver.
 
@@ -91,6 +93,20 @@ def active_driver() -> Any:
             f"Triton finds no GPU ({error}). Set TRITON_INTERPRET=1 before the kernel is "
             "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to tune nothing."
         ) from error
+
+
+def index_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the device of the first tensor among the arguments; -1 for the CPU or without one."""
+    for value in (*args, *kwargs.values()):
+        get_device = getattr(value, "get_device", None)
+        if get_device is not None:
+            return int(get_device())
+    return -1
+
+
+def current_index() -> int:
+    """Return the index of the device that Triton launches on now; raises `NoDevice`."""
+    return int(active_driver().get_current_device())
 
 
 def _device(active: Any, index: int) -> Device:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 #: Triton's short dtype names, spelled as torch and numpy spell them.
@@ -25,9 +26,15 @@ _TRITON_DTYPES = {
     "int1": "bool",
 }
 
-
 #: What a default repr ends with, and no two processes share.
 ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Stands for a tensor where only its dtype is known, as while a compiler traces."""
+
+    dtype: Any
 
 
 def dtype_name(dtype: Any) -> str:
@@ -61,7 +68,7 @@ def encode(value: Any) -> Any:
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if is_dtype(value):
         return {"dtype": dtype_name(value)}
-    if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
+    if isinstance(value, TensorType) or (hasattr(value, "data_ptr") and hasattr(value, "dtype")):
         return {"tensor": dtype_name(value.dtype)}
     if type(value).__name__ == "constexpr":
         return encode(value.value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from safetune.keys import device as devices
 from safetune.keys import encoding
 from safetune.keys.device import Device, Toolchain
 
@@ -68,6 +69,62 @@ class TuningKey:
 
     def __str__(self) -> str:
         return describe_call(self.record())
+
+
+def tuning_key(
+    kernel: KernelIdentity,
+    key_names: Sequence[str],
+    arg_names: Sequence[str],
+    arguments: Mapping[str, Any],
+    index: int,
+) -> TuningKey:
+    """Return the key of a call. No other code makes one, so every caller finds the same choice.
+
+    Args:
+        key_names: the names in `key` that are kept, in the key's order.
+        arg_names: the kernel's parameters, in its order.
+        arguments: the call's arguments and launch options by name, without grid and warmup.
+        index: the device's index in this process; -1 in Triton's interpreter.
+
+    Raises:
+        NoDevice: Triton finds no GPU.
+    """
+    device, toolchain = devices.interpreter() if index < 0 else devices.detect(index)
+    return TuningKey(
+        kernel=kernel,
+        values=tuple(
+            (name, encoding.encode(arguments[name])) for name in key_names if name in arguments
+        ),
+        dtypes=tuple(
+            (name, encoding.dtype_name(arguments[name].dtype))
+            for name in arg_names
+            if hasattr(arguments.get(name), "dtype")
+        ),
+        options=tuple(
+            (name, encoding.encode(value))
+            for name, value in sorted(arguments.items())
+            if name not in arg_names
+        ),
+        device=device,
+        toolchain=toolchain,
+    )
+
+
+def triton_key(
+    key_names: Sequence[str], arg_names: Sequence[str], arguments: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return what Triton's tuner keeps a call's config under: the key's values, then the dtypes."""
+    known = {name: value for name, value in arguments.items() if name in arg_names}
+    dtypes = [str(value.dtype) for value in known.values() if hasattr(value, "dtype")]
+    return (*(known[name] for name in key_names if name in known), *dtypes)
+
+
+def readable_key(
+    key_names: Sequence[str], arg_names: Sequence[str], arguments: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return Triton's key for a reader: a tensor in it as its dtype, so that none is kept alive."""
+    key = triton_key(key_names, arg_names, arguments)
+    return tuple(str(part.dtype) if hasattr(part, "dtype") else part for part in key)
 
 
 def describe_call(call: Mapping[str, Any]) -> str:

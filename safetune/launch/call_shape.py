@@ -13,6 +13,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import check_conflicts
 from safetune.keys import encoding
+from safetune.keys.device import index_of
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class CallForm:
                 parts += [repr(name), f"plain({value})", f"{value}.__class__"]
         parts.append("device(a, k)")
         source = f"lambda a, k: ({', '.join(parts)},)"
-        return eval(source, {"plain": _plain, "device": device_index})  # type: ignore[no-any-return]
+        return eval(source, {"plain": _plain, "device": index_of})  # type: ignore[no-any-return]
 
 
 class Forms:
@@ -129,15 +130,6 @@ def constexpr_names(kernel: Any) -> frozenset[str]:
     _, function = base_function(kernel)
     annotations = getattr(function, "__annotations__", {})
     return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
-
-
-def device_index(args: Args, kwargs: Kwargs) -> int:
-    """Return the device of the first tensor among the arguments; -1 for the CPU or without one."""
-    for value in (*args, *kwargs.values()):
-        get_device = getattr(value, "get_device", None)
-        if get_device is not None:
-            return int(get_device())
-    return -1
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.keys import device
 from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.tuning_key import readable_key
 from safetune.launch.scratch_memory import scratch_allocator
 from safetune.miss import reporting
 
@@ -36,7 +37,7 @@ def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any])
         timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
     best = min(timings, key=lambda config: timings[config])
     view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
-    key = reporting.readable_key(tuner, {**named, **kwargs})
+    key = readable_key(tuner.keys, tuner.arg_names, {**named, **kwargs})
     reporting.report(tuner, key, best, timings, time.perf_counter() - start)
     return best
 

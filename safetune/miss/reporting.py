@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -37,7 +37,9 @@ def report(
 ) -> None:
     """Tell the world what Triton's tuner would: attributes, listener, TRITON_PRINT_AUTOTUNING.
 
-    `key` is `readable_key`; `seconds` is what tuning took, None when the choice was known.
+    Args:
+        key: as `keys.tuning_key.readable_key` returns it.
+        seconds: how long the tuning took; None when the choice was known.
     """
     tuner.configs_timings = timings
     tuner.bench_time = seconds or 0.0
@@ -56,14 +58,6 @@ def report(
             f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
             f"finished after {seconds:.2f}s,\nbest config selected: {choice};\n"
         )
-
-
-def readable_key(tuner: Autotuner, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key as Triton writes it: the values, then the dtypes."""
-    known = {name: value for name, value in arguments.items() if name in tuner.arg_names}
-    dtypes = {name: str(value.dtype) for name, value in known.items() if hasattr(value, "dtype")}
-    values = (dtypes.get(name, known[name]) for name in tuner.keys if name in known)
-    return (*values, *dtypes.values())
 
 
 def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:

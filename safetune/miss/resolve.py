@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.config import check_conflicts, config_digest, config_record, config_text
+from safetune.config import (
+    check_conflicts,
+    config_digest,
+    config_record,
+    config_text,
+    declared_digest,
+)
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.keys import device, encoding
-from safetune.keys.kernel_digest import is_interpreted, kernel_identity
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.tuning_key import TuningKey, readable_key, tuning_key
 from safetune.launch import call_shape
 from safetune.launch.specialisation import specialisation
 from safetune.miss import candidates, reporting
@@ -78,7 +84,7 @@ class Miss:
 
     def readable_key(self) -> tuple[Any, ...]:
         """Return the key as Triton writes it."""
-        return reporting.readable_key(self.tuner, self.call.named())
+        return readable_key(self.tuner.keys, self.tuner.arg_names, self.call.named())
 
     def request(self, force: bool = False) -> TuningRequest:
         """Return what a tuning needs; raises `NoDevice`, and what a prune function raises."""
@@ -90,7 +96,7 @@ class Miss:
             key=self.key(),
             call=self.call,
             configs=configs,
-            declared=declared_by(tuner),
+            declared=declared_digest(tuner.configs),
             limits=tuner.limits,
             force=force,
         )
@@ -99,33 +105,13 @@ class Miss:
         """Return the tuning key of the call; raises `NoDevice`."""
         tuner = self.tuner
         arguments = {**self._named, **self._passed}
-        found, toolchain = (
-            device.interpreter() if self.call.interpreted else detect(self.call.index)
-        )
-        return TuningKey(
-            kernel=identity_of(tuner),
-            values=tuple(
-                (name, encoding.encode(arguments[name])) for name in tuner.keys if name in arguments
-            ),
-            dtypes=tuple(
-                (name, encoding.dtype_name(arguments[name].dtype))
-                for name in tuner.arg_names
-                if hasattr(arguments.get(name), "dtype")
-            ),
-            options=tuple(
-                (name, encoding.encode(value))
-                for name, value in sorted(arguments.items())
-                if name not in tuner.arg_names
-            ),
-            device=found,
-            toolchain=toolchain,
-        )
+        return tuning_key(tuner.identity, tuner.keys, tuner.arg_names, arguments, self.call.index)
 
     def _device_index(self) -> int:
         if is_interpreted(self.tuner.fn):
             return -1
-        index = call_shape.device_index(tuple(self._named.values()), self._passed)
-        return index if index >= 0 else int(device.active_driver().get_current_device())
+        index = device.index_of(tuple(self._named.values()), self._passed)
+        return index if index >= 0 else device.current_index()
 
 
 def resolve(
@@ -264,33 +250,3 @@ def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: 
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(f"safetune: {reason}; kernels are tuned as triton.autotune does", stacklevel=2)
-
-
-@functools.lru_cache(maxsize=256)
-def detect(index: int) -> tuple[device.Device, device.Toolchain]:
-    """Return the device with this index and the toolchain for it; asked for once."""
-    return device.detect(index)
-
-
-def identity_of(tuner: Autotuner) -> KernelIdentity:
-    """Return the identity of a tuner's kernel and of what runs around it; looked up once."""
-    identity = tuner.__dict__.get("_identity")
-    if identity is None:
-        hooks = tuner.hooks
-        around = (
-            hooks.pre_hook,
-            hooks.post_hook,
-            hooks.do_bench,
-            hooks.reset_to_zero,
-            hooks.restore_value,
-            hooks.scratch,
-            hooks.reference,
-            hooks.inputs,
-        )
-        identity = tuner._identity = kernel_identity(tuner.fn, around)
-    return identity
-
-
-def declared_by(tuner: Autotuner) -> str:
-    """Return the digest over the list of configs that a tuner chooses from."""
-    return encoding.digest(sorted(config_digest(config) for config in tuner.configs))

@@ -12,7 +12,6 @@ from typing import Any
 from safetune.config import config_digest
 from safetune.inputs import call_description
 from safetune.keys.tuning_key import describe_call
-from safetune.miss.resolve import identity_of
 from safetune.offline.tasks import OfflineKernel, Task, find_kernels
 from safetune.outcome import Mark
 from safetune.store.local.recorded_calls import RecordedCall
@@ -109,7 +108,7 @@ def _imported(call: RecordedCall) -> list[OfflineKernel]:
 def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineKernel:
     named = [kernel for kernel in kernels if kernel.name == call.name]
     for kernel in named:
-        if identity_of(kernel.tuner).digest == call.arguments.get("kernel"):
+        if kernel.tuner.identity.digest == call.arguments.get("kernel"):
             return kernel
     if named:
         raise _NotHere(f"{call.place} has changed since: record it again")

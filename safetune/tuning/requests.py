@@ -31,6 +31,19 @@ class Hooks:
     reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
+    def identity_parts(self) -> tuple[Any, ...]:
+        """Return what a kernel's identity covers besides the kernel; digests rest on the order."""
+        return (
+            self.pre_hook,
+            self.post_hook,
+            self.do_bench,
+            self.reset_to_zero,
+            self.restore_value,
+            self.scratch,
+            self.reference,
+            self.inputs,
+        )
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -117,6 +117,27 @@ def test_the_order_of_keywords_makes_no_other_key(module: Any) -> None:
     assert launch.blocks() == [[256]]
 
 
+@pytest.mark.parametrize("options", [{}, {"FACTOR": 3}, {"maxnreg": 64}])
+def test_a_miss_a_resolved_and_a_compiled_call_have_one_digest(
+    module: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """With a key builder of its own, torch.compile would find no choice that a launch stored."""
+    monkeypatch.setenv("SAFETUNE_MODE", "record")
+    tuner = traced.kernel(module)
+    x = torch.zeros(64, dtype=torch.bfloat16)
+
+    def launch(src: torch.Tensor) -> None:
+        tuner[(1,)](src, src, 64, **options)
+
+    missed = resolve.Miss(tuner, (x, x, 64), {"grid": (1,), **options}).key()
+    resolved = tuner.resolve(x, x, 64, **options)
+    torch.compile(launch, backend=traced.Graphs(), fullgraph=True)(x)
+
+    recorded = [call.key for call in calls(lookup_now().store)]
+    assert {missed.digest, resolved.key_digest, *recorded} == {missed.digest}
+    assert recorded
+
+
 def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
     tuner = traced.kernel(module)
     store(tuner, {100: 1, 1000: 1, 4096: 0, 100_000: 2, 200_000: 2})

@@ -65,7 +65,7 @@ def a_gpu_to_trace_for() -> Iterator[None]:
     """Have torch and safetune believe in a GPU; good for tracing only."""
     from torch.utils import _triton
 
-    detected = mock.patch.object(resolve, "detect", return_value=(H100, TOOLCHAIN))
+    detected = mock.patch.object(device, "detect", return_value=(H100, TOOLCHAIN))
     driver = mock.patch.object(device, "active_driver", _Driver)
     believed = mock.patch.object(_triton, "has_triton", return_value=True)
     with detected, driver, believed:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from safetune.config import config_digest, config_record
+from safetune.config import config_digest, config_record, declared_digest
 from safetune.kernels import launches
-from safetune.miss.resolve import declared_by, identity_of
 from safetune.offline.tasks import OfflineKernel, find_kernels
 from safetune.store.packs import pack_format
 from safetune.store.packs.packs import read_pack, shipped
@@ -53,9 +52,9 @@ def problems(directory: Path) -> list[str]:
 def _problems_of(entry: Any, kernel: OfflineKernel | None) -> list[str]:
     if kernel is None:
         return [f"there is no kernel {entry.key.kernel_name}: delete the file"]
-    if entry.key.kernel_digest != identity_of(kernel.tuner).digest:
+    if entry.key.kernel_digest != kernel.tuner.identity.digest:
         return [f"{kernel.name} has changed since: delete the file, tune and export it again"]
-    if entry.choice.declared != declared_by(kernel.tuner):
+    if entry.choice.declared != declared_digest(kernel.tuner.configs):
         return [f"the configs of {kernel.name} have changed since: tune and export it again"]
     if entry.choice.config_digest not in map(config_digest, kernel.tuner.configs):
         return [f"{kernel.name} has no such config"]
@@ -96,12 +95,15 @@ def choices_for() -> Any:
     from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
     def make(kernel: OfflineKernel, **changes: Any) -> StoredChoice:
-        identity, config = identity_of(kernel.tuner), kernel.tuner.configs[1]
+        identity, config = kernel.tuner.identity, kernel.tuner.configs[1]
         device = {"name": "GPU", "capability": "90", "sm_count": 1, "shared_memory_bytes": 1}
         toolchain = {"triton": "3.6.0", "backend": "b", "target": "t", "environment": {}}
         values = [["COLUMNS", 256], ["IN_PLACE", False]]
         call = {"values": values, "dtypes": [], "options": []}
-        facts = {"kernel_digest": identity.digest, "declared": declared_by(kernel.tuner)}
+        facts = {
+            "kernel_digest": identity.digest,
+            "declared": declared_digest(kernel.tuner.configs),
+        }
         facts |= {"config": config_record(config), **changes}
         key = KeyRecord(
             "", kernel.name, facts["kernel_digest"], "", "", 0, "", device, toolchain, call
@@ -170,8 +172,8 @@ def test_an_edited_kernel_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_pa
     digests = []
     for name in ("same_kernels", "edited_kernels"):
         found = find_kernels(vars(importlib.import_module(name)))
-        digests.append({kernel.name: identity_of(kernel.tuner).digest for kernel in found})
-    now = {name: identity_of(kernel.tuner).digest for name, kernel in shipped_kernels().items()}
+        digests.append({kernel.name: kernel.tuner.identity.digest for kernel in found})
+    now = {name: kernel.tuner.identity.digest for name, kernel in shipped_kernels().items()}
     assert digests[0] == now
     assert digests[1] != now
 
@@ -180,12 +182,11 @@ def test_compiler_and_interpreter_agree(fresh_process: FreshProcess) -> None:
     """A pack from a card is checked here without one."""
     done = fresh_process(
         "import importlib, json\n"
-        "from safetune.miss.resolve import identity_of\n"
         "from safetune.offline.tasks import find_kernels\n"
         "found = find_kernels(vars(importlib.import_module('safetune.kernels.layer_norm')))\n"
-        "print(json.dumps({k.name: identity_of(k.tuner).digest for k in found}))\n",
+        "print(json.dumps({k.name: k.tuner.identity.digest for k in found}))\n",
         env={"TRITON_INTERPRET": None},
     )
     assert done.returncode == 0, done.stderr
-    here = {name: identity_of(kernel.tuner).digest for name, kernel in shipped_kernels().items()}
+    here = {name: kernel.tuner.identity.digest for name, kernel in shipped_kernels().items()}
     assert json.loads(done.stdout) == here

@@ -454,10 +454,10 @@ class TestChanges:
 
     def test_another_kernel(self, kernel: Tuned, machine: Machine, kernels: Any) -> None:
         """Its choices are not stored as those of the one before."""
-        before = resolve.identity_of(kernel.tuner)
+        before = kernel.tuner.identity
         kernel.tuner.fn = machine.kernel_of(kernels.mixed)
-        assert resolve.identity_of(kernel.tuner).name == "mixed"
-        assert resolve.identity_of(kernel.tuner).digest != before.digest
+        assert kernel.tuner.identity.name == "mixed"
+        assert kernel.tuner.identity.digest != before.digest
 
     def test_the_binaries_are_taken_away(self, kernel: Tuned, machine: Machine) -> None:
         """Triton compiles again, and so does a tuner that knows the launch."""
@@ -637,7 +637,7 @@ def test_what_is_told_of_a_tuning_is_nothing_that_launches_depend_on(
 
     def as_tuned(key: Any, *call: Any) -> triton.Config:
         config: triton.Config = choose(key, *call)
-        resolve.identity_of(kernel.tuner)
+        kernel.tuner.identity
         reporting.report(kernel.tuner, key, config, {config: [1.0, 1.0, 1.0]}, seconds=1.0)
         kernel.tuner.tuning_phases = {"screen": 1.0}
         return config
