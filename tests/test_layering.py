@@ -22,7 +22,7 @@ LAYERS: list[list[str]] = [
     ["store"],
     ["keys.source_text", "keys.kernel_digest"],
     ["config", "frontend.choices"],
-    ["keys", "launch.call_shape", "launch.specialisation", "workload"],
+    ["keys", "launch.call_shape", "workload"],
     ["tuning", "inputs", "isolation", "child", "launch.scratch_memory"],
     ["miss", "compilers", "frontend.pruning"],
     ["launch", "frontend.launch_by_triton"],

@@ -18,6 +18,7 @@ from safetune.inputs import pointers
 from safetune.inputs.snapshot import Snapshot
 from safetune.inputs.specs import Absent
 from safetune.isolation import kernel_pickle
+from safetune.launch.call_shape import named_arguments
 from safetune.tuning.requests import Call
 
 
@@ -133,9 +134,9 @@ def _meta(absent: Absent) -> torch.Tensor:
 
 def _with_values(call: Call, values: Mapping[str, Any]) -> Call:
     """The call with other values for some arguments."""
-    named = zip(call.arg_names, call.args, strict=False)
+    positional = named_arguments(call.arg_names, call.args)
     return replace(
         call,
-        args=tuple(values.get(name, value) for name, value in named),
+        args=tuple(values.get(name, value) for name, value in positional.items()),
         kwargs={name: values.get(name, value) for name, value in call.kwargs.items()},
     )

@@ -21,6 +21,7 @@ from triton.runtime.jit import MockTensor
 from safetune.compilers import arrays
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
 from safetune.keys.kernel_digest import base_function, inner_heuristics
+from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import frozen, record, reporting
 from safetune.miss import resolve as miss_resolve
 from safetune.miss.inline import why_not_isolated
@@ -142,11 +143,10 @@ def resolve(
     """
     values = {name: arrays.plain(value) for name, value in kwargs.items()}
     args = tuple(map(arrays.plain, args))
-    while isinstance(kernel, Heuristics):
-        named = dict(zip(kernel.arg_names, args, strict=False))
-        for name, heuristic in kernel.values.items():
-            values[name] = heuristic({**named, **values})
-        kernel = kernel.fn
+    if isinstance(kernel, Heuristics):
+        named = named_arguments(kernel.arg_names, args, values)
+        kernel, set_above = heuristic_values(kernel, named)
+        values |= set_above
     if not hasattr(kernel, "key_report"):
         raise InvalidSetting(f"{kernel!r} cannot be resolved: put @safetune(...) above its kernel")
     if twice := values.keys() & {*kernel.arg_names[: len(args)]}:

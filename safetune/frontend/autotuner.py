@@ -246,7 +246,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """Compile every config left by pruning in this process, as `triton.autotune` does."""
         form = self._forms.of(args, kwargs)
         view = copy.copy(self)
-        view.nargs = dict(zip(self.arg_names, args, strict=False))
+        view.nargs = call_shape.named_arguments(self.arg_names, args)
         pinned_args, pinned_kwargs = form.pinned(args, kwargs)
         return [
             self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())

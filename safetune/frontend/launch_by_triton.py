@@ -6,11 +6,11 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from triton.runtime.autotuner import Config
+from triton.runtime.autotuner import Config, Heuristics
 
 from safetune.compilers import torch_compile
 from safetune.launch import fast_path, scratch_memory
-from safetune.launch.specialisation import below_heuristics
+from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss.relaunch import CLEAN_FAILURES, is_callers, relaunch
 from safetune.settings import Mode, Settings
 
@@ -73,7 +73,7 @@ def _run(
 ) -> tuple[Any, Config | None]:
     tuner.best_config = config
     if config.pre_hook is not None:
-        named = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+        named = named_arguments(tuner.arg_names, args, kwargs)
         config.pre_hook({**named, **config.all_kwargs()})
     given_args, given_kwargs = args, kwargs
     if form.pins:
@@ -100,9 +100,12 @@ def _run(
 
 def _below_heuristics(kernel: Any, said: Kwargs, /, *args: Any, **kwargs: Any) -> Any:
     """Launch as `Heuristics.run` does, and note what they say: it decides the binary."""
-    below, found = below_heuristics(kernel, args, kwargs)
-    said.update(found)
-    return below.run(*args, **{**kwargs, **found})
+    if type(kernel) is not Heuristics:
+        return kernel.run(*args, **kwargs)
+    named = named_arguments(kernel.arg_names, args, kwargs)
+    below, values = heuristic_values(kernel, named, exact=True)
+    said.update(values)
+    return below.run(*args, **{**kwargs, **values})
 
 
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:

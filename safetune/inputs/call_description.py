@@ -21,6 +21,7 @@ from safetune.errors import KernelNotTransferable
 from safetune.inputs import pointers, random_inputs
 from safetune.inputs.spans import merged_spans, tensor_spec
 from safetune.inputs.specs import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
+from safetune.launch.call_shape import named_arguments
 from safetune.tuning.requests import Call
 
 #: Values of a standard normal distribution, without the few that are far out.
@@ -36,7 +37,7 @@ def describe(call: Call) -> dict[str, Any]:
         KernelNotTransferable: one is nothing that can be written down, or an address.
     """
     tensors: list[torch.Tensor] = []
-    names = dict(zip(call.arg_names, call.args, strict=False))
+    names = named_arguments(call.arg_names, call.args)
     args = [_encode(value, name, tensors, call) for name, value in names.items()]
     kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
     blocks, views = _laid_out(tensors, "cpu" if call.interpreted else "cuda")
@@ -88,7 +89,7 @@ def rebuild(
 
 def with_tensors(data: dict[str, Any], arg_names: Sequence[str], floats: bool = True) -> list[str]:
     """Return the described arguments with tensors, or those with tensors of no float type."""
-    named = {**dict(zip(arg_names, data["args"], strict=False)), **data["kwargs"]}
+    named = named_arguments(arg_names, data["args"], data["kwargs"])
     views = enumerate(map(TensorSpec.of, data["tensors"]))
     wanted = {i for i, view in views if floats or view.dtype not in FLOATS}
     return [name for name, value in named.items() if wanted & set(_numbers(value))]

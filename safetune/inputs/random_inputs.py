@@ -12,18 +12,11 @@ from typing import Any
 import torch
 
 from safetune.inputs.spans import reading, storage_bytes
-from safetune.inputs.specs import BlockSpec, Noise, TensorSpec
+from safetune.inputs.specs import FLOATS, BlockSpec, Noise, TensorSpec
 
 #: What the elements of each type are made of. Others, such as exponents, are never drawn.
 _REAL = {
-    "float64": "float64",
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    **{name: name for name in FLOATS},
     "complex32": "float16",
     "complex64": "float32",
     "complex128": "float64",

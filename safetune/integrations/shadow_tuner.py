@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Config
 
 from safetune.keys.tuning_key import triton_key
+from safetune.launch.call_shape import named_arguments
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -97,7 +98,7 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
             return run(self, *args, **kwargs)
         if len(self.configs) == 1:
             return companion.launch(self, args, kwargs)
-        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        named = named_arguments(self.arg_names, args, kwargs)
         key = triton_key(self.keys, self.arg_names, named)
         if companion.has_its_own(self, key):
             installation.count_given(kernel_name(self))

@@ -1,19 +1,18 @@
-"""How a kernel is called: positionally, by keyword, with which extras.
+"""How a kernel is called: its arguments by name, its memory key, and what its binary depends on.
 
-A form is made once for each way of calling and turned into straight-line code, so that a hit reads
-the arguments it needs and nothing else.
+A `CallForm` is made once for each way of calling (positionally, by keyword, with which options) and
+turned into straight-line code, so that a hit reads the arguments it needs and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from triton.runtime.autotuner import Config
+from triton.runtime.autotuner import Config, Heuristics
 
 from safetune.config import check_conflicts
-from safetune.keys import encoding
-from safetune.keys.device import index_of
+from safetune.keys import device, encoding
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
@@ -31,6 +30,28 @@ _SCALARS = frozenset({int, bool, float, str, type(None)})
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+
+
+def named_arguments(
+    arg_names: Sequence[str], args: Sequence[Any], kwargs: Kwargs | None = None
+) -> dict[str, Any]:
+    """Return a call's arguments by name."""
+    named = dict(zip(arg_names, args, strict=False))
+    return named if kwargs is None else {**named, **kwargs}
+
+
+def heuristic_values(kernel: Any, named: Kwargs, exact: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel below heuristics, and the values that these set for a call, by name.
+
+    Args:
+        exact: stop at a subclass of Triton's `Heuristics`, which may launch in another way.
+    """
+    values: dict[str, Any] = {}
+    while type(kernel) is Heuristics or (isinstance(kernel, Heuristics) and not exact):
+        for name, heuristic in kernel.values.items():
+            values[name] = heuristic({**named, **values})
+        kernel = kernel.fn
+    return kernel, values
 
 
 class CallForm:
@@ -94,7 +115,7 @@ class CallForm:
                 parts += [repr(name), f"plain({value})", f"{value}.__class__"]
         parts.append("device(a, k)")
         source = f"lambda a, k: ({', '.join(parts)},)"
-        return eval(source, {"plain": _plain, "device": index_of})  # type: ignore[no-any-return]
+        return eval(source, {"plain": _plain, "device": device.index_of})  # type: ignore[no-any-return]
 
 
 class Forms:
@@ -130,6 +151,41 @@ def constexpr_names(kernel: Any) -> frozenset[str]:
     _, function = base_function(kernel)
     annotations = getattr(function, "__annotations__", {})
     return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
+
+
+def specialisation(
+    tuner: Autotuner, form: CallForm, config: Config, args: Args, kwargs: Kwargs
+) -> Any:
+    """Return what decides which binary of a config a call needs: at least what Triton tells apart.
+
+    The tuner's heuristics see the config, and the values that they set are a part of that.
+    """
+    args, kwargs = form.pinned(args, kwargs)
+    named = named_arguments(tuner.arg_names, args, kwargs)
+    _, values = heuristic_values(tuner.fn, {**named, **config.all_kwargs()}, exact=True)
+    constants = constexpr_names(tuner.fn)
+    return tuple(
+        (name, _exact(value) if name in constants or name not in tuner.arg_names else _kind(value))
+        for name, value in sorted({**named, **values}.items())
+        if name not in LAUNCH_KEYWORDS
+    )
+
+
+def _exact(value: Any) -> Any:
+    return encoding.dumps(encoding.encode(value))
+
+
+def _kind(value: Any) -> Any:
+    """The properties that Triton looks at of an argument that is not a constant."""
+    if isinstance(value, (bool, float)):
+        return type(value).__name__
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
+    if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
+        return encoding.dtype_name(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_kind, value))
+    return _exact(value)
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import JITFunction
 
 from safetune.launch import fast_path_codegen, scratch_memory
-from safetune.launch.call_shape import PIN, CallForm
+from safetune.launch.call_shape import PIN, CallForm, named_arguments
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -138,7 +138,7 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     names = [parameter.name for parameter in jit.params]
     if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
         return None
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = named_arguments(names, args, kwargs)
     if heuristics.keys() & values.keys():
         return None
     form = tuner._forms.of(args, kwargs)

@@ -14,6 +14,7 @@ from triton.runtime.autotuner import Config
 from safetune.keys import device
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.tuning_key import readable_key
+from safetune.launch.call_shape import named_arguments
 from safetune.launch.scratch_memory import scratch_allocator
 from safetune.miss import reporting
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
     """Return the fastest config; nothing is stored."""
     view = copy.copy(tuner)
-    view.nargs = named = dict(zip(tuner.arg_names, args, strict=False))
+    view.nargs = named = named_arguments(tuner.arg_names, args)
     configs = view.prune_configs(kwargs)
     if len(configs) == 1:
         return configs[0]

@@ -21,8 +21,7 @@ from safetune import forks
 from safetune.config import config_text
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
-from safetune.launch.call_shape import CallForm
-from safetune.launch.specialisation import specialisation
+from safetune.launch.call_shape import CallForm, named_arguments, specialisation
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -101,7 +100,7 @@ def relaunch(
     for other in _candidates(tuner, args, kwargs):
         if other in rejections.reject(kind, config):
             continue
-        named = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+        named = named_arguments(tuner.arg_names, args, kwargs)
         if other.pre_hook is not None:
             other.pre_hook({**named, **other.all_kwargs()})
         try:

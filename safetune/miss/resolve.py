@@ -23,14 +23,13 @@ from safetune.keys import device, encoding
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.tuning_key import TuningKey, readable_key, tuning_key
 from safetune.launch import call_shape
-from safetune.launch.specialisation import specialisation
 from safetune.miss import candidates, reporting
 from safetune.miss.inline import tune_inline, why_not_isolated
 from safetune.miss.sync import remember
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
-from safetune.tuning.requests import Call, TuningRequest
+from safetune.tuning.requests import Call, TuningRequest, leaves
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -44,7 +43,7 @@ class Miss:
 
     def __init__(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tuner = tuner
-        self._named = dict(zip(tuner.arg_names, args, strict=False))
+        self._named = call_shape.named_arguments(tuner.arg_names, args)
         self._passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
         self._kwargs = kwargs
         self.call = self._call(args, kwargs)
@@ -69,18 +68,9 @@ class Miss:
 
     def input_bytes(self) -> int:
         """Return the size of the storages behind the call's tensors."""
-        values = [*self.call.args, *self.call.kwargs.values()]
-        storages = {}
-        while values:
-            value = values.pop()
-            if isinstance(value, (tuple, list)):
-                values += value
-            elif hasattr(value, "block_shape") and hasattr(value, "base"):
-                values.append(value.base)
-            elif hasattr(value, "untyped_storage"):
-                storage = value.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        values = leaves([*self.call.args, *self.call.kwargs.values()])
+        storages = [v.untyped_storage() for v in values if hasattr(v, "untyped_storage")]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def readable_key(self) -> tuple[Any, ...]:
         """Return the key as Triton writes it."""
@@ -136,7 +126,7 @@ def resolve(
         config = (find or _resolve)(tuner, key, args, kwargs)
     if rejections is None:
         return config
-    return rejections.applied(config, specialisation(tuner, form, config, args, kwargs))
+    return rejections.applied(config, call_shape.specialisation(tuner, form, config, args, kwargs))
 
 
 def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:

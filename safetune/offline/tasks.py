@@ -14,6 +14,7 @@ from triton.runtime.autotuner import Heuristics
 from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
 from safetune.frontend.autotuner import Autotuner
 from safetune.keys.kernel_digest import is_interpreted
+from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting
 from safetune.miss.inline import why_not_isolated
 from safetune.miss.resolve import Miss
@@ -96,11 +97,8 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
     """
     kwargs = {**task.workload.kwargs, "grid": task.workload.grid}
     outer = task.kernel.outer
-    while isinstance(outer, Heuristics):
-        for name, heuristic in outer.values.items():
-            named = dict(zip(outer.arg_names, task.workload.args, strict=False))
-            kwargs[name] = heuristic({**named, **kwargs})
-        outer = outer.fn
+    named = named_arguments(outer.arg_names, task.workload.args, kwargs)
+    kwargs |= heuristic_values(outer, named)[1]
     miss = Miss(task.kernel.tuner, task.workload.args, kwargs)
     if reason := why_not_isolated(miss.call):
         raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")

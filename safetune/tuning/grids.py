@@ -15,6 +15,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.errors import InvalidSetting
 from safetune.keys.kernel_digest import base_function
+from safetune.launch.call_shape import heuristic_values
 from safetune.tuning.requests import Call
 
 
@@ -76,12 +77,7 @@ def meta_arguments(call: Call, config: Config) -> dict[str, Any]:
     config's, the heuristics'.
     """
     arguments = {**_defaults(call.kernel), **call.named(), **config.all_kwargs()}
-    kernel = call.kernel
-    while hasattr(kernel, "values") and hasattr(kernel, "fn"):
-        for name, heuristic in kernel.values.items():
-            arguments[name] = heuristic(arguments)
-        kernel = kernel.fn
-    return arguments
+    return arguments | heuristic_values(call.kernel, arguments)[1]
 
 
 def _defaults(kernel: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from triton.runtime.autotuner import Config
 
 from safetune.keys.tuning_key import TuningKey
+from safetune.launch.call_shape import named_arguments
 from safetune.store.records import KeyRecord
 
 
@@ -89,13 +90,13 @@ class Call:
 
     def named(self) -> dict[str, Any]:
         """Return the arguments by name, with the caller's values."""
-        return {**dict(zip(self.arg_names, self.args, strict=False)), **self.kwargs}
+        return named_arguments(self.arg_names, self.args, self.kwargs)
 
     def pinned(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments as the compiled kernel gets them."""
         pins = self.pins
-        named = zip(self.arg_names, self.args, strict=False)
-        args = tuple(pins.get(name, value) for name, value in named)
+        positional = named_arguments(self.arg_names, self.args)
+        args = tuple(pins.get(name, value) for name, value in positional.items())
         return args, {name: pins.get(name, value) for name, value in self.kwargs.items()}
 
 

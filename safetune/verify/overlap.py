@@ -18,6 +18,7 @@ from triton.runtime.autotuner import Autotuner, Config, Heuristics
 from safetune.config import backend_options, check_conflicts, config_text
 from safetune.errors import InvalidConfig, InvalidSetting
 from safetune.keys.kernel_digest import base_function
+from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.verify.findings import findings_of, written_by
 from safetune.verify.instruments import Instruments
 from safetune.verify.interpretation import interpret, is_jit
@@ -114,14 +115,13 @@ def pruned_configs(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         InvalidSetting: `kernel` has no configs.
     """
     kwargs = dict(kwargs)
-    while isinstance(kernel, Heuristics):
-        for name, heuristic in kernel.values.items():
-            kwargs[name] = heuristic(_named(kernel, args, kwargs))
-        kernel = kernel.fn
+    if isinstance(kernel, Heuristics):
+        kernel, values = heuristic_values(kernel, _named(kernel, args, kwargs))
+        kwargs |= values
     if not isinstance(kernel, Autotuner):
         raise InvalidSetting(f"{kernel!r} has no configs: use check_overlap")
     view = copy.copy(kernel)  # Triton's own code reads the arguments from the tuner
-    view.nargs = dict(zip(kernel.arg_names, args, strict=False))
+    view.nargs = named_arguments(kernel.arg_names, args)
     return list(view.prune_configs(kwargs))
 
 
@@ -131,7 +131,7 @@ def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
         raise InvalidSetting(f"{len(args)} arguments are given; the kernel has {', '.join(names)}")
     if twice := [name for name in names[: len(args)] if name in kwargs]:
         raise InvalidSetting(f"{', '.join(twice)}: given by position and by name; leave one out")
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return named_arguments(names, args, kwargs)
 
 
 def _defaults(function: Any) -> dict[str, Any]:
@@ -148,11 +148,8 @@ def _apply_decorators(
     """
     text = ""
     while not is_jit(kernel):
-        added: dict[str, Any] = {}
-        if isinstance(kernel, Heuristics):
-            for name, heuristic in kernel.values.items():
-                added[name] = heuristic({**named, **added})
-        elif isinstance(kernel, Autotuner):
+        below, added = heuristic_values(kernel, named)
+        if isinstance(kernel, Autotuner):
             config = _chosen(kernel, config)
             check_conflicts(kernel.base_fn.__name__, config, named)
             text, added = config_text(config), config.all_kwargs()
@@ -161,7 +158,7 @@ def _apply_decorators(
         _check_names(kernel, added)
         named.update(added)
         copies.update(added)
-        kernel = kernel.fn
+        kernel = kernel.fn if below is kernel else below
     if config is not None and not text:
         raise InvalidConfig(
             f"config={config_text(config)}: {kernel.__name__} has no tuner that would set it; pass "

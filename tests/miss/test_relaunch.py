@@ -254,7 +254,7 @@ def test_with_mode_off_nothing_is_caught(
 
 def test_what_a_specialisation_tells_apart(copies: Any) -> None:
     """What a specialisation is: at least what Triton compiles again for."""
-    from safetune.launch.specialisation import specialisation
+    from safetune.launch.call_shape import specialisation
 
     tuner = copies(blocks=BLOCKS).tuner
     memory = torch.zeros(128)
