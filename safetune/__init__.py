@@ -1,6 +1,6 @@
 """safetune: an autotuner for Triton kernels whose candidates run in subprocesses.
 
-Importing it imports neither torch nor triton; each name below does when it is first used.
+Importing it imports neither torch nor triton; the names below do so when they are first used.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _install_if_asked() -> None:
         asked = installs()
     except InvalidSetting:
         if _is_the_command():
-            return  # which says so itself, on one line
+            return  # the command reports it itself, on one line
         raise
     if asked:
         importlib.import_module("safetune.integrations.install").when_triton_is_imported()
@@ -121,8 +121,8 @@ def _is_the_command() -> bool:
     import os
     import sys
 
-    program = sys.orig_argv[-len(sys.argv) :][:1]  # the script, or what follows -m
-    return [os.path.basename(each) for each in program] in (["safetune"], ["-msafetune"])
+    program = sys.orig_argv[-len(sys.argv) :][:1]  # the script, or the name after -m
+    return [os.path.basename(name) for name in program] in (["safetune"], ["-msafetune"])
 
 
 def __dir__() -> list[str]:

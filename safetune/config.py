@@ -1,7 +1,7 @@
-"""triton.Config: checked, told apart, and written down.
+"""triton.Config: checks, identity, and JSON form.
 
-A stored row never becomes a `Config`. It carries the digest of one, and so can only select among
-those that the decorator declares.
+A stored row never becomes a `Config`. It has the digest of a config, so it can only select one of
+the configs that the decorator declares.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def declared_digest(configs: Iterable[Config]) -> str:
 
 
 def config_text(config: Config) -> str:
-    """Return a config as people read it: its kwargs, then the options that are not defaults."""
+    """Return a config as text: its kwargs, then the options that are not defaults."""
     parts = [f"{name}={value}" for name, value in config.kwargs.items()]
     parts.append(f"num_warps={config.num_warps}")
     parts.append(f"num_stages={config.num_stages}")
@@ -56,7 +56,7 @@ def config_text(config: Config) -> str:
 def check_configs(
     kernel_name: str, configs: Iterable[Config] | None, parameters: Sequence[str]
 ) -> list[Config]:
-    """Return the configs to try: Triton's default where there are none, without duplicates.
+    """Return the configs to try, without duplicates; for an empty list Triton's default config.
 
     Raises:
         InvalidConfig: an entry is not a `triton.Config`, or sets something that is neither a
@@ -84,7 +84,7 @@ def check_configs(
 
 
 def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> None:
-    """Raise `InvalidConfig` where the caller passes what the config sets."""
+    """Raise `InvalidConfig` if the call passes a name that the config sets."""
     conflicts = sorted(set(passed) & set(config.all_kwargs()))
     if conflicts:
         raise InvalidConfig(
@@ -106,7 +106,7 @@ def _check_names(
 
 @functools.cache
 def backend_options() -> frozenset[str]:
-    """Return the launch options of every installed back end; no driver is touched."""
+    """Return the launch options of every installed back end, without loading a driver."""
     import dataclasses
     import sys
 
@@ -124,7 +124,7 @@ def backend_options() -> frozenset[str]:
 def check_names(
     kernel: str, arg_names: list[str], parameters: Mapping[str, Iterable[str] | None]
 ) -> None:
-    """Raise `InvalidSetting` for a name that is no argument of the kernel."""
+    """Raise `InvalidSetting` for a name that is not an argument of the kernel."""
     for parameter, names in parameters.items():
         unknown = [name for name in names or () if name not in arg_names]
         if unknown and isinstance(names, str):
@@ -146,7 +146,7 @@ def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
 
 
 def check_seconds(kernel: str, limits: object, *names: str) -> None:
-    """Raise `InvalidSetting` for an attribute of `limits` that is no number of seconds over 0."""
+    """Raise `InvalidSetting` for an attribute of `limits` that is not a positive number."""
     for name in names:
         value = getattr(limits, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

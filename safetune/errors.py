@@ -1,4 +1,4 @@
-"""What safetune raises. A failed config is a value (`Outcome`); a failed tuning is one of these."""
+"""The exceptions of safetune. A config that fails is an `Outcome`; a tuning that fails raises."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class SafetuneError(Exception):
 
 
 class InvalidConfig(SafetuneError, ValueError):
-    """A config, or the list of them, that no kernel launch could accept."""
+    """A config, or a list of configs, that no launch of the kernel could accept."""
 
 
 class InvalidSetting(SafetuneError, ValueError):
-    """A decorator argument or a SAFETUNE_* variable with a value that means nothing."""
+    """A decorator argument or a SAFETUNE_* variable has an invalid value."""
 
 
 class InvalidOperand(SafetuneError, ValueError):
-    """A tensor or an option that a shipped kernel cannot work with; nothing was launched."""
+    """A shipped kernel does not support a tensor or an option; nothing was launched."""
 
 
 class PhantomKey(SafetuneError, ValueError):
-    """A key name that the kernel never reads, under `phantom="error"`."""
+    """`key` has a name that the kernel never reads, under `phantom="error"`."""
 
 
 class NoDevice(SafetuneError, RuntimeError):
-    """Neither a GPU nor Triton's interpreter is there to run a kernel on."""
+    """There is neither a GPU nor Triton's interpreter to run a kernel."""
 
 
 class KernelNotTransferable(SafetuneError):
@@ -41,18 +41,18 @@ class KernelNotTransferable(SafetuneError):
 
 
 class NotReproducible(KernelNotTransferable):
-    """The call's inputs cannot be had in another process: addresses, or more bytes than fit."""
+    """The call's inputs cannot be copied to another process: addresses, or too many bytes."""
 
 
 class WorkerUnavailable(SafetuneError):
-    """No child process could be started; says nothing about any config."""
+    """No child process could be started. This is not the fault of a config."""
 
 
 class NoMemory(WorkerUnavailable):
-    """The device has no memory for a tuning now; says nothing about any config.
+    """The device lacks the memory for a tuning now. This is not the fault of a config.
 
     Attributes:
-        needed_bytes: free device memory below which trying again is pointless; 0 if unknown.
+        needed_bytes: free device memory that another attempt needs at least; 0 if unknown.
     """
 
     needed_bytes: int = 0
@@ -63,26 +63,26 @@ class NoMemory(WorkerUnavailable):
 
 
 class DeviceUnavailable(WorkerUnavailable):
-    """A child must not use the device: its mode, MPS, or a process stuck on it forbids that."""
+    """A child must not use the device: its compute mode, MPS, or a stuck process forbids it."""
 
 
 class CaptureError(SafetuneError, RuntimeError):
-    """Something that cannot be done while a CUDA graph is being captured."""
+    """The operation is not possible while a CUDA graph is being captured."""
 
 
 class CaptureMiss(CaptureError):
-    """A key without a choice under CUDA graph capture, under `capture_miss="error"`.
+    """A key has no choice under CUDA graph capture, with `capture_miss="error"`.
 
     Nothing was launched, and the capture is still valid.
     """
 
 
 class TracingError(SafetuneError, RuntimeError):
-    """A kernel reached a compiler or a transform that cannot carry it as it is."""
+    """A compiler or a transform cannot represent the kernel as it is."""
 
 
 class MissingChoice(TracingError):
-    """A key without a choice where nothing can be tuned: there are shapes, but no data."""
+    """A key has no choice and cannot be tuned: the call has shapes, but no data."""
 
 
 class StoreError(SafetuneError):
@@ -94,32 +94,32 @@ class LeaseLost(StoreError):
 
 
 class Busy(WorkerUnavailable):
-    """Another process is at it, and this one has waited as long as SAFETUNE_WAIT allows."""
+    """Another process tunes the key, and this process has waited for SAFETUNE_WAIT seconds."""
 
 
 class PackError(SafetuneError):
-    """A file of choices that does not hold what it should; the message names it and the reason."""
+    """A pack cannot be read; the message names the file and the reason."""
 
 
 class TargetError(SafetuneError):
-    """A command-line TARGET that does not import, or holds nothing to tune."""
+    """A TARGET of the command line cannot be imported, or has nothing to tune."""
 
 
 class WorkloadError(SafetuneError):
-    """A workload function that raised, or yielded something else than a `Workload`."""
+    """A workload function raised, or yielded something other than a `Workload`."""
 
 
 class NotInterpretable(SafetuneError):
-    """A kernel that Triton's interpreter cannot run to its end, so that nothing can be checked."""
+    """Triton's interpreter cannot run the kernel to its end, so nothing can be checked."""
 
 
 class NoWorkingConfig(SafetuneError, RuntimeError):
     """Every config failed.
 
     Attributes:
-        outcomes: one (config as text, `Outcome`) pair per config tried.
-        measured: how many of them were tried now; the others are known from earlier.
-        transient: for one of them at least, the reason may pass; for a lack of memory it does.
+        outcomes: a pair (config as text, `Outcome`) for each config.
+        measured: the number of configs tried now; the other outcomes were stored before.
+        transient: at least one config failed for a reason that may pass, such as memory.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
             else f"  {config:<{width}}  {outcome.label}"
             for config, outcome in self.outcomes
         )
-        before = "" if measured else f" as found before (`safetune clear {kernel}` forgets it)"
+        before = "" if measured else f" (stored results; `safetune clear {kernel}` deletes them)"
         super().__init__(
             f"none of the {len(self.outcomes)} configs of {kernel} works for {key}{before}:\n{rows}"
         )

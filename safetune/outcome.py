@@ -1,4 +1,4 @@
-"""What became of one config: a verdict, its timing if it has one, and what it left behind."""
+"""The outcome of one config: its verdict, its timing and its messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Verdict(str, Enum):
-    """The verdicts that a config can end with. Only `OK` makes it eligible."""
+    """The verdicts that a config can end with. Only a config with `OK` can be chosen."""
 
     OK = "ok"
     COMPILE_ERROR = "compile_error"
@@ -26,7 +26,7 @@ class Verdict(str, Enum):
     NO_MEMORY = "no_memory"
 
 
-#: Verdicts after which the child can be used again: nothing has touched the device's context.
+#: Verdicts after which the child is used again: the device's context was not touched.
 CLEAN = frozenset(
     {
         Verdict.OK,
@@ -38,21 +38,21 @@ CLEAN = frozenset(
     }
 )
 
-#: Verdicts that say something of the moment and nothing of the config: never stored as its fault.
+#: Verdicts that are not the config's fault and may pass: never stored.
 TRANSIENT = frozenset({Verdict.NO_MEMORY})
 
 
-#: Verdicts that a call may be to blame for, by a wrong argument: where no config works, a later
-#: process tries them again.
+#: Verdicts that a wrong argument of the call may have caused: where no config works, a later
+#: process tries these configs again.
 OF_THE_CALL = frozenset({Verdict.LAUNCH_ERROR, Verdict.ILLEGAL_ACCESS, Verdict.OUT_OF_BOUNDS})
 
 
 class Mark(str, Enum):
-    """What qualifies an outcome without making it a failure. A reason may follow it after `: `.
+    """A remark on an outcome that is not a failure. A reason may follow it after `: `.
 
-    CONTENDED: timed while the caller's own work ran on the device; never shared.
+    CONTENDED: timed while the caller used the device; never shared.
     REGENERATED: some float inputs were too large to copy and were drawn at random.
-    UNOWNED: it wrote bytes of a storage that no argument covers.
+    UNOWNED: the kernel wrote bytes of a storage that no argument covers.
     DISPUTED: configs disagree about the result, and there is no majority.
     """
 
@@ -88,10 +88,10 @@ class Outcome:
 
     Attributes:
         detail: the signal (`SIGSEGV`), exit code or exception class behind the verdict.
-        message: one human-readable line or more; empty when there is nothing to say.
+        message: text for people, one line or more; may be empty.
         stderr: the last lines that the child wrote to its standard error or output.
-        gpu_uuid: the card that measured it; empty in the interpreter.
-        marks: what qualifies it, `Mark` values, each with or without a reason.
+        gpu_uuid: the GPU that measured it; empty in the interpreter.
+        marks: `Mark` values, with or without a reason.
     """
 
     verdict: Verdict

@@ -1,7 +1,7 @@
 """Every SAFETUNE_* environment variable, read here and nowhere else.
 
-Read on each miss and at each decoration, never on a hit; so a test or a launcher may change the
-environment at any time before a key is first seen.
+Variables are read at each miss and at each decoration, never on a hit. So a test or a launcher may
+change the environment at any time before the first launch of a key.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from safetune.errors import InvalidSetting
 
 
 class Mode(str, Enum):
-    """What a miss does.
+    """What a launch does whose key has no choice.
 
-    TUNE: measure the configs, and wait for that.
-    BACKGROUND: launch a fallback now, measure meanwhile, and use the choice once it is there.
+    TUNE: measure the configs, then launch the choice.
+    BACKGROUND: launch a fallback, and measure meanwhile; later launches use the choice.
     FROZEN: launch a choice or a fallback; never tune, start a process or write.
-    RECORD: launch as FROZEN does, and remember the call for `safetune tune --recorded`.
+    RECORD: launch as FROZEN does, and store the call for `safetune tune --recorded`.
     OFF: launch the first config; nothing is looked up or stored.
     """
 
@@ -38,7 +38,7 @@ class Mode(str, Enum):
 
 
 class PhantomPolicy(str, Enum):
-    """What happens to a key name that the kernel never reads."""
+    """What happens to a name in `key` that the kernel never reads."""
 
     DROP = "drop"
     KEEP = "keep"
@@ -48,7 +48,7 @@ class PhantomPolicy(str, Enum):
 class CaptureMissPolicy(str, Enum):
     """What a key without a choice does under CUDA graph capture.
 
-    FALLBACK: launch what is known to work, with a warning.
+    FALLBACK: launch a config that is known to work, with a warning.
     ERROR: raise `CaptureMiss`.
     """
 
@@ -60,7 +60,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
-    """Return the member of `kind` that `value` names; raises `InvalidSetting` naming the rest."""
+    """Return the member of `kind` with this value; raises `InvalidSetting` with the valid ones."""
     try:
         return kind(value)
     except ValueError:
@@ -69,7 +69,7 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
 
 
 def parse_optional(kind: type[Choice], name: str, value: str | None) -> Choice | None:
-    """Return what `parse_choice` does; None for None."""
+    """Return `parse_choice(...)`, or None for None."""
     return None if value is None else parse_choice(kind, name, value)
 
 
@@ -85,30 +85,30 @@ def parse_switch(name: str, value: str) -> bool:
 
 
 def parse_size(name: str, value: str) -> int:
-    """Return the bytes that `value` says, e.g. `4096` or `512MiB`; raises `InvalidSetting`."""
+    """Return a size in bytes, e.g. of `4096` or `512MiB`; raises `InvalidSetting`."""
     match = _SIZE.fullmatch(value.strip())
     if match is None:
         raise InvalidSetting(
-            f"{name}={value!r} is no size; give bytes, or a number with KiB, MiB or GiB, e.g. 2GiB"
+            f"{name}={value!r} is not a size; give bytes, or a number with KiB, MiB or GiB"
         )
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
 def parse_seconds(name: str, value: str) -> float:
-    """Return the seconds that `value` says, 0 or more; raises `InvalidSetting`."""
+    """Return a number of seconds, 0 or more; raises `InvalidSetting`."""
     try:
         seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidSetting(f"{name}={value!r} is no number of seconds; give one, e.g. 120")
+        raise InvalidSetting(f"{name}={value!r} is not a number of seconds; give e.g. 120")
     return seconds
 
 
 def check_url(url: str) -> str:
-    """Return a URL for a shared store, or the empty one; raises `InvalidSetting`.
+    """Return the URL of a shared store, or an empty string; raises `InvalidSetting`.
 
-    Only its form is looked at, so that reading the settings imports nothing.
+    Checks its form only, so that reading the settings imports nothing.
     """
     if not url:
         return url
@@ -119,10 +119,10 @@ def check_url(url: str) -> str:
     elif scheme == "file" and not rest.startswith("/"):
         problem = "a file URL is file:// and an absolute path"
     elif not rest and scheme not in ("postgresql", "postgres", "memory"):
-        problem = "it names no place"
+        problem = "it has no host or path"
     if problem:
         raise InvalidSetting(
-            f"SAFETUNE_SHARED={place_of(url)!r} names no shared store: {problem}; give "
+            f"SAFETUNE_SHARED={place_of(url)!r} is not the URL of a shared store: {problem}; give "
             "file:///directory, postgresql://host/database, or a URL that fsspec knows, such as "
             "s3://bucket/folder"
         )
@@ -130,9 +130,9 @@ def check_url(url: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """Return a URL as a message may show it: without user, password and parameters.
+    """Return a URL for messages: without user, password and parameters.
 
-    A password may hold any character, so where it could begin or end in two ways, nothing is shown.
+    A password may contain any character; where its limits are ambiguous, nothing of it is shown.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -155,16 +155,16 @@ class Settings:
         capture_miss: SAFETUNE_CAPTURE_MISS, default `fallback`; a decorator's `capture_miss=` wins.
         cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
         world_size: WORLD_SIZE, which torchrun sets, or that of torch.distributed where it is
-            initialised: in a world of several processes, what one has launched stays until
+            initialised. Over 1, a process keeps the config that it launched for a key until
             `safetune.sync()`.
         copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
             float ones are drawn at random in the child instead of being copied.
-        packs: SAFETUNE_PACKS, directories of packs, the first one first.
+        packs: SAFETUNE_PACKS, directories of packs, in the order of the search.
         shared: SAFETUNE_SHARED, the URL of a store that several nodes share; empty for none.
-        local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: how many of the processes are on
-            this node; all of them where it is not set.
-        wait_s: SAFETUNE_WAIT in seconds, default 120: how long this process waits for other
-            processes' tunings, all its waits together.
+        local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: the number of processes on this
+            node; default: all.
+        wait_s: SAFETUNE_WAIT, default 120: seconds that this process waits in total for tunings of
+            other processes.
     """
 
     mode: Mode
@@ -180,7 +180,7 @@ class Settings:
 
     @classmethod
     def current(cls) -> Settings:
-        """Read the environment; raises `InvalidSetting` on a value that means nothing."""
+        """Read the environment; raises `InvalidSetting` for an invalid value."""
         env = os.environ
         explicit = env.get("SAFETUNE_CACHE_DIR")
         world_size = max(_number(env.get("WORLD_SIZE")), _distributed_size())
@@ -206,7 +206,7 @@ class Settings:
 
 
 def installs() -> bool:
-    """Whether SAFETUNE_INSTALL asks for safetune in place of every `triton.autotune`.
+    """Return whether SAFETUNE_INSTALL asks to replace every `triton.autotune`.
 
     Raises:
         InvalidSetting: it is neither `1` nor `0`.
@@ -215,18 +215,18 @@ def installs() -> bool:
 
 
 def _distributed_size() -> int:
-    """How many ranks there are where no launcher says so, as under srun and MPI."""
+    """Return the number of ranks by torch.distributed; srun and MPI set no WORLD_SIZE."""
     if "torch.distributed" not in sys.modules:
         return 1
     distributed = sys.modules["torch.distributed"]
-    # Without the function where torch has none of it, and while it is being imported.
+    # The function is missing in builds of torch without it, and during the import.
     if not hasattr(distributed, "is_initialized") or not distributed.is_initialized():
         return 1
     return int(distributed.get_world_size())
 
 
 def _number(text: str | None) -> int:
-    """A variable that is not ours: what means nothing is no error of the caller's."""
+    """Return the number in a variable that is not ours; 1 where it is not a number."""
     return int(text) if text and text.isdecimal() else 1
 
 
@@ -237,5 +237,5 @@ def _directories(text: str) -> tuple[Path, ...]:
 def _default_cache_dir() -> Path:
     try:
         return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
-    except RuntimeError:  # there is no home, which opening the store says
+    except RuntimeError:  # without a home directory; opening the store reports it
         return Path("~", ".cache", "safetune")

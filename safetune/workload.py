@@ -1,4 +1,4 @@
-"""What offline tuning runs: named launches that a kernel's author declares in code."""
+"""Workloads: named launches for offline tuning, declared in code beside the kernel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Workload:
     Attributes:
         name: what `safetune tune --shape NAME` selects, e.g. `4096x1024`.
         grid: as in `kernel[grid](...)`: a tuple, or a function of the arguments.
-        args, kwargs: exactly those of the launch, without what the configs set.
-        outputs: names of arguments of which each element must be written, for `safetune verify`.
+        args, kwargs: those of the launch, without the names that the configs set.
+        outputs: for `safetune verify`, arguments of which every element must be written.
     """
 
     name: str
@@ -33,8 +33,8 @@ class DeclaredWorkload:
     """A workload function as registered by `@kernel.workload`.
 
     Attributes:
-        function: called with a torch device and dtype, yields `Workload`s.
-        dtypes: names of the torch dtypes that it is meant for; empty means the default one.
+        function: yields `Workload`s for a torch device and dtype.
+        dtypes: names of torch dtypes to call it with; empty means the default dtype.
     """
 
     function: WorkloadFunction

@@ -12,7 +12,7 @@ from safetune.cli.messages import describe
 from safetune.errors import NoWorkingConfig
 from safetune.settings import installs
 
-#: The exit code of a program that SIGINT ended, as shells know it.
+#: The exit code that shells give a program that SIGINT ended.
 INTERRUPTED = 130
 
 _DEBUG = "safetune.debug"
@@ -22,7 +22,7 @@ def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> 
     context.meta[_DEBUG] = value or context.meta.get(_DEBUG, False)
 
 
-#: On the group and on each command, so that it may stand on either side of the command's name.
+#: On the group and on each command, so that it works before and after the command's name.
 debug_option = click.option(
     "--debug",
     is_flag=True,
@@ -39,7 +39,7 @@ class _Group(click.Group):
         try:
             return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # click's own, which it answers itself
+            raise  # click answers its own exceptions
         except KeyboardInterrupt:
             click.echo("Interrupted; finished trials are stored.", err=True)
             sys.exit(INTERRUPTED)
@@ -55,8 +55,8 @@ class _Group(click.Group):
 @debug_option
 @click.version_option(package_name="safetune")
 def main() -> None:
-    """Tune Triton kernels in subprocesses and look after the choices."""
-    installs()  # raises what the import of safetune has left to this place
+    """Tune Triton kernels in subprocesses and manage the stored choices."""
+    installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command
 
 
 from safetune.cli.gc import gc  # noqa: E402

@@ -1,4 +1,4 @@
-"""`safetune gc`: take out of the store what nobody will need again."""
+"""`safetune gc`: delete stored keys that are old or no longer needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from safetune.cli.stored import json_option, open_store, print_json
+from safetune.cli.tables import counted
 from safetune.errors import InvalidSetting
 from safetune.settings import parse_size
 
@@ -28,13 +29,20 @@ def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> in
     "--older-than",
     type=click.FloatRange(min=0),
     metavar="DAYS",
-    help="What has not been tuned for so long, and damaged databases kept aside.",
+    help="Delete keys without a trial or choice of the last DAYS, and damaged databases.",
 )
 @click.option(
-    "--dead-toolchains", is_flag=True, help="What another Triton than the installed one compiled."
+    "--dead-toolchains",
+    is_flag=True,
+    help="Delete keys of every Triton version except the installed one.",
 )
-@click.option("--max-size", metavar="SIZE", callback=_size, help="The oldest, beyond this size.")
-@click.option("--dry-run", is_flag=True, help="Say what would go, and keep it.")
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    callback=_size,
+    help="Delete the oldest keys until the database has about this size.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @json_option
 def gc(
     older_than: float | None,
@@ -43,14 +51,14 @@ def gc(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Forget what is old, of a dead toolchain, or too much.
+    """Delete stored keys that are old, of another Triton, or over a size limit.
 
-    Whole keys go, with their trials and choices; what is being tuned now stays.
+    A key is deleted with its trials and choices. Keys that are being tuned now stay.
     """
     from safetune.store.local.gc import Rule, sweep
 
     if older_than is None and not dead_toolchains and max_size is None:
-        raise click.UsageError("say what may go: --older-than, --dead-toolchains or --max-size")
+        raise click.UsageError("give --older-than, --dead-toolchains or --max-size")
     rule = Rule(
         before=None if older_than is None else time.time() - older_than * _DAY_S,
         triton=metadata.version("triton") if dead_toolchains else None,
@@ -64,11 +72,11 @@ def gc(
 
 
 def _sentence(swept: dict[str, Any], dry_run: bool) -> str:
-    would = "would forget" if dry_run else "forgot"
-    calls = f" and {swept['calls']} recorded calls" if swept["calls"] else ""
-    files = f", and {swept['files']} databases kept aside" if swept["files"] else ""
+    verb = "would delete" if dry_run else "deleted"
+    parts = [counted(swept[f"{noun}s"], noun) for noun in ("key", "trial", "choice")]
+    if swept["calls"]:
+        parts.append(counted(swept["calls"], "recorded call"))
+    if swept["files"]:
+        parts.append(counted(swept["files"], "damaged database"))
     size = "" if dry_run else f"; {swept['bytes_before']} bytes before, {swept['bytes_after']} now"
-    return (
-        f"{would} {swept['keys']} keys with {swept['trials']} trials and {swept['choices']} "
-        f"choices{calls}{files}{size}"
-    )
+    return f"{verb} {', '.join(parts)}{size}"

@@ -1,4 +1,4 @@
-"""Errors and warnings as one line each, with the place in the user's code that they come from."""
+"""Errors and warnings as one line each, with the line of the user's code that raised it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KERNELS = str(Path(_PACKAGE) / "kernels")
 
 
 def describe(error: BaseException) -> str:
-    """Return what went wrong on one line; for an error that nobody foresaw, also where."""
+    """Return an error as one line; for an unexpected error, with the file and line."""
     if isinstance(error, SafetuneError):
         return _one_line(str(error))
-    return f"{typed(error)}{place_of(error)}; --debug shows the traceback"
+    return f"{typed(error)}{location_of(error)}; --debug shows the traceback"
 
 
 def typed(error: BaseException) -> str:
@@ -30,10 +30,10 @@ def typed(error: BaseException) -> str:
     return _one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
-def place_of(error: BaseException) -> str:
-    """Return ` (file:line)`: the innermost line of the user's own, or of any library, or nothing.
+def location_of(error: BaseException) -> str:
+    """Return ` (file:line)`: the innermost line of the user's code, else of a library.
 
-    The import machinery and safetune itself are neither.
+    Lines of the import machinery and of safetune do not count.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"

@@ -21,20 +21,20 @@ _kernel_option = click.option(
     "--kernel", multiple=True, metavar="NAME", help="Only choices for this kernel."
 )
 _device_option = click.option(
-    "--device", metavar="TEXT", help="Only for devices with this in their names, e.g. H100."
+    "--device", metavar="TEXT", help="Only choices for devices with TEXT in their names, e.g. H100."
 )
-_place = click.Path(path_type=Path)
+_path = click.Path(path_type=Path)
 
 
 @click.command("export")
-@click.argument("place", metavar="DIR|FILE", type=_place)
+@click.argument("path", metavar="DIR|FILE", type=_path)
 @_kernel_option
 @_device_option
 @json_option
-def export(place: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
+def export(path: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
     """Write the stored choices to DIR, one file per kernel and device.
 
-    A FILE, whose name ends in .json, takes those of one kernel and device.
+    With a FILE, whose name ends in .json, writes the choices of one kernel and device.
     """
     from safetune.store.packs import exchange
 
@@ -43,17 +43,17 @@ def export(place: Path, kernel: tuple[str, ...], device: str | None, as_json: bo
     _tell_left_out(collected)
     if not chosen:
         raise TargetError(_nothing(collected.entries, kernel, device))
-    _write(chosen, place, as_json)
+    _write(chosen, path, as_json)
 
 
 @click.command("import")
-@click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_place)
+@click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_path)
 @json_option
 def import_(source: tuple[Path, ...], as_json: bool) -> None:
-    """Take the choices of SOURCE into the store.
+    """Copy the choices of SOURCE into the store.
 
-    SOURCE is a file that export wrote, a directory of them, or another safetune.db. All are taken
-    or, where one is broken, none.
+    SOURCE is a file that export wrote, a directory of such files, or another safetune.db. If a
+    file is broken, no choice is copied.
     """
     from safetune.store.local.store import Store
     from safetune.store.packs import exchange
@@ -64,17 +64,17 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
         print_json(vars(done))
         return
     click.echo(
-        f"{counted(done.new, 'choice')} imported, {done.known} known already, {done.kept} not "
-        "taken: the store has another one of the same generation"
+        f"{counted(done.new, 'choice')} imported, {done.known} already stored, {done.kept} not "
+        "imported: the store has another choice of the same generation"
         if done.kept
-        else f"{counted(done.new, 'choice')} imported, {done.known} known already"
+        else f"{counted(done.new, 'choice')} imported, {done.known} already stored"
     )
 
 
 @click.command("merge")
-@click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_place)
+@click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_path)
 @click.option(
-    "--into", required=True, metavar="DIR|FILE", type=_place, help="Where to write the result."
+    "--into", required=True, metavar="DIR|FILE", type=_path, help="Where to write the result."
 )
 @_kernel_option
 @_device_option
@@ -86,10 +86,10 @@ def merge(
     device: str | None,
     as_json: bool,
 ) -> None:
-    """Write the choices of every SOURCE to one place, as export does.
+    """Merge the choices of every SOURCE and write them as export does.
 
-    SOURCE is a file that export wrote, a directory of them, or a safetune.db. Where two have a
-    choice for the same thing, the later generation wins, and of one generation the first made.
+    SOURCE is a file that export wrote, a directory of such files, or a safetune.db. Of two choices
+    for the same key and configs the later generation wins, then the one made first.
     """
     from safetune.store.packs import exchange
 
@@ -101,20 +101,20 @@ def merge(
 
 
 @click.command("pack")
-@click.argument("directory", metavar="DIR", type=_place)
+@click.argument("directory", metavar="DIR", type=_path)
 @_kernel_option
 @_device_option
 @json_option
 def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
-    """Make DIR, a directory for SAFETUNE_PACKS, of all that is known here.
+    """Write every choice known on this machine to DIR, for SAFETUNE_PACKS.
 
-    That is what is stored and what the directories in SAFETUNE_PACKS hold, merged. DIR must not be
-    there yet, or be empty.
+    Merges the choices in the store with those in the directories of SAFETUNE_PACKS. DIR must not
+    exist yet, or must be empty.
     """
     from safetune.store.packs import exchange
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise TargetError(f"{directory} is there already and not empty; pack makes it anew")
+        raise TargetError(f"{directory} exists and is not empty; give a new directory")
     collected = exchange.of_store(open_store())
     _tell_left_out(collected)
     others = [_collect(path).entries for path in Settings.current().packs if _has_packs(path)]
@@ -145,35 +145,35 @@ def _tell_left_out(collected: Collected) -> None:
         click.echo(f"Warning: left out: {line}", err=True)
 
 
-def _write(entries: Sequence[StoredChoice], place: Path, as_json: bool) -> None:
+def _write(entries: Sequence[StoredChoice], path: Path, as_json: bool) -> None:
     """Write entries to a directory, or to a file where they are of one kernel and device."""
     from safetune.store.packs import exchange
 
     packs = exchange.packs_of(entries)
-    if place.suffix == ".json" and not place.is_dir():
+    if path.suffix == ".json" and not path.is_dir():
         if len(packs) > 1:
             raise TargetError(
-                f"{place} is one file, and there are {len(packs)} kernels and devices: name a "
+                f"{path} is one file, and there are {len(packs)} kernels and devices: name a "
                 f"directory, or choose with --kernel and --device among {', '.join(packs)}"
             )
-        targets = {place: entries}
+        targets = {path: entries}
     else:
-        targets = {place / name: pack for name, pack in packs.items()}
+        targets = {path / name: pack for name, pack in packs.items()}
     written: list[dict[str, Any]] = []
-    for path, pack in targets.items():
-        exchange.write_pack(pack, path)
-        written.append({"path": str(path), "choices": len(pack)})
+    for file, pack in targets.items():
+        exchange.write_pack(pack, file)
+        written.append({"path": str(file), "choices": len(pack)})
     if as_json:
         print_json({"written": written})
         return
-    for each in written:
-        click.echo(f"{each['path']}: {counted(each['choices'], 'choice')}")
+    for line in written:
+        click.echo(f"{line['path']}: {counted(line['choices'], 'choice')}")
 
 
 def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None) -> str:
     if not entries:
-        return "there are no choices; `safetune tune` makes some"
+        return "no choice is stored yet; run `safetune tune` first"
     wanted = [*(f"kernel {name!r}" for name in kernel), *([f"device {device!r}"] if device else [])]
     there = sorted({(e.key.kernel_name, str(e.key.device["name"])) for e in entries})
-    listed = ", ".join(f"{name} on {place}" for name, place in there)
-    return f"there is no choice for {' and '.join(wanted)}; there are: {listed}"
+    listed = ", ".join(f"{name} on {model}" for name, model in there)
+    return f"no choice is stored for {' and '.join(wanted)}; choices are stored for: {listed}"

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class TuningProgress:
-    """A progress bar on standard error; nothing at all when it is not a terminal or `quiet`.
+    """A progress line on standard error; hidden when that is not a terminal, or with `quiet`.
 
-    One line, for the tuning that runs; it is gone when the last has ended.
+    It shows the tuning that runs, and disappears after the last tuning.
     """
 
     def __init__(self, tunings: int, quiet: bool) -> None:

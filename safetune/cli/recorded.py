@@ -1,4 +1,4 @@
-"""What `safetune tune --recorded` tunes: the calls in the store, rebuilt one after the other."""
+"""`safetune tune --recorded`: the calls in the store, rebuilt and tuned one after another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RecordedPlan:
-    """The recorded calls. Iterating makes the tensors of one after the other, never of all.
+    """The recorded calls. Iterating makes the tensors of one call at a time.
 
     Args:
         kernels: where to look for the calls' kernels; None: in the modules that defined them.
@@ -43,8 +43,8 @@ class RecordedPlan:
         """Return how many calls can be tuned.
 
         Raises:
-            NoDevice: a kernel, or the device, needs a GPU and there is none.
-            TargetError: nothing is recorded.
+            NoDevice: a kernel, or the device, needs a GPU and torch finds no GPU.
+            TargetError: no call is recorded.
         """
         from safetune.offline import replay, tasks
         from safetune.store.local.recorded_calls import calls
@@ -54,7 +54,7 @@ class RecordedPlan:
             names = {kernel.name for kernel in self._named}
             stored = [call for call in stored if call.name in names]
         if not stored:
-            raise TargetError("no such call is recorded; SAFETUNE_MODE=record records them")
+            raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
         self._found, left_out = replay.sort_out(stored, self._named, self._zeros)
         self._left_out += left_out
         targets.check_device(self.kernels, self._device)
@@ -70,6 +70,8 @@ class RecordedPlan:
             try:
                 task = found.task(device)
             except torch.OutOfMemoryError as error:
-                self._left_out.append(LeftOut(found.call, f"there is no memory for it: {error}"))
+                self._left_out.append(
+                    LeftOut(found.call, f"there is not enough memory for its tensors: {error}")
+                )
                 continue
             yield task

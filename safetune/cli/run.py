@@ -1,4 +1,4 @@
-"""`safetune run`: a program as it is, with safetune in place of `triton.autotune`."""
+"""`safetune run`: an unmodified program, with safetune in place of `triton.autotune`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from safetune.settings import Settings
 def run_command(module: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run SCRIPT with every triton.autotune replaced by safetune's.
 
-    Python processes that it starts, such as torchrun's workers, are reached as well. At exit each
-    process with kernels says on stderr what was tuned.
+    This includes the Python processes that SCRIPT starts, such as torchrun's workers. At exit, each
+    process that met a kernel reports on stderr what it tuned.
     """
-    Settings.current()  # raises, before the program has begun
+    Settings.current()  # a bad variable is an error before the program starts
     spec = find_spec("safetune.integrations.site")
     assert spec is not None
     assert spec.origin is not None

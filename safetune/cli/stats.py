@@ -13,7 +13,7 @@ from safetune.cli.stored import json_option, open_store, print_json
 @click.command("stats")
 @json_option
 def stats(as_json: bool) -> None:
-    """Say how much is stored, of what, and how old it is."""
+    """Show the size, the contents and the age of the store."""
     from safetune.store.local import gc
 
     found = gc.stats(open_store())

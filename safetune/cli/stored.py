@@ -1,6 +1,6 @@
-"""`safetune list`, `show`, `path` and `clear`: what the store holds.
+"""`safetune list`, `show`, `path` and `clear`: the contents of the store.
 
-Looking makes nothing: where there is no database, these commands see an empty one.
+No command here creates a database; where there is no file, the store is empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def list_choices(as_json: bool) -> None:
         return
     console = stdout_console()
     if not stored:
-        console.print("No choice is stored yet; `safetune tune` makes some.")
+        console.print("No choice is stored yet; run `safetune tune` first.")
     for (kernel, device), entries in itertools.groupby(stored, key=_kernel_and_device):
         table = empty_table(f"{kernel}  on {device}", "arguments", "choice", "median")
         for entry in entries:
@@ -61,9 +61,9 @@ def list_choices(as_json: bool) -> None:
 @click.argument("kernel")
 @json_option
 def show(kernel: str, as_json: bool) -> None:
-    """Show what became of every config of KERNEL.
+    """Show the verdict and the time of every config of KERNEL.
 
-    One table per key; of a config that was tried more than once, the last trial.
+    Prints one table per key. For a config that was tried more than once, it shows the last trial.
     """
     store = open_store()
     choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
@@ -98,7 +98,7 @@ def show(kernel: str, as_json: bool) -> None:
 @click.command("path")
 @json_option
 def path(as_json: bool) -> None:
-    """Print where the database is, whether it exists or not."""
+    """Print the path of the database, whether or not it exists."""
     database = _database()
     if as_json:
         print_json({"path": str(database), "exists": database.exists()})
@@ -110,7 +110,7 @@ def path(as_json: bool) -> None:
 @click.argument("kernel")
 @json_option
 def clear(kernel: str, as_json: bool) -> None:
-    """Forget every trial and choice of KERNEL."""
+    """Delete every trial and choice of KERNEL."""
     store = open_store()
     if kernel not in store.kernels():
         raise _not_stored(kernel, store)
@@ -137,7 +137,7 @@ def open_store() -> Store:
     except FileNotFoundError:
         return Store.in_memory()
     except OSError:
-        pass  # opening it says what is wrong
+        pass  # opening the store reports the error
     return Store.open(database.parent)
 
 
@@ -171,10 +171,11 @@ def _kernel_and_device(entry: StoredChoice) -> tuple[str, str]:
 
 
 def print_json(data: Any) -> None:
-    """Print for programs."""
+    """Print JSON for programs."""
     click.echo(json.dumps(data, indent=2))
 
 
 def _not_stored(kernel: str, store: Store) -> TargetError:
-    stored = ", ".join(store.kernels()) or "none"
-    return TargetError(f"no kernel named {kernel!r} is stored; stored are: {stored}")
+    stored = store.kernels()
+    known = f"stored kernels: {', '.join(stored)}" if stored else "the store is empty"
+    return TargetError(f"no kernel named {kernel!r} is stored; {known}")

@@ -18,16 +18,16 @@ from safetune.outcome import Outcome
 #: (config as text, outcome, whether it is the choice)
 Row = tuple[str, Outcome, bool]
 
-#: Triton's compile errors begin with a place in the kernel's source and end with the reason.
-_TRITON_PLACE = re.compile(r"at \d+:\d+:")
+#: Triton's compile errors begin with a location in the kernel's source and end with the reason.
+_TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 
 _WIDE = 10_000
 
 
 def stdout_console() -> Console:
-    """Return where tables go: as wide as the terminal; in a file or pipe no line is broken.
+    """Return the console for tables: as wide as the terminal; in a file or pipe lines never wrap.
 
-    $COLUMNS says otherwise. What is printed is shown as it is: a config's `[64, 64]` is no markup.
+    $COLUMNS overrides both. Text is printed literally: a config's `[64, 64]` is not rich markup.
     """
     plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
     console = Console(**plain)
@@ -37,7 +37,7 @@ def stdout_console() -> Console:
 
 
 def print_outcomes(console: Console, title: str, rows: Iterable[Row]) -> None:
-    """Print one row per config, the choice starred, and below them why the failed ones failed."""
+    """Print one row per config, the choice starred, and below the table the reasons of failures."""
     listed = list(rows)
     medians = [o.timing.median_ms for _, o, _ in listed if o.ok and o.timing is not None]
     best = min(medians, default=0.0)
@@ -57,7 +57,7 @@ def print_outcomes(console: Console, title: str, rows: Iterable[Row]) -> None:
 
 
 def empty_table(title: str, *headings: str) -> Table:
-    """Return a table; its columns of words fold where the terminal is narrow."""
+    """Return a table; columns of text fold on a narrow terminal."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
     for heading in headings:
         if heading in ("median", "p20-p80", "ratio"):
@@ -81,12 +81,12 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-#: A stored config's launch options, in the order in which people read them, with their defaults.
+#: A stored config's launch options in their usual order, with their defaults.
 _OPTIONS = {"num_warps": None, "num_stages": None, "num_ctas": 1, "maxnreg": None}
 
 
 def config_words(record: Mapping[str, Any]) -> str:
-    """Return a stored config as people read it: its kwargs, then its launch options."""
+    """Return a stored config as text: its kwargs, then its launch options."""
     words = [
         f"{name}={readable(value)}"
         for name, value in record.items()
@@ -101,7 +101,7 @@ def config_words(record: Mapping[str, Any]) -> str:
 
 
 def call_words(call: Mapping[str, Any]) -> str:
-    """Return the values and dtypes of a stored key as people read them."""
+    """Return the values and dtypes of a stored key as text."""
     values = [f"{name}={readable(value)}" for name, value in call["values"]]
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
     return " ".join([*values, *([dtypes] if dtypes else [])])
@@ -114,7 +114,7 @@ def counted(count: int, noun: str) -> str:
 
 def _reason(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[-1] if _TRITON_PLACE.match(lines[0]) else lines[0]
+    return lines[-1] if _TRITON_LOCATION.match(lines[0]) else lines[0]
 
 
 def _times(outcome: Outcome, best: float) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from safetune.cli.messages import place_of, typed
+from safetune.cli.messages import location_of, typed
 from safetune.errors import NoDevice, TargetError
 
 if TYPE_CHECKING:
@@ -21,30 +21,31 @@ if TYPE_CHECKING:
 def kernels_of(
     targets: Iterable[str], with_workload: bool = True, left_out: list[str] | None = None
 ) -> list[OfflineKernel]:
-    """Return the kernels that TARGETs name, each once; only those with a workload, or all.
+    """Return the kernels that TARGETs name, without duplicates.
 
     Args:
-        left_out: gets the names of those without one.
+        with_workload: return only kernels that declare a workload.
+        left_out: gets the names of the kernels without a workload.
 
     Raises:
-        TargetError: one does not import, has no such kernel, or no kernel with a workload.
+        TargetError: a TARGET does not import, lacks the kernel, or has no kernel with a workload.
     """
     modules: dict[str, ModuleType] = {}
     found: dict[int, OfflineKernel] = {}
     for target in targets:
-        place, _, wanted = target.partition(":")
-        if place not in modules:
-            modules[place] = _load(place)
-        named = _named(place, wanted, modules[place])
+        source, _, wanted = target.partition(":")
+        if source not in modules:
+            modules[source] = _load(source)
+        named = _named(source, wanted, modules[source])
         if left_out is not None:
             left_out += [kernel.name for kernel in named if not kernel.tuner.workloads]
-        for kernel in _with_workload(place, named) if with_workload else named:
+        for kernel in _with_workload(source, named) if with_workload else named:
             found.setdefault(id(kernel.tuner), kernel)
     return list(found.values())
 
 
 def use_interpreter_without_gpu() -> bool:
-    """Switch Triton to its interpreter where there is no GPU and nobody has decided; True if so."""
+    """Switch Triton to its interpreter where there is no GPU and the user has not decided."""
     if "TRITON_INTERPRET" in os.environ:
         return False
     import torch
@@ -56,7 +57,7 @@ def use_interpreter_without_gpu() -> bool:
 
 
 def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
-    """Raise `NoDevice` or `TargetError` where kernels cannot run, or not on that torch device."""
+    """Raise `NoDevice` or `TargetError` where the kernels cannot run (on that torch device)."""
     import torch
 
     from safetune.keys.device import active_driver
@@ -69,20 +70,20 @@ def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise TargetError(
-            f"--device {device!r} is no torch device; try cuda, cuda:1 or cpu"
+            f"--device {device!r} is not a torch device; try cuda, cuda:1 or cpu"
         ) from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise NoDevice(f"--device {device!r} needs a GPU, and torch finds none")
 
 
-def _named(place: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:
-    """The kernels of a module, or those of one name: an attribute's first, else a function's."""
+def _named(source: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:
+    """The kernels of a module, or those of one name: an attribute first, else a function."""
     from safetune.offline.tasks import find_kernels
 
     kernels = find_kernels(vars(module))
     if not kernels:
         raise TargetError(
-            f"{place} has no kernel decorated with @safetune; name a module that has one"
+            f"{source} has no kernel decorated with @safetune; name a module that has one"
         )
     if not wanted:
         return kernels
@@ -91,7 +92,7 @@ def _named(place: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:
     by_function = [kernel for kernel in kernels if kernel.name == wanted]
     if not (by_attribute or by_function):
         names = {kernel.name for kernel in kernels} | _attributes(module, kernels)
-        raise TargetError(f"{place} has no kernel {wanted!r}; it has {', '.join(sorted(names))}")
+        raise TargetError(f"{source} has no kernel {wanted!r}; it has {', '.join(sorted(names))}")
     return by_attribute or by_function
 
 
@@ -100,32 +101,34 @@ def _attributes(module: ModuleType, kernels: list[OfflineKernel]) -> set[str]:
     return {name for name, value in vars(module).items() if id(value) in tuners}
 
 
-def _with_workload(place: str, kernels: list[OfflineKernel]) -> list[OfflineKernel]:
+def _with_workload(source: str, kernels: list[OfflineKernel]) -> list[OfflineKernel]:
     working = [kernel for kernel in kernels if kernel.tuner.workloads]
     if not working:
         first = kernels[0]
         tuner = first.name if first.outer is first.tuner else f"{first.name}.fn"
         raise TargetError(
-            f"no workload is declared for {', '.join(k.name for k in kernels)} in {place}: "
+            f"no workload is declared for {', '.join(k.name for k in kernels)} in {source}: "
             f"decorate a function that yields safetune.Workload(...) with @{tuner}.workload"
         )
     return working
 
 
-def _load(place: str) -> ModuleType:
-    if place.endswith(".py") and not Path(place).is_file():
-        raise TargetError(f"{place} is not a file")
+def _load(source: str) -> ModuleType:
+    if source.endswith(".py") and not Path(source).is_file():
+        raise TargetError(f"{source} is not a file")
     try:
-        if place.endswith(".py"):
-            return _load_file(Path(place).resolve())
+        if source.endswith(".py"):
+            return _load_file(Path(source).resolve())
         sys.path.insert(0, os.getcwd())
-        return importlib.import_module(place)
+        return importlib.import_module(source)
     except (Exception, SystemExit) as error:
-        raise TargetError(f"{place} does not import: {typed(error)}{place_of(error)}") from error
+        raise TargetError(
+            f"{source} cannot be imported: {typed(error)}{location_of(error)}"
+        ) from error
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under its own name, or another one where a module of that name is there."""
+    """Import a file under its own name, or a free name where that module is imported already."""
     sys.path.insert(0, str(path.parent))
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_{len(sys.modules)}"
     spec = importlib.util.spec_from_file_location(name, path)

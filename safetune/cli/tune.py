@@ -26,17 +26,23 @@ if TYPE_CHECKING:
 
 @click.command("tune")
 @click.argument("target", nargs=-1)
-@click.option("--shape", multiple=True, metavar="NAME", help="Only workloads of this name.")
-@click.option("--dtype", multiple=True, metavar="DTYPE", help="Tune for this torch dtype.")
-@click.option("--device", metavar="DEVICE", help="A torch device, e.g. cuda:1.")
-@click.option("--force", is_flag=True, help="Measure again what is stored.")
+@click.option("--shape", multiple=True, metavar="NAME", help="Only workloads with this name.")
+@click.option(
+    "--dtype", multiple=True, metavar="DTYPE", help="Call the workloads with this torch dtype."
+)
+@click.option("--device", metavar="DEVICE", help="The torch device to tune on, e.g. cuda:1.")
+@click.option(
+    "--force", is_flag=True, help="Measure configs again even if their outcome is stored."
+)
 @click.option(
     "--isolation",
     type=click.Choice(["config", "worker"]),
-    help="A new process for every config, or one until a config spoils it.",
+    help="A new process for every config, or one process until a config breaks it.",
 )
-@click.option("--recorded", is_flag=True, help="Tune what SAFETUNE_MODE=record has recorded.")
-@click.option("--zeros", is_flag=True, help="With --recorded: make integer tensors of zeros.")
+@click.option(
+    "--recorded", is_flag=True, help="Tune the calls that SAFETUNE_MODE=record has recorded."
+)
+@click.option("--zeros", is_flag=True, help="With --recorded: fill integer tensors with zeros.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def tune_command(
     target: tuple[str, ...],
@@ -51,14 +57,14 @@ def tune_command(
 ) -> None:
     """Tune the kernels of TARGET and store every outcome.
 
-    TARGET is package.module[:kernel] or file.py[:kernel]; with --recorded none is needed where the
-    kernels' modules can be imported. Exits with 1 when some kernel has no working config.
+    TARGET is package.module[:kernel] or file.py[:kernel]. With --recorded, TARGET is optional if
+    the modules of the kernels can be imported. Exits with 1 if a kernel has no working config.
     """
     _check_options(target, recorded, zeros, shape, dtype)
     switched = targets.use_interpreter_without_gpu()
     report = _Report(as_json)
     try:
-        # What a target prints must not get between the lines of our own output.
+        # Output of a target must not get between the lines of our own output.
         with contextlib.redirect_stdout(sys.stderr), plain_warnings():
             kernels = targets.kernels_of(target, with_workload=not recorded)
             if recorded:
@@ -81,14 +87,14 @@ def tune_command(
 
 
 class Plan(Protocol):
-    """What to tune."""
+    """The tunings of one command."""
 
     @property
     def kernels(self) -> Sequence[OfflineKernel]:
         """The kernels of all tasks."""
 
     def check(self) -> int:
-        """Return how many tasks there are; raises what stands against them."""
+        """Return the number of tasks; raises an error if any of them cannot be tuned."""
 
     def __iter__(self) -> Iterator[Task]: ...
 
@@ -99,16 +105,16 @@ def _check_options(
     if not (target or recorded):
         raise click.UsageError("Missing argument 'TARGET...'.")
     if recorded and any(declared):
-        raise click.UsageError("--shape and --dtype choose workloads, and --recorded has none.")
+        raise click.UsageError(
+            "--shape and --dtype choose workloads; with --recorded there are no workloads."
+        )
     if zeros and not recorded:
-        raise click.UsageError("--zeros goes with --recorded.")
+        raise click.UsageError("--zeros needs --recorded.")
 
 
 @dataclass
 class _DeclaredPlan:
-    """The workloads of some kernels. Iterating makes the arguments of one after the other, never
-    of all.
-    """
+    """The workloads of some kernels. Iterating makes the arguments of one launch at a time."""
 
     kernels: Sequence[OfflineKernel]
     device: str | None
@@ -122,12 +128,12 @@ class _DeclaredPlan:
             yield from tasks.tasks(kernel, self.device, self.dtypes, self.shapes)
 
     def check(self) -> int:
-        """Return the number of tasks after a look at each: nothing is tuned before all are fine.
+        """Return the number of tasks after checking each: a mistake shows before anything is tuned.
 
         Raises:
-            NoDevice: a kernel, or `device`, needs a GPU and there is none.
-            TargetError: a shape that no workload has, or nothing to tune at all.
-            WorkloadError: a workload function raised, or yielded something else.
+            NoDevice: a kernel, or `device`, needs a GPU and torch finds no GPU.
+            TargetError: no workload has that name, or the workloads yield nothing.
+            WorkloadError: a workload function raised, or yielded something other than a `Workload`.
         """
         targets.check_device(self.kernels, self.device)
         every = _DeclaredPlan(self.kernels, self.device, self.dtypes, shapes=())
@@ -138,7 +144,7 @@ class _DeclaredPlan:
         for shape in self.shapes:
             if shape not in names:
                 known = ", ".join(dict.fromkeys(names))
-                raise TargetError(f"no workload is named {shape!r}; there are: {known}")
+                raise TargetError(f"no workload is named {shape!r}; the workloads are: {known}")
         return sum(name in self.shapes for name in names) if self.shapes else len(names)
 
 
@@ -155,7 +161,7 @@ def _tune_all(plan: Plan, force: bool, progress: TuningProgress, report: _Report
 
 
 class _Report:
-    """What was tuned so far, printed at the end."""
+    """The finished tunings, printed at the end."""
 
     def __init__(self, as_json: bool) -> None:
         self.tunings: list[dict[str, Any]] = []

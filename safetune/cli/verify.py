@@ -1,4 +1,4 @@
-"""`safetune verify`: which programs write what, for every config and declared workload."""
+"""`safetune verify`: which program writes which element, for every config and workload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli import targets
-from safetune.cli.messages import describe, place_of, plain_warnings, typed
+from safetune.cli.messages import describe, location_of, plain_warnings, typed
 from safetune.cli.tables import empty_table, stdout_console
 from safetune.errors import SafetuneError, TargetError
 
@@ -28,14 +28,16 @@ MAX_ELEMENTS = 1 << 22
 
 @click.command("verify")
 @click.argument("target", nargs=-1, required=True)
-@click.option("--shape", multiple=True, metavar="NAME", help="Only workloads of this name.")
-@click.option("--dtype", multiple=True, metavar="DTYPE", help="Verify with this torch dtype.")
+@click.option("--shape", multiple=True, metavar="NAME", help="Only workloads with this name.")
+@click.option(
+    "--dtype", multiple=True, metavar="DTYPE", help="Call the workloads with this torch dtype."
+)
 @click.option(
     "--max-elements",
     type=click.IntRange(min=1),
     default=MAX_ELEMENTS,
     show_default=True,
-    help="Skip workloads whose tensors have more in all.",
+    help="Skip workloads whose tensors have more elements in total.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def verify_command(
@@ -45,13 +47,13 @@ def verify_command(
     max_elements: int,
     as_json: bool,
 ) -> None:
-    """Check that no two programs of TARGET's kernels write one element.
+    """Check that no two programs of a kernel write the same element.
 
-    TARGET is package.module[:kernel] or file.py[:kernel]. Every config runs every workload in
-    Triton's interpreter, on the CPU. Exits with 1 when something is found.
+    TARGET is package.module[:kernel] or file.py[:kernel]. Runs every config on every workload in
+    Triton's interpreter, on the CPU. Exits with 1 if there is a finding.
     """
     targets.use_interpreter_without_gpu()
-    # What a target prints must not get between the lines of our own output.
+    # Output of a target must not get between the lines of our own output.
     left_out: list[str] = []
     with contextlib.redirect_stdout(sys.stderr), plain_warnings():
         kernels = targets.kernels_of(target, left_out=left_out)
@@ -61,13 +63,13 @@ def verify_command(
     else:
         _print(verified)
         if left_out:
-            click.echo(f"not checked, as no workload is declared: {', '.join(left_out)}")
+            click.echo(f"not checked, because they declare no workload: {', '.join(left_out)}")
     sys.exit(1 if any(not row.ok for one in verified for row in one.rows) else 0)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One config of one task, or all of them: a report, or why there is none."""
+    """One config of one task, or all configs: a report, or the reason why it is missing."""
 
     config: str
     report: OverlapReport | None
@@ -86,7 +88,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Verified:
-    """One kernel at one workload and dtype; without rows where it has too many elements."""
+    """One kernel at one workload and dtype; without rows if it has too many elements."""
 
     kernel: str
     shape: str
@@ -123,11 +125,11 @@ def _verify_all(
     for shape in shapes:
         if shape not in seen:
             known = ", ".join(dict.fromkeys(seen))
-            raise TargetError(f"no workload is named {shape!r}; there are: {known}")
+            raise TargetError(f"no workload is named {shape!r}; the workloads are: {known}")
     if not checked:
         raise TargetError(
-            f"there is no workload of at most {max_elements} elements: declare one for the "
-            "interpreter (its device is cpu), or raise --max-elements"
+            f"every workload has more than {max_elements} elements: declare a smaller workload for "
+            "the device cpu, or raise --max-elements"
         )
 
 
@@ -138,7 +140,7 @@ def _rows(task: Task) -> Iterator[_Row]:
     workload = task.workload
     launch = (task.kernel.outer, workload.grid, *workload.args)
     configs: Sequence[Config] = ()
-    # A target's own functions may raise anything, or exit: a hook, a heuristic, the grid, pruning.
+    # Functions of a target may raise anything, or exit: a hook, a heuristic, the grid, pruning.
     try:
         configs = pruned_configs(launch[0], workload.args, workload.kwargs)
     except (Exception, SystemExit) as error:
@@ -157,7 +159,7 @@ def _rows(task: Task) -> Iterator[_Row]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, SafetuneError):
         return describe(error)
-    return typed(error) + place_of(error)
+    return typed(error) + location_of(error)
 
 
 def _elements(task: Task) -> int:
@@ -190,7 +192,9 @@ def _print(verified: Sequence[_Verified]) -> None:
     for one in verified:
         title = f"{one.kernel}  {one.shape}  {one.dtype}"
         if not one.rows:
-            console.print(f"{title}: skipped, as it has {one.elements} elements (--max-elements)")
+            console.print(
+                f"{title}: skipped, because it has {one.elements} elements (--max-elements)"
+            )
             continue
         table = empty_table(title, "config", "verdict", "grid", "notes")
         for row in one.rows:
@@ -215,7 +219,7 @@ def _print(verified: Sequence[_Verified]) -> None:
 
 
 def _reasons(rows: Sequence[_Row]) -> dict[str, list[str]]:
-    """What is wrong as text, with the configs of which it is the same."""
+    """Each reason as text, with the configs that share it."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if not row.ok:

@@ -27,7 +27,7 @@ class LeftOut:
 
     @property
     def words(self) -> str:
-        """What was called, as people read it."""
+        """The call as text."""
         try:
             return f"{self.call.name} for {describe_call(self.call.arguments['call'])}"
         except (KeyError, TypeError, ValueError):
@@ -36,13 +36,13 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Rebuildable:
-    """A recorded call whose kernel is here."""
+    """A recorded call whose kernel was found."""
 
     call: RecordedCall
     kernel: OfflineKernel
 
     def task(self, device: str) -> Task:
-        """Make the call's tensors on a device and return the tuning that it asks for."""
+        """Make the call's tensors on a device and return the task to tune."""
         data, tuner = self.call.arguments, self.kernel.tuner
         made = tuner.hooks.inputs is not None
         args, kwargs = call_description.rebuild(data, device, filled=not made)
@@ -57,7 +57,7 @@ class Rebuildable:
         drawn = "" if made else ", ".join(call_description.with_tensors(data, tuner.arg_names))
         values, _, dtypes = describe_call(data["call"]).partition(" (")
         return Task(
-            # The tuner itself: what heuristics above it made is among the arguments.
+            # The tuner itself: values of heuristics above it are among the recorded arguments.
             kernel=replace(self.kernel, outer=tuner),
             workload=Workload(values, _grid_function(list(grids.values())), args, kwargs),
             dtype=dtypes.removesuffix(")"),
@@ -68,11 +68,11 @@ class Rebuildable:
 def sort_out(
     calls: Iterable[RecordedCall], kernels: Sequence[OfflineKernel] | None, zeros: bool
 ) -> tuple[list[Rebuildable], list[LeftOut]]:
-    """Return the calls that can be tuned, and the others.
+    """Return the calls that can be tuned, and the calls that cannot.
 
     Args:
         kernels: where to look for the calls' kernels; None: in the modules that defined them.
-        zeros: also tune what has integer tensors, which hold zeros then.
+        zeros: also tune calls with integer tensors, filled with zeros.
     """
     found: list[Rebuildable] = []
     left_out: list[LeftOut] = []
@@ -84,7 +84,7 @@ def sort_out(
         except _NotHere as error:
             left_out.append(LeftOut(call, str(error)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            left_out.append(LeftOut(call, f"its record makes no sense: {error!r}"))
+            left_out.append(LeftOut(call, f"its record cannot be read: {error!r}"))
     return found, left_out
 
 
@@ -95,14 +95,16 @@ class _NotHere(Exception):
 def _imported(call: RecordedCall) -> list[OfflineKernel]:
     module = call.place.partition(":")[0]
     if module == "__main__":
-        raise _NotHere("it is a script's own kernel: name the script as TARGET")
+        raise _NotHere("its kernel is defined in a script: name the script as TARGET")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return find_kernels(vars(importlib.import_module(module)))
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise _NotHere(f"{module} does not import ({reason}): name its file as TARGET") from error
+        raise _NotHere(
+            f"{module} cannot be imported ({reason}): name its file as TARGET"
+        ) from error
 
 
 def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineKernel:
@@ -111,8 +113,8 @@ def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineK
         if kernel.tuner.identity.digest == call.arguments.get("kernel"):
             return kernel
     if named:
-        raise _NotHere(f"{call.place} has changed since: record it again")
-    raise _NotHere(f"{call.place} is no attribute of its module: name a TARGET that has it")
+        raise _NotHere(f"{call.place} has changed since it was recorded: record it again")
+    raise _NotHere(f"{call.place} is not an attribute of its module: name a TARGET that has it")
 
 
 def _check(call: RecordedCall, kernel: OfflineKernel, zeros: bool) -> None:
@@ -124,14 +126,14 @@ def _check(call: RecordedCall, kernel: OfflineKernel, zeros: bool) -> None:
     if names := call_description.with_tensors(data, kernel.tuner.arg_names, floats=False):
         raise _NotHere(
             f"the integers in {', '.join(names)} are not recorded: give the kernel `inputs=`, "
-            "which makes its tensors, or tune it on zeros with --zeros"
+            "which makes its tensors, or use zeros with --zeros"
         )
 
 
 def _grid_function(
     grids: Sequence[tuple[dict[str, Any], tuple[int, ...]]],
 ) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
-    """What gives each config the grid that was recorded for it."""
+    """Return a grid function that gives each config its recorded grid."""
 
     def grid(arguments: Mapping[str, Any]) -> tuple[int, ...]:
         for options, numbers in grids:

@@ -1,4 +1,4 @@
-"""Tuning without a caller: the workloads that kernels declare, run one after another."""
+"""Offline tuning: the workloads that kernels declare, one after another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Task:
     """One kernel at one workload and dtype.
 
     Attributes:
-        marks: for every outcome, e.g. what its inputs are made of.
+        marks: for every outcome, e.g. that its inputs were drawn at random.
     """
 
     kernel: OfflineKernel
@@ -56,7 +56,7 @@ class Task:
 
 
 def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
-    """Return the safetuned kernels among a module's names, each once, in their order."""
+    """Return the kernels under @safetune in a module, without duplicates, in their order."""
     found: dict[int, OfflineKernel] = {}
     for value in namespace.values():
         inner = value
@@ -70,27 +70,27 @@ def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
 def tasks(
     kernel: OfflineKernel, device: str | None, dtypes: Iterable[str], shapes: Iterable[str]
 ) -> Iterator[Task]:
-    """Yield what a kernel's workloads ask for, restricted to some dtypes and shape names.
+    """Yield the tasks of a kernel's workloads, restricted to some dtypes and shape names.
 
     Raises:
-        WorkloadError: a workload function raised, or yielded something else than a `Workload`.
-        TargetError: a dtype that torch does not have.
+        WorkloadError: a workload function raised, or yielded something other than a `Workload`.
+        TargetError: torch does not have that dtype.
     """
     wanted, chosen = set(shapes), tuple(dtypes)
-    place = torch.device(device or ("cpu" if kernel.interpreted else "cuda"))
+    where = torch.device(device or ("cpu" if kernel.interpreted else "cuda"))
     default = "float32" if kernel.interpreted else "bfloat16"
     for declared in kernel.tuner.workloads:
         for name in chosen or declared.dtypes or (default,):
             dtype = getattr(torch, name, None)
             if not isinstance(dtype, torch.dtype):
-                raise TargetError(f"dtype {name!r} is not one of torch's; try float16 or bfloat16")
-            for workload in _yielded(kernel, declared.function, place, dtype):
+                raise TargetError(f"dtype {name!r} is not a torch dtype; try float16 or bfloat16")
+            for workload in _yielded(kernel, declared.function, where, dtype):
                 if not wanted or workload.name in wanted:
                     yield Task(kernel, workload, name)
 
 
 def request_for(task: Task, force: bool = False) -> TuningRequest:
-    """Return the tuning that a task asks for; raises `NoDevice` and `InvalidConfig`.
+    """Return the tuning of a task; raises `NoDevice` and `InvalidConfig`.
 
     Raises:
         WorkerUnavailable: configs cannot be tried in a child on this platform or back end.
@@ -106,12 +106,12 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
 
 
 def open_tuning_store() -> Store:
-    """Return the store to tune into, whatever SAFETUNE_MODE says."""
+    """Return the store for tuning, whatever the value of SAFETUNE_MODE."""
     return open_lookup(replace(Settings.current(), mode=Mode.TUNE)).store
 
 
 def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
-    """Tune one task into the local store; what is stored already is not measured again.
+    """Tune one task into the local store; configs with a stored outcome are not measured again.
 
     Raises:
         NoWorkingConfig: every config failed.
@@ -128,14 +128,14 @@ def _yielded(
     kernel: OfflineKernel, function: Any, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Workload]:
     code = inspect.unwrap(function).__code__
-    place = f"{code.co_filename}:{code.co_firstlineno}"
+    location = f"{code.co_filename}:{code.co_firstlineno}"
     name = f"the workload {function.__name__} of {kernel.name}"
     try:
         for workload in function(device, dtype):
             if not isinstance(workload, Workload):
                 raise WorkloadError(
                     f"{name} yielded {workload!r}; it must yield safetune.Workload(name, grid, "
-                    f"args, kwargs) ({place})"
+                    f"args, kwargs) ({location})"
                 )
             yield workload
     except WorkloadError:

@@ -44,7 +44,7 @@ def test_the_good_one_is_fine(safetune: Any, file: Path) -> None:
 class TestImport:
     def test_no_such_module(self, safetune: Any) -> None:
         assert safetune.error("tune", "no_such_package.module") == (
-            "Error: no_such_package.module does not import: "
+            "Error: no_such_package.module cannot be imported: "
             "ModuleNotFoundError: No module named 'no_such_package'"
         )
 
@@ -57,7 +57,7 @@ class TestImport:
         file.write_text("import torch\n\ndef broken(:\n")
 
         assert safetune.error("tune", file) == (
-            f"Error: {file} does not import: SyntaxError: invalid syntax ({file}:3)"
+            f"Error: {file} cannot be imported: SyntaxError: invalid syntax ({file}:3)"
         )
 
     @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ class TestImport:
 
         message = safetune.error("tune", file)
 
-        assert message.startswith(f"Error: {file} does not import: {what}")
+        assert message.startswith(f"Error: {file} cannot be imported: {what}")
         assert message.endswith(f" ({file}:3)")
 
     def test_an_error_in_a_module_that_a_package_imports(
@@ -89,7 +89,7 @@ class TestImport:
         monkeypatch.chdir(tmp_path)
 
         assert safetune.error("tune", "broken_package") == (
-            "Error: broken_package does not import: RuntimeError: inside "
+            "Error: broken_package cannot be imported: RuntimeError: inside "
             f"({package / 'inner.py'}:3)"
         )
 
@@ -152,18 +152,18 @@ class TestOptions:
         target = targets / "add.py"
 
         assert safetune.error("tune", target, "--shape", "small", "--shape", "smal") == (
-            "Error: no workload is named 'smal'; there are: small, large"
+            "Error: no workload is named 'smal'; the workloads are: small, large"
         )
 
     @pytest.mark.parametrize("dtype", ["float17", "Tensor", "cuda"])
     def test_dtype(self, safetune: Any, targets: Path, dtype: str) -> None:
         assert safetune.error("tune", targets / "add.py", "--dtype", dtype) == (
-            f"Error: dtype {dtype!r} is not one of torch's; try float16 or bfloat16"
+            f"Error: dtype {dtype!r} is not a torch dtype; try float16 or bfloat16"
         )
 
     def test_device(self, safetune: Any, targets: Path) -> None:
         assert safetune.error("tune", targets / "add.py", "--device", "gpu") == (
-            "Error: --device 'gpu' is no torch device; try cuda, cuda:1 or cpu"
+            "Error: --device 'gpu' is not a torch device; try cuda, cuda:1 or cpu"
         )
 
     def test_isolation(self, safetune: Any, targets: Path) -> None:

@@ -42,7 +42,7 @@ def test_there_and_back(
     assert exported.stdout == f"{out / names[0]}: 2 choices\n{out / names[1]}: 1 choice\n"
 
     elsewhere("other")
-    assert safetune("import", out).stdout == "3 choices imported, 0 known already\n"
+    assert safetune("import", out).stdout == "3 choices imported, 0 already stored\n"
     there = safetune.json("list")
     for one, other in zip(tuned, there, strict=True):
         for fact in ("kernel", "call", "device", "toolchain", "config", "generation"):
@@ -68,8 +68,8 @@ def test_another_choice_of_the_same_generation_stays(
     config["BLOCK"] = 64 + 128 - config["BLOCK"]
     one.write_text(json.dumps(data))
     assert safetune("import", one).stdout == (
-        "0 choices imported, 0 known already, 1 not taken: the store has another one of the same "
-        "generation\n"
+        "0 choices imported, 0 already stored, 1 not imported: the store has another choice of "
+        "the same generation\n"
     )
     assert safetune.json("list") == tuned
 
@@ -78,8 +78,8 @@ def test_a_selection(safetune: Any, tuned: Any, tmp_path: Path) -> None:
     safetune("export", tmp_path / "a", "--kernel", "kernel", "--device", "INTERP")
     assert len(list((tmp_path / "a").iterdir())) == 1
     assert safetune.error("export", tmp_path / "b", "--device", "H100") == (
-        "Error: there is no choice for device 'H100'; there are: add_one on interpreter, "
-        "kernel on interpreter"
+        "Error: no choice is stored for device 'H100'; choices are stored for: add_one on "
+        "interpreter, kernel on interpreter"
     )
     line = safetune.error("export", tmp_path / "b.json")
     assert "is one file, and there are 2 kernels and devices: name a directory, or choose" in line
@@ -142,13 +142,13 @@ def test_pack(
     assert [path.name.split(".")[0] for path in packed] == ["add_one", "kernel"]
     assert {path.stat().st_mode & 0o777 for path in packed} == {0o644}
     assert (tmp_path / "image" / "packs").stat().st_mode & 0o777 == 0o755
-    assert "is there already and not empty" in safetune.error("pack", tmp_path / "image" / "packs")
+    assert "exists and is not empty" in safetune.error("pack", tmp_path / "image" / "packs")
 
 
 def test_nothing_is_stored(safetune: Any, tmp_path: Path, cache_dir: Path) -> None:
     for command in ("export", "pack"):
         assert safetune.error(command, tmp_path / "out") == (
-            "Error: there are no choices; `safetune tune` makes some"
+            "Error: no choice is stored yet; run `safetune tune` first"
         )
     assert not (tmp_path / "out").exists()
     assert not cache_dir.exists()

@@ -45,11 +45,11 @@ def test_calls_are_tuned_as_they_were(
         (
             "gather for n=100 (float32/int64)",
             "the integers in index are not recorded: give the kernel `inputs=`, which makes its "
-            "tensors, or tune it on zeros with --zeros",
+            "tensors, or use zeros with --zeros",
         ),
         (
             "inner for n=64 (float32)",
-            "recorded:nested.<locals>.inner is no attribute of its module: name a TARGET that "
+            "recorded:nested.<locals>.inner is not an attribute of its module: name a TARGET that "
             "has it",
         ),
     ]
@@ -68,7 +68,9 @@ def test_calls_are_tuned_as_they_were(
     again = safetune.json("tune", "--recorded", "--zeros", "recorded:gather_plain")
 
     assert [(t["kernel"], t["measured"]) for t in again["tunings"]] == [("gather", 2)]
-    assert again["left_out"][0]["reason"].startswith("recorded:gather has changed since")
+    assert again["left_out"][0]["reason"].startswith(
+        "recorded:gather has changed since it was recorded"
+    )
 
     table = safetune("tune", "--recorded")
     assert table.exit_code == 0
@@ -77,7 +79,7 @@ def test_calls_are_tuned_as_they_were(
 
     assert safetune.json("clear", "scale")["cleared"] == 2
     assert safetune.error("tune", "--recorded", "recorded:scale") == (
-        "Error: no such call is recorded; SAFETUNE_MODE=record records them"
+        "Error: no such call is recorded; run the program with SAFETUNE_MODE=record"
     )
 
 
@@ -89,7 +91,7 @@ def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: 
 
     assert without["tunings"] == []
     assert {left["reason"] for left in without["left_out"]} == {
-        "it is a script's own kernel: name the script as TARGET"
+        "its kernel is defined in a script: name the script as TARGET"
     }
     named = safetune.json("tune", "--recorded", f"{targets / 'recorded.py'}:scale")
     assert [tuning["measured"] for tuning in named["tunings"]] == [2, 2]
@@ -99,7 +101,7 @@ def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: 
     ("words", "message"),
     [
         ((), "Missing argument 'TARGET...'."),
-        (("--zeros", "x.py"), "--zeros goes with --recorded."),
+        (("--zeros", "x.py"), "--zeros needs --recorded."),
         (("--recorded", "--shape", "s"), "--shape and --dtype choose workloads"),
     ],
 )

@@ -31,7 +31,7 @@ class TestEmpty:
     @pytest.mark.parametrize(
         ("words", "stdout"),
         [
-            (("list",), "No choice is stored yet; `safetune tune` makes some.\n"),
+            (("list",), "No choice is stored yet; run `safetune tune` first.\n"),
             (("list", "--json"), "[]\n"),
         ],
         ids=["text", "json"],
@@ -50,7 +50,7 @@ class TestEmpty:
         self, safetune: Any, cache_dir: Path, command: str, options: tuple[str, ...]
     ) -> None:
         assert safetune.error(command, "add_one", *options) == (
-            "Error: no kernel named 'add_one' is stored; stored are: none"
+            "Error: no kernel named 'add_one' is stored; the store is empty"
         )
         assert not cache_dir.exists()
 
@@ -167,7 +167,7 @@ class TestShow:
 
     def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
         assert safetune.error("show", "add_two") == (
-            "Error: no kernel named 'add_two' is stored; stored are: add_one, kernel"
+            "Error: no kernel named 'add_two' is stored; stored kernels: add_one, kernel"
         )
 
 
@@ -197,6 +197,6 @@ class TestClear:
 
     def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
         assert safetune.error("clear", "add_two") == (
-            "Error: no kernel named 'add_two' is stored; stored are: add_one, kernel"
+            "Error: no kernel named 'add_two' is stored; stored kernels: add_one, kernel"
         )
         assert len(safetune.json("list")) == 3

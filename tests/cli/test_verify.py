@@ -59,7 +59,7 @@ class TestKernels:
 
         assert safetune.json("verify", target)["no_workload"] == ["kernel"]
         last = safetune("verify", target).stdout.splitlines()[-1]
-        assert last == "not checked, as no workload is declared: kernel"
+        assert last == "not checked, because they declare no workload: kernel"
 
     def test_a_config_that_does_not_run(self, safetune: Any, overlapping: str) -> None:
         data = verified(safetune, f"{overlapping}:strict")
@@ -141,14 +141,14 @@ class TestSize:
         message = safetune.error("verify", overlapping, "--max-elements", 10)
 
         assert message == (
-            "Error: there is no workload of at most 10 elements: declare one for the interpreter "
-            "(its device is cpu), or raise --max-elements"
+            "Error: every workload has more than 10 elements: declare a smaller workload for the "
+            "device cpu, or raise --max-elements"
         )
 
     def test_no_such_shape(self, safetune: Any, overlapping: str) -> None:
         message = safetune.error("verify", f"{overlapping}:strict", "--shape", "huge")
 
-        assert message == "Error: no workload is named 'huge'; there are: only"
+        assert message == "Error: no workload is named 'huge'; the workloads are: only"
 
 
 class TestTables:
@@ -157,7 +157,9 @@ class TestTables:
 
         assert result.exit_code == 1
         lines = [line.rstrip() for line in result.stdout.splitlines()]
-        assert "fill  large  float32: skipped, as it has 10000 elements (--max-elements)" in lines
+        assert (
+            "fill  large  float32: skipped, because it has 10000 elements (--max-elements)" in lines
+        )
         row = next(line for line in lines if line.startswith("  BLOCK=64 STEP=63 "))
         assert row.split()[4:] == ["overlap", "2", "x", "1", "x", "1"]
         assert "    x: 1 element stored by several programs" in lines

@@ -142,7 +142,7 @@ class TestSizes:
 
     @pytest.mark.parametrize("text", ["", "much", "1.5G", "-1", "1T", "1 000", "1B", "٣"])
     def test_that_mean_nothing(self, text: str):
-        with pytest.raises(InvalidSetting, match=r"NAME=.* is no size"):
+        with pytest.raises(InvalidSetting, match=r"NAME=.* is not a size"):
             parse_size("NAME", text)
 
 

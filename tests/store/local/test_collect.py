@@ -159,19 +159,17 @@ class TestCommands:
 
     def test_gc(self, run, filled) -> None:
         assert run("gc", "--older-than", "1", "--dry-run").startswith(
-            "would forget 10 keys with 20"
+            "would delete 10 keys, 20 trials"
         )
         assert len(left(filled)) == 10
         assert '"keys": 5' in run("gc", "--dead-toolchains", "--json")
         assert left(filled) == [1, 3, 5, 7, 9]
-        assert run("gc", "--max-size", "1").startswith(
-            "forgot 5 keys with 10 trials and 5 choices;"
-        )
+        assert run("gc", "--max-size", "1").startswith("deleted 5 keys, 10 trials, 5 choices;")
         assert left(filled) == []
 
     def test_gc_of_nothing_in_particular_is_refused(self, run, filled) -> None:
         assert "--older-than" in run("gc", code=2)
-        assert "is no size" in run("gc", "--max-size", "many", code=2)
+        assert "is not a size" in run("gc", "--max-size", "many", code=2)
         assert len(left(filled)) == 10
 
     def test_stats(self, run) -> None:

@@ -163,7 +163,7 @@ for number in range(40):
         ("/shared/directory", "no scheme"),
         ("shared", "no scheme"),
         ("file://relative/path", "absolute"),
-        ("s3://", "no place"),
+        ("s3://", "no host or path"),
     ],
 )
 def test_a_url_that_is_none(url: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
