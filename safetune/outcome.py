@@ -7,7 +7,10 @@ from enum import Enum
 
 
 class Verdict(str, Enum):
-    """The verdicts that a config can end with. Only a config with `OK` can be chosen."""
+    """The verdicts that a config can end with. Only a config with `OK` can be chosen.
+
+    Stored verdicts are open: `read` keeps a verdict that only a newer version knows.
+    """
 
     OK = "ok"
     COMPILE_ERROR = "compile_error"
@@ -24,6 +27,16 @@ class Verdict(str, Enum):
     PROTOCOL_ERROR = "protocol_error"
     ORDER_DEPENDENT = "order_dependent"
     NO_MEMORY = "no_memory"
+
+    @classmethod
+    def read(cls, text: str) -> Verdict:
+        """Return the verdict that was stored as `text`; an unknown one is kept, and is not OK."""
+        try:
+            return cls(text)
+        except ValueError:
+            unknown = str.__new__(cls, text)
+            unknown._name_, unknown._value_ = text.upper(), text
+            return unknown
 
 
 #: Verdicts after which the child is used again: the device's context was not touched.

@@ -26,7 +26,7 @@ from safetune import forks
 from safetune.errors import LeaseLost, StoreError
 from safetune.store.local import db_files, migrations, recovery
 from safetune.store.local.recovery import Damaged
-from safetune.store.local.table import RecordError
+from safetune.store.local.rows import RecordError
 
 if TYPE_CHECKING:
     from sqlite_utils import Database

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetune.errors import LeaseLost, StoreError
 from safetune.store.local.connection import Connection
 from safetune.store.local.recovery import Damaged
+from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
-from safetune.store.local.table import RecordError
 
 if TYPE_CHECKING:
     from safetune.store.local.lease import Lease

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
-from safetune.store.local import lease, queries, recovery
+from safetune.store.local import lease, recovery
+from safetune.store.local.store import CLEAR_UNUSED
 
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 
 #: The tables with a row for each of many things of one key.
 _OF_KEY = ("trial", "choice", "call")
+
+#: Each key that anything is stored of: digest, newest row, number of rows, toolchain.
+_AGES = (
+    "SELECT known.digest, max(created), count(created), key.toolchain FROM ("
+    "SELECT digest, NULL AS created FROM key UNION ALL SELECT key, created FROM trial "
+    "UNION ALL SELECT key, created FROM choice UNION ALL SELECT key, created FROM call) AS known "
+    "LEFT JOIN key ON key.digest = known.digest GROUP BY known.digest ORDER BY 2, 1"
+)
 
 _VERDICTS = "SELECT verdict FROM trial"
 _DEVICES = "SELECT device.record FROM key JOIN device ON device.digest = key.device"
@@ -125,7 +134,7 @@ def stats(store: Store) -> dict[str, Any]:
 
 def _keys(database: sqlite3.Connection) -> Iterator[_Key]:
     """Every key that anything is stored of, the oldest first."""
-    for digest, newest, count, toolchain in queries.fetch(database, queries.AGES):
+    for digest, newest, count, toolchain in database.execute(_AGES).fetchall():
         yield _Key(digest, _number(newest), count, _field(toolchain, "triton"))
 
 
@@ -169,7 +178,7 @@ def _delete(database: sqlite3.Connection, gone: list[str]) -> None:
     for table, column in (*((table, "key") for table in _OF_KEY), ("key", "digest")):
         rows = [(digest,) for digest in gone]
         database.executemany(f"DELETE FROM {table} WHERE {column} = ?", rows)
-    for statement in queries.CLEAR_UNUSED:
+    for statement in CLEAR_UNUSED:
         database.execute(statement)
     for token, owner in database.execute("SELECT token, owner FROM lease").fetchall():
         if lease.is_dead(owner):

@@ -1,22 +1,18 @@
-"""Recorded calls: launches without a choice, as they were, to be tuned offline.
+"""Recorded calls: launches without a choice, described so that they can be tuned offline.
 
-One row for each key: the first that can be rebuilt, else the first. What is in it is checked where
-it is used.
+One row for each key: the first call that can be rebuilt, else the first. Its content is checked
+where it is used.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 from safetune.store.local.rows import CALL
 from safetune.store.local.store import Store
-from safetune.store.local.table import CorruptRowError
 
-logger = logging.getLogger("safetune")
-
-#: More keys than any program has; it bounds the file of one that makes up keys without end.
+#: More keys than a program has; this bounds the file of a program whose keys never repeat.
 MOST = 10_000
 
 _PUT = (
@@ -35,9 +31,9 @@ class RecordedCall:
 
     Attributes:
         key: `TuningKey.digest`.
-        name: the kernel's.
+        name: the kernel's name.
         place: `module:qualname` of the kernel's function.
-        arguments: what `record` makes of the call, as plain JSON data.
+        arguments: the description of the call that `miss.record` makes, as plain JSON data.
         created: seconds since the epoch.
     """
 
@@ -49,7 +45,7 @@ class RecordedCall:
 
 
 def put_call(store: Store, call: RecordedCall) -> bool:
-    """Write a call; return whether it is new, and there was room.
+    """Write a call; return whether it is new and was kept.
 
     Raises:
         StoreError: the database cannot be written; `RecordError` if the record is refused.
@@ -64,14 +60,8 @@ def put_call(store: Store, call: RecordedCall) -> bool:
 def calls(store: Store) -> list[RecordedCall]:
     """Return the recorded calls in their order; raises `StoreError`.
 
-    Corrupt rows are left out, with a line in the log.
+    Corrupt rows are left out, with one line in the log for each.
     """
     with store.connection.reading() as connection:
         found = connection.execute(f"{CALL.select} ORDER BY rowid").fetchall()
-    sound = []
-    for row in found:
-        try:
-            sound.append(RecordedCall(**CALL.unseal(row)))
-        except CorruptRowError as error:
-            logger.warning("ignoring a corrupt row of %s: call %s: %s", store.path, row[0], error)
-    return sound
+    return [RecordedCall(**values) for values in CALL.sound(found, store.report_corrupt)]

@@ -1,77 +1,165 @@
-"""The tables of the store, and their records as rows and back, checked on both ways."""
+"""The tables of the store: how a record becomes a row with a checksum, and a row a record again.
+
+On the way in, a value that SQLite would change or refuse raises `RecordError`, or is made harmless:
+a NaN would become NULL, and an integer over 64 bit or a lone surrogate is an error of the driver.
+On the way out a row counts only if its checksum, over table, key and content, matches and every
+column has its type and range (`CorruptRowError`). The checksum is against bit rot, not against
+writers. A verdict or a mark that only a newer version knows is not corrupt: see `outcome`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
+from safetune.errors import StoreError
+from safetune.keys import encoding
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.local.table import CorruptRowError, RecordError, Scalar, Table
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 
-_TIMING = ("median_ms", "p20_ms", "p80_ms", "count", "stage")
+if TYPE_CHECKING:
+    import sqlite3
+
+Scalar = str | int | float | None
+
+#: The least value of a column; no count or time reaches `_MOST`, and counting up from it would
+#: never end.
+_LEAST = {"generation": 1, "median_ms": 0, "count": 0, "measured": 0}
+_MOST = 10**12
+
+_TIMING = tuple(each.name for each in fields(Timing))
+
+
+class RecordError(StoreError):
+    """A record with a value that the store does not keep, e.g. a NaN; the store itself is fine."""
+
+
+class CorruptRowError(Exception):
+    """A row whose checksum, types or ranges are wrong: treated as absent."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as this version reads and writes it. The history is in `migrations`.
+
+    Attributes:
+        columns: (name, type) in the order of `select`; `dict` and `tuple` (of strings) are JSON
+            text.
+        build: makes the record out of a row's values.
+        nullable: the columns that may be NULL, all of them or none.
+    """
+
+    name: str
+    primary_key: tuple[str, ...]
+    columns: tuple[tuple[str, type], ...]
+    build: Callable[[dict[str, Any]], Any] = dict
+    nullable: tuple[str, ...] = ()
+    select: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = ", ".join(f"{self.name}.{column}" for column, _ in self.columns)
+        object.__setattr__(self, "select", f"SELECT {names}, {self.name}.checksum FROM {self.name}")
+
+    def seal(self, values: Mapping[str, Any]) -> dict[str, Scalar]:
+        """Return the row that holds `values`; raises `RecordError` naming the bad column."""
+        row: dict[str, Scalar] = {}
+        for name, kind in self.columns:
+            value = values.get(name)
+            try:
+                if not (value is None and name in self.nullable):
+                    _check_range(name, value := _WRITERS[kind](value))
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                reason = f"the store does not keep {self.name}.{name}: {error}"
+                raise RecordError(reason) from error
+            row[name] = value
+        row["checksum"] = self.checksum(tuple(row.values()))
+        return row
+
+    def unseal(self, row: Sequence[Any]) -> Any:
+        """Return the record of a row that `select` read; raises `CorruptRowError`."""
+        *content, checksum = row
+        try:
+            if self.checksum(content) != checksum:
+                raise CorruptRowError("its checksum does not match")
+            values = {
+                name: _read(name, kind, value, name in self.nullable)
+                for (name, kind), value in zip(self.columns, content, strict=True)
+            }
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CorruptRowError(str(error)) from error
+        if len({values[name] is None for name in self.nullable}) > 1:
+            raise CorruptRowError(f"it has only some of {', '.join(self.nullable)}")
+        return self.build(values)
+
+    def sound(
+        self,
+        found: Iterable[Sequence[Any]],
+        report: Callable[[Table, Sequence[Any], CorruptRowError], None] = lambda *_: None,
+    ) -> Iterator[Any]:
+        """Yield the records of the sound rows; call `report` with each corrupt one."""
+        for row in found:
+            try:
+                yield self.unseal(row)
+            except CorruptRowError as error:
+                report(self, row, error)
+
+    def insert(
+        self, connection: sqlite3.Connection, row: Mapping[str, Scalar], otherwise: str
+    ) -> None:
+        """Write a row; where its key is taken, do `otherwise`: REPLACE or IGNORE."""
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        statement = f"INSERT OR {otherwise} INTO {self.name} ({names}) VALUES ({marks})"
+        connection.execute(statement, tuple(row.values()))
+
+    def checksum(self, content: Sequence[Any]) -> str:
+        """Return the checksum of a row with these values."""
+        return encoding.digest([self.name, *content])
+
+
+def _trial(values: dict[str, Any]) -> TrialRecord:
+    timing = [values.pop(name) for name in _TIMING]
+    outcome = {each.name: values.pop(each.name) for each in fields(Outcome) if each.name in values}
+    outcome["verdict"] = Verdict.read(outcome["verdict"])
+    outcome["timing"] = None if None in timing else Timing(*timing)
+    return TrialRecord(outcome=Outcome(**outcome), **values)
+
+
+def _columns(**types: type) -> tuple[tuple[str, type], ...]:
+    return tuple(types.items())
+
 
 KERNEL = Table(
-    "kernel",
-    ("digest",),
-    (("digest", str), ("name", str), ("source", str), ("file", str), ("line", int)),
+    "kernel", ("digest",), _columns(digest=str, name=str, source=str, file=str, line=int)
 )
-DEVICE = Table("device", ("digest",), (("digest", str), ("record", dict)))
+DEVICE = Table("device", ("digest",), _columns(digest=str, record=dict))
 KEY = Table(
     "key",
     ("digest",),
-    (
-        ("digest", str),
-        ("name", str),
-        ("kernel", str),
-        ("device", str),
-        ("toolchain", dict),
-        ("call", dict),
-    ),
+    _columns(digest=str, name=str, kernel=str, device=str, toolchain=dict, call=dict),
 )
 TRIAL = Table(
     "trial",
     ("key", "generation", "config_digest"),
-    (
-        ("key", str),
-        ("generation", int),
-        ("config_digest", str),
-        ("config", dict),
-        ("verdict", str),
-        ("detail", str),
-        ("message", str),
-        ("stderr", str),
-        ("median_ms", float),
-        ("p20_ms", float),
-        ("p80_ms", float),
-        ("count", int),
-        ("stage", str),
-        ("gpu_uuid", str),
-        ("marks", tuple),
-        ("created", float),
-    ),
-    nullable=frozenset(_TIMING),
+    _columns(key=str, generation=int, config_digest=str, config=dict)
+    + _columns(verdict=str, detail=str, message=str, stderr=str)
+    + _columns(median_ms=float, p20_ms=float, p80_ms=float, count=int, stage=str)
+    + _columns(gpu_uuid=str, marks=tuple, created=float),
+    _trial,
+    nullable=_TIMING,
 )
 CHOICE = Table(
     "choice",
     ("key", "declared", "generation"),
-    (
-        ("key", str),
-        ("generation", int),
-        ("config_digest", str),
-        ("config", dict),
-        ("declared", str),
-        ("median_ms", float),
-        ("measured", int),
-        ("created", float),
-    ),
+    _columns(key=str, generation=int, config_digest=str, config=dict, declared=str)
+    + _columns(median_ms=float, measured=int, created=float),
+    lambda values: ChoiceRecord(**values),
 )
 
-#: Calls that were recorded to be tuned offline; see `calls`.
+#: Calls that were recorded to be tuned offline; see `recorded_calls`.
 CALL = Table(
-    "call",
-    ("key",),
-    (("key", str), ("name", str), ("place", str), ("arguments", dict), ("created", float)),
+    "call", ("key",), _columns(key=str, name=str, place=str, arguments=dict, created=float)
 )
 
 TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE, CALL)
@@ -79,23 +167,15 @@ TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE, CALL)
 
 def key_rows(record: KeyRecord) -> tuple[tuple[Table, dict[str, Scalar]], ...]:
     """Return the rows of a key: its kernel, its device and itself; raises `RecordError`."""
-    kernel = {
-        "digest": record.kernel_digest,
-        "name": record.kernel_name,
-        "source": record.kernel_source,
-        "file": record.kernel_file,
-        "line": record.kernel_line,
-    }
-    device = {"digest": record.device_digest, "record": record.device}
-    key = {
-        "digest": record.digest,
-        "name": record.kernel_name,
-        "kernel": record.kernel_digest,
-        "device": record.device_digest,
-        "toolchain": record.toolchain,
-        "call": record.call,
-    }
-    return (KERNEL, KERNEL.seal(kernel)), (DEVICE, DEVICE.seal(device)), (KEY, KEY.seal(key))
+    name = record.kernel_name
+    of_kernel = [record.kernel_digest, name, record.kernel_source, record.kernel_file]
+    of_key = [record.digest, name, record.kernel_digest, record.device_digest]
+    values = (
+        (KERNEL, [*of_kernel, record.kernel_line]),
+        (DEVICE, [record.device_digest, record.device]),
+        (KEY, [*of_key, record.toolchain, record.call]),
+    )
+    return tuple((t, t.seal(dict(zip(dict(t.columns), row, strict=True)))) for t, row in values)
 
 
 def key_record(
@@ -119,66 +199,62 @@ def key_record(
 def trial_row(record: TrialRecord) -> dict[str, Scalar]:
     """Return a trial as a row; raises `RecordError`."""
     outcome = record.outcome
-    values = {
-        "key": record.key,
-        "generation": record.generation,
-        "config_digest": record.config_digest,
-        "config": record.config,
-        "verdict": outcome.verdict.value,
-        "detail": outcome.detail,
-        "message": outcome.message,
-        "stderr": outcome.stderr,
-        "gpu_uuid": outcome.gpu_uuid,
-        "marks": outcome.marks,
-        "created": record.created,
-    }
-    timing = {name: getattr(outcome.timing, name, None) for name in _TIMING}
-    return _in_range(TRIAL.seal(values | timing), RecordError)
-
-
-def trial_record(row: Sequence[Any]) -> TrialRecord:
-    """Return the trial that `TRIAL.select` read; raises `CorruptRowError`."""
-    values = _in_range(TRIAL.unseal(row))
-    try:
-        verdict = Verdict(values["verdict"])
-    except ValueError as error:
-        raise CorruptRowError(str(error)) from error
-    timing = tuple(values[name] for name in _TIMING)
-    if None in timing and set(timing) != {None}:
-        raise CorruptRowError("half a timing")
-    return TrialRecord(
-        key=values["key"],
-        config_digest=values["config_digest"],
-        config=values["config"],
-        generation=values["generation"],
-        outcome=Outcome(
-            verdict=verdict,
-            timing=None if None in timing else Timing(*timing),
-            detail=values["detail"],
-            message=values["message"],
-            stderr=values["stderr"],
-            gpu_uuid=values["gpu_uuid"],
-            marks=values["marks"],
-        ),
-        created=values["created"],
-    )
+    timing = {} if outcome.timing is None else vars(outcome.timing)
+    verdict = {"verdict": outcome.verdict.value}
+    return TRIAL.seal({**vars(record), **vars(outcome), **timing, **verdict})
 
 
 def choice_row(record: ChoiceRecord) -> dict[str, Scalar]:
     """Return a choice as a row; raises `RecordError`."""
-    values = {name: getattr(record, name) for name, _ in CHOICE.columns}
-    return _in_range(CHOICE.seal(values), RecordError)
+    return CHOICE.seal(vars(record))
 
 
-def choice_record(row: Sequence[Any]) -> ChoiceRecord:
-    """Return the choice that `CHOICE.select` read; raises `CorruptRowError`."""
-    return ChoiceRecord(**_in_range(CHOICE.unseal(row)))
+def text(value: str) -> str:
+    """Return `value` as SQLite can keep it: lone surrogates become visible escapes."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
-def _in_range(values: dict[str, Any], error: type[Exception] = CorruptRowError) -> dict[str, Any]:
-    """Refuse what no tuning writes: whoever counts up from such a number would never end."""
-    for name, least in (("generation", 1), ("median_ms", 0), ("count", 0), ("measured", 0)):
-        value = values.get(name)
-        if value is not None and not least <= value <= 10**12:
-            raise error(f"{name} is {value}")
-    return values
+def _integer(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is not an integer")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("an integer over 64 bit")
+    return int(value)
+
+
+def _real(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
+    return float(value) + 0.0  # SQLite has no -0.0 in a column, and the checksum would differ
+
+
+def _json(value: dict[str, Any]) -> str:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not a dict")
+    return encoding.dumps(value)
+
+
+def _texts(values: tuple[str, ...]) -> str:
+    return encoding.dumps([text(value) for value in values])
+
+
+_WRITERS: dict[type, Any] = {str: text, int: _integer, float: _real, dict: _json, tuple: _texts}
+
+
+def _read(name: str, kind: type, value: Any, nullable: bool) -> Any:
+    if value is None and nullable:
+        return None
+    data = encoding.loads(value) if kind in (dict, tuple) else value
+    if kind is tuple and isinstance(data, list) and all(type(item) is str for item in data):
+        data = tuple(data)
+    if type(data) is not kind:
+        raise TypeError(f"{name} is not of type {kind.__name__}")
+    _check_range(name, data)
+    return data
+
+
+def _check_range(name: str, value: Any) -> None:
+    if name in _LEAST and not _LEAST[name] <= value <= _MOST:
+        raise ValueError(f"{name} is {value}, not a number from {_LEAST[name]} to {_MOST}")

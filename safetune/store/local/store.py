@@ -1,28 +1,34 @@
 """The local store: outcomes and choices in one SQLite database that processes share.
 
 Reads are plain `sqlite3` with statements built once; `sqlite_utils` is imported at the first write.
-Every write is one BEGIN IMMEDIATE transaction. A row whose checksum does not match is absent, and
-logged once. Every method raises `StoreError` and nothing else; `lookup` is what keeps that out of a
-run.
+Every write is one BEGIN IMMEDIATE transaction. A corrupt row is absent, and logged once. Every
+method raises `StoreError` and nothing else; `lookup` keeps that out of a run.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT
-from safetune.store.local import queries, rows
+from safetune.store.local import rows
 from safetune.store.local.connection import Connection
 from safetune.store.local.lease import Contender, Lease, check
-from safetune.store.local.queries import fetch
 from safetune.store.local.recovery import Damaged
-from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
-from safetune.store.local.table import CorruptRowError, Scalar, Table, text
+from safetune.store.local.rows import (
+    CHOICE,
+    DEVICE,
+    KERNEL,
+    KEY,
+    TRIAL,
+    CorruptRowError,
+    Scalar,
+    Table,
+    text,
+)
 from safetune.store.records import (
     ChoiceRecord,
     KeyRecord,
@@ -43,7 +49,31 @@ DATABASE_NAME = "safetune.db"
 
 logger = logging.getLogger("safetune")
 
-Record = TypeVar("Record")
+#: Of one config list the choice that `records.wins` prefers; of several lists, the newest first.
+_BEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"
+CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
+CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
+_CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
+_TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
+_TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
+
+_KEYS = f"{KEY.select} WHERE ?1 IS NULL OR name = ?1 ORDER BY name, rowid"
+_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ?1 IS NULL OR key.name = ?1"
+_CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} {_BEST_FIRST}"
+_TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
+_KIN = "key.kernel = ? AND key.device = ?"
+_KIN_KEYS = f"{KEY.select} WHERE {_KIN} ORDER BY rowid"
+_KIN_CHOICES = f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} {_BEST_FIRST}"
+
+_CLEAR = (
+    "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
+    "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
+    "DELETE FROM call WHERE name = ?",
+)
+CLEAR_UNUSED = (
+    "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
+    "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
+)
 
 
 class Store:
@@ -98,9 +128,9 @@ class Store:
                 _upsert(database, table, row)
 
     def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
-        """Write what became of one config, over an earlier row of the same generation.
+        """Write the outcome of one config, over an earlier row of the same generation.
 
-        A transient outcome never replaces a row: it says nothing of the config.
+        A transient outcome never replaces a row: it says nothing about the config.
 
         Args:
             lease: what the writer must still hold when this is written.
@@ -122,15 +152,11 @@ class Store:
 
         In the order of generations, and within one in that of writing.
         """
-        wanted: list[Scalar] = [text(key)]
-        if generation is not None:
-            wanted.append(generation)
-        statement = queries.TRIALS_OF_KEY if generation is None else queries.TRIALS_OF_GENERATION
         with self._connection.reading() as connection:
-            found = fetch(connection, statement, *wanted)
-            trials = list(self._valid(TRIAL, found, rows.trial_record))
-            _check_found(trials, *wanted)
-        return trials
+            if generation is None:
+                return self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
+            wanted = (text(key), generation)
+            return self._checked(connection, TRIAL, _TRIALS_OF_GENERATION, *wanted)
 
     def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
         """Return the choice of the highest generation; raises `StoreError`.
@@ -138,13 +164,10 @@ class Store:
         Args:
             declared: the config list that it is chosen from; of any list if None.
         """
-        wanted = [text(name) for name in (key, declared) if name is not None]
-        statement = queries.CHOICES_OF_KEY if declared is None else queries.CHOICES_OF_LIST
+        wanted = [text(digest) for digest in (key, declared) if digest is not None]
+        statement = CHOICES_OF_KEY if declared is None else CHOICES_OF_LIST
         with self._connection.reading() as connection:
-            found = fetch(connection, statement, *wanted)
-            choices = list(self._valid(CHOICE, found, rows.choice_record))
-            _check_found(choices, *wanted)
-        return choices[0] if choices else None
+            return next(iter(self._checked(connection, CHOICE, statement, *wanted)), None)
 
     def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
         """Write a choice unless its generation has one; return the one that is stored now.
@@ -152,28 +175,23 @@ class Store:
         One for each key, config list and generation. `lease` and what is raised: see `put_trial`.
         """
         row = rows.choice_row(record)
+        wanted = [row[name] for name in CHOICE.primary_key]
         with self._connection.writing() as database:
             check(lease, database.conn)
-            wanted = [row[name] for name in CHOICE.primary_key]
-            find = functools.partial(fetch, database.conn, queries.CHOICE_OF_GENERATION, *wanted)
-            stored = list(self._valid(CHOICE, find(), rows.choice_record))
+            stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
-                # Replaces a row that is there but corrupt.
-                _upsert(database, CHOICE, row)
-                stored = list(self._valid(CHOICE, find(), rows.choice_record))
-                if not stored:
-                    raise Damaged("what was just written is not found")
-            _check_found(stored, *wanted)
+                _upsert(database, CHOICE, row)  # also over a row that is corrupt
+                stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
+            if not stored:
+                raise Damaged("the row that was just written is not found")
         return stored[0]
 
     def generation(self, key: str) -> int:
         """Return the highest generation with a trial or choice, 0 if none; raises `StoreError`."""
         with self._connection.reading() as connection:
-            choices = fetch(connection, queries.CHOICES_OF_KEY, text(key))
-            trials = fetch(connection, queries.TRIALS_OF_KEY, text(key))
-        choice = next(self._valid(CHOICE, choices, rows.choice_record), None)
-        trial = next(self._valid(TRIAL, reversed(trials), rows.trial_record), None)
-        return max(choice.generation if choice else 0, trial.generation if trial else 0)
+            choices = self._checked(connection, CHOICE, CHOICES_OF_KEY, text(key))
+            trials = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
+        return max((each.generation for each in (*choices, *trials)), default=0)
 
     def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
         """Return the current choices of a kernel's keys on a device; raises `StoreError`.
@@ -182,11 +200,11 @@ class Store:
         """
         wanted = (text(kernel_digest), text(device_digest))
         with self._connection.reading() as connection:
-            found_keys = fetch(connection, queries.KIN_KEYS, *wanted)
-            found = fetch(connection, queries.KIN_CHOICES, *wanted)
-        keys = {key["digest"]: key for key in self._valid(KEY, found_keys, KEY.unseal)}
+            found_keys = self._fetch(connection, KEY, _KIN_KEYS, *wanted)
+            choices = self._fetch(connection, CHOICE, _KIN_CHOICES, *wanted)
+        keys = {key["digest"]: key for key in found_keys}
         current: dict[str, dict[str, ChoiceRecord]] = {digest: {} for digest in keys}
-        for choice in self._valid(CHOICE, found, rows.choice_record):
+        for choice in choices:
             current.get(choice.key, {}).setdefault(choice.declared, choice)
         return [
             KinChoice(keys[digest]["toolchain"], keys[digest]["call"], choice)
@@ -200,28 +218,50 @@ class Store:
         Raises:
             StoreError: the database cannot be read.
         """
-        with self._connection.reading() as connection:
-            keys = self._keys(connection, kernel_name)
-            found = fetch(connection, queries.CHOICES, *queries.name_twice(kernel_name))
-        current: dict[str, ChoiceRecord] = {}
-        for choice in self._valid(CHOICE, found, rows.choice_record):
-            current.setdefault(choice.key, choice)
-        return [StoredChoice(key, current[key.digest]) for key in keys if key.digest in current]
+        current: dict[str, StoredChoice] = {}
+        for stored in self.choices_of_lists(kernel_name):
+            current.setdefault(stored.key.digest, stored)
+        return list(current.values())
 
-    def trials_of(self, kernel_name: str) -> list[tuple[KeyRecord, list[TrialRecord]]]:
-        """Return each key of a kernel with its trials of all generations; raises `StoreError`."""
+    def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
+        """Return the current choice of every key and config list, the newest list of a key first.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
-            found = fetch(connection, queries.TRIALS, *queries.name_twice(kernel_name))
-        trials: dict[str, list[TrialRecord]] = {}
-        for trial in self._valid(TRIAL, found, rows.trial_record):
+            choices = self._fetch(connection, CHOICE, _CHOICES, _name(kernel_name))
+        current: dict[str, dict[str, ChoiceRecord]] = {}
+        for choice in choices:
+            current.setdefault(choice.key, {}).setdefault(choice.declared, choice)
+        return [
+            StoredChoice(key, choice)
+            for key in keys
+            for choice in current.get(key.digest, {}).values()
+        ]
+
+    def trials_of(
+        self, kernel_name: str | None = None
+    ) -> list[tuple[KeyRecord, list[TrialRecord]]]:
+        """Return every key, or those of one kernel, with its trials of all generations.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        with self._connection.reading() as connection:
+            keys = self._keys(connection, kernel_name)
+            found = self._fetch(connection, TRIAL, _TRIALS, _name(kernel_name))
+        trials: dict[str, list[TrialRecord]] = {key.digest: [] for key in keys}
+        for trial in found:
             trials.setdefault(trial.key, []).append(trial)
-        return [(key, trials.get(key.digest, [])) for key in keys]
+        return [(key, trials[key.digest]) for key in keys]
 
     def kernels(self) -> list[str]:
         """Return the names of all kernels with a key, sorted; raises `StoreError`."""
         with self._connection.reading() as connection:
-            return [str(name) for (name,) in fetch(connection, queries.KERNEL_NAMES)]
+            found = connection.execute("SELECT DISTINCT name FROM key ORDER BY name").fetchall()
+        return [str(name) for (name,) in found]
 
     def clear(self, kernel_name: str) -> int:
         """Delete a kernel's keys, trials and choices; return how many keys it had.
@@ -230,42 +270,52 @@ class Store:
             StoreError: the database cannot be written.
         """
         name = (text(kernel_name),)
-        with self._connection.writing() as database:
-            for statement in queries.CLEAR:
-                database.conn.execute(statement, name)
-            deleted = database.conn.execute(queries.CLEAR_KEYS, name).rowcount
-            for statement in queries.CLEAR_UNUSED:
-                database.conn.execute(statement)
+        with self._connection.transaction() as connection:
+            for statement in _CLEAR:
+                connection.execute(statement, name)
+            deleted = connection.execute("DELETE FROM key WHERE name = ?", name).rowcount
+            for statement in CLEAR_UNUSED:
+                connection.execute(statement)
         return deleted
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
-        kernels = self._by_digest(connection, KERNEL)
-        devices = self._by_digest(connection, DEVICE)
-        found = fetch(connection, queries.KEYS, *queries.name_twice(kernel_name))
+        kernels, devices = (
+            {values["digest"]: values for values in self._fetch(connection, table, table.select)}
+            for table in (KERNEL, DEVICE)
+        )
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
-            for key in self._valid(KEY, found, KEY.unseal)
+            for key in self._fetch(connection, KEY, _KEYS, _name(kernel_name))
             if key["kernel"] in kernels and key["device"] in devices
         ]
 
-    def _by_digest(self, connection: sqlite3.Connection, table: Table) -> dict[str, Any]:
-        found = fetch(connection, table.select)
-        return {values["digest"]: values for values in self._valid(table, found, table.unseal)}
+    def _fetch(
+        self, connection: sqlite3.Connection, table: Table, statement: str, *parameters: Scalar
+    ) -> list[Any]:
+        """The records of the sound rows; a corrupt one is absent, and reported once.
 
-    def _valid(
-        self,
-        table: Table,
-        found: Iterable[Sequence[Any]],
-        build: Callable[[Sequence[Any]], Record],
-    ) -> Iterator[Record]:
-        """What the sound rows hold; the others are reported once and are absent."""
-        for row in found:
-            try:
-                yield build(row)
-            except CorruptRowError as error:
-                self._report(table, row, error)
+        All rows at once: a half-read SELECT would pin an old snapshot and block a COMMIT.
+        """
+        found = connection.execute(statement, parameters).fetchall()
+        return list(table.sound(found, self.report_corrupt))
 
-    def _report(self, table: Table, row: Sequence[Any], error: CorruptRowError) -> None:
+    def _checked(
+        self, connection: sqlite3.Connection, table: Table, statement: str, *wanted: Scalar
+    ) -> list[Any]:
+        """What `_fetch` returns, for `wanted`: a key, and the config list or generation if any.
+
+        Raises:
+            Damaged: an index leads to other rows than those, however sound.
+        """
+        found = self._fetch(connection, table, statement, *wanted)
+        for record in found:
+            other = table is CHOICE and len(wanted) > 1 and record.declared != wanted[1]
+            if other or record.key != wanted[0]:
+                raise Damaged("an index leads to the wrong rows")
+        return found
+
+    def report_corrupt(self, table: Table, row: Sequence[Any], error: CorruptRowError) -> None:
+        """Log a corrupt row, once."""
         columns = [name for name, _ in table.columns]
         identity = tuple(row[columns.index(name)] for name in table.primary_key)
         if (table.name, *identity) not in self._reported:
@@ -275,15 +325,8 @@ class Store:
             )
 
 
-def _check_found(found: Sequence[ChoiceRecord | TrialRecord], *wanted: Scalar) -> None:
-    """Raise `Damaged` where an index leads to other rows than those wanted, however sound.
-
-    `wanted` is a key, and for choices the config list, too, unless any will do.
-    """
-    for record in found:
-        declared = getattr(record, "declared", None)
-        if record.key != wanted[0] or (declared and declared != (*wanted, declared)[1]):
-            raise Damaged("an index leads to the wrong rows")
+def _name(kernel_name: str | None) -> str | None:
+    return None if kernel_name is None else text(kernel_name)
 
 
 def _upsert(database: Database, table: Table, row: dict[str, Scalar]) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from safetune.errors import PackError
 from safetune.outcome import Mark
 from safetune.store.local import rows
+from safetune.store.local.rows import CHOICE, Scalar, Table
 from safetune.store.local.store import DATABASE_NAME, Store
-from safetune.store.local.table import CorruptRowError, Scalar, Table
 from safetune.store.packs import pack_format
 from safetune.store.packs.packs import beginning, read_pack
 from safetune.store.records import StoredChoice
@@ -92,7 +92,7 @@ def of_store(store: Store) -> Collected:
     """
     found = Collected()
     contended = _contended(store)
-    for entry in _of_every_list(store):
+    for entry in store.choices_of_lists():
         what = f"{entry.key.kernel_name} {entry.key.call.get('values')}"
         if (entry.key.digest, entry.choice.config_digest) in contended:
             found.left_out.append(f"{what}: it was timed while the program used the device")
@@ -183,48 +183,29 @@ def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
         for key_rows, choice, config in prepared:
             for table, row in key_rows:
                 _put_if_absent(database.conn, table, row)
-            stored = _put_if_absent(database.conn, rows.CHOICE, choice)
-            what = "new" if stored is None else "known" if stored["config_digest"] == config else ""
+            stored = _put_if_absent(database.conn, CHOICE, choice)
+            what = "new" if stored is None else "known" if stored.config_digest == config else ""
             counts[what or "kept"] += 1
     return Imported(**counts)
 
 
-def _put_if_absent(
-    connection: sqlite3.Connection, table: Table, row: dict[str, Scalar]
-) -> dict[str, Any] | None:
+def _put_if_absent(connection: sqlite3.Connection, table: Table, row: dict[str, Scalar]) -> Any:
     """Write a row, also in place of one that is corrupt; return the sound one that is there."""
     same = " AND ".join(f"{table.name}.{name} = ?" for name in table.primary_key)
     identity = [row[name] for name in table.primary_key]
-    found = connection.execute(f"{table.select} WHERE {same}", identity).fetchone()
-    if found is not None:
-        with contextlib.suppress(CorruptRowError):
-            return table.unseal(found)
+    found = connection.execute(f"{table.select} WHERE {same}", identity).fetchall()
+    for sound in table.sound(found):
+        return sound
     table.insert(connection, row, "REPLACE")
     return None
-
-
-def _of_every_list(store: Store) -> list[StoredChoice]:
-    """The current choice for each key and list of configs: of two versions of a program, both."""
-    keys = {entry.key.digest: entry.key for entry in store.choices()}
-    with store.connection.reading() as connection:
-        found = connection.execute(f"{rows.CHOICE.select} ORDER BY generation DESC").fetchall()
-    current: dict[tuple[str, str], StoredChoice] = {}
-    for row in found:
-        with contextlib.suppress(CorruptRowError):
-            choice = rows.choice_record(row)
-            if choice.key in keys:
-                entry = StoredChoice(keys[choice.key], choice)
-                current.setdefault((choice.key, choice.declared), entry)
-    return list(current.values())
 
 
 def _contended(store: Store) -> set[tuple[str, str]]:
     """(key, config) of the trials that count and were timed beside other work."""
     marked: dict[tuple[str, str], tuple[int, bool]] = {}
-    for kernel in store.kernels():
-        for key, trials in store.trials_of(kernel):
-            for trial in trials:
-                identity = (key.digest, trial.config_digest)
-                if trial.generation >= marked.get(identity, (0, False))[0]:
-                    marked[identity] = trial.generation, trial.outcome.marked(Mark.CONTENDED)
+    for key, trials in store.trials_of():
+        for trial in trials:
+            identity = (key.digest, trial.config_digest)
+            if trial.generation >= marked.get(identity, (0, False))[0]:
+                marked[identity] = trial.generation, trial.outcome.marked(Mark.CONTENDED)
     return {identity for identity, (_, contended) in marked.items() if contended}

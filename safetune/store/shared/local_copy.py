@@ -7,9 +7,8 @@ its program's own work nor on inputs that were drawn at random.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,7 @@ from safetune.errors import StoreError
 from safetune.outcome import Mark
 from safetune.store.local import rows
 from safetune.store.local.connection import BUSY_TIMEOUT_S, Connection
-from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
-from safetune.store.local.table import CorruptRowError, Table
+from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
 from safetune.store.records import ChoiceRecord, StoredChoice
 from safetune.store.shared.record import Name, encode, name_of, namespace
 
@@ -98,9 +96,8 @@ def unpublished(connection: Connection, space: str, names: set[Name]) -> list[St
 def _unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
     newest: dict[tuple[str, str], ChoiceRecord] = {}
     with connection.reading() as sqlite:
-        for choice in _sound(CHOICE, sqlite.execute(_OWN).fetchall()):
-            record = ChoiceRecord(**choice)
-            newest.setdefault((record.key, record.declared), record)
+        for choice in CHOICE.sound(sqlite.execute(_OWN).fetchall()):
+            newest.setdefault((choice.key, choice.declared), choice)
         missing = [c for c in newest.values() if (c.key, c.declared, c.generation) not in names]
         found = [_with_key(sqlite, choice) for choice in missing if _is_shareable(sqlite, choice)]
     return [
@@ -114,10 +111,8 @@ def _unpublished(connection: Connection, space: str, names: set[Name]) -> list[S
 
 def _is_shareable(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> bool:
     wanted = (choice.key, choice.config_digest, choice.generation)
-    for row in sqlite.execute(_TRIALS, wanted).fetchall():
-        with contextlib.suppress(CorruptRowError):
-            return shareable(rows.trial_record(row).outcome)
-    return False
+    trial = next(TRIAL.sound(sqlite.execute(_TRIALS, wanted).fetchall()), None)
+    return trial is not None and shareable(trial.outcome)
 
 
 def _with_key(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> StoredChoice | None:
@@ -132,10 +127,4 @@ def _with_key(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> StoredChoice 
 
 def _one(sqlite: sqlite3.Connection, table: Table, digest: str) -> dict[str, Any] | None:
     found = sqlite.execute(_OF_DIGEST.format(table.select), (digest,)).fetchall()
-    return next(_sound(table, found), None)
-
-
-def _sound(table: Table, found: Iterable[Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    for row in found:
-        with contextlib.suppress(CorruptRowError):
-            yield table.unseal(row)
+    return next(table.sound(found), None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetune.keys import encoding
 from safetune.keys.tuning_key import key_digest
 from safetune.store.local import rows
-from safetune.store.local.table import RecordError
+from safetune.store.local.rows import RecordError
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 if TYPE_CHECKING:

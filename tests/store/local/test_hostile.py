@@ -25,14 +25,13 @@ from safetune.keys import encoding
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.miss import candidates
 from safetune.miss.resolve import Miss, stored
-from safetune.outcome import Verdict
+from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store import lookup
 from safetune.store.local import gc, rows
-from safetune.store.local.rows import CHOICE, KEY, TRIAL
-from safetune.store.local.table import Table
+from safetune.store.local.rows import CHOICE, KEY, TRIAL, Table
 from safetune.store.packs import exchange, pack_format
-from safetune.store.records import ChoiceRecord
+from safetune.store.records import ChoiceRecord, TrialRecord
 from safetune.tuning.requests import key_record
 
 BLOCKS = (16, 32, 64)
@@ -105,7 +104,7 @@ def insert(connection: sqlite3.Connection, table: Table, row: dict[str, Any]) ->
     """With a right checksum, where there is one: it is no secret."""
     content = [row[name] for name, _ in table.columns]
     try:
-        checksum = table._checksum(content)
+        checksum = table.checksum(content)
     except (TypeError, ValueError):
         checksum = "none"
     marks = ", ".join("?" * (len(content) + 1))
@@ -166,7 +165,7 @@ def put(opened: lookup.Lookup, **changes: Any) -> None:
         ({"config_digest": "unknown"}, ""),
         ({"config": '{"BLOCK":32,"ir_override":"/tmp/evil.ptx"}'}, "values are not those"),
         ({"config": '{"BLOCK":4096}'}, "values are not those"),
-        ({"config": "[32]"}, "config is no dict"),
+        ({"config": "[32]"}, "config is not of type dict"),
         ({"config": '{"BLOCK":NaN}'}, "no finite number"),
         ({"config": '{"BLOCK":1e999}'}, "no finite number"),
         ({"generation": 2**62}, "generation is 4611686018427387904"),
@@ -174,7 +173,7 @@ def put(opened: lookup.Lookup, **changes: Any) -> None:
         ({"measured": -1}, "measured is -1"),
         ({"median_ms": -1.0}, "median_ms is -1.0"),
         ({"median_ms": 1e300}, "median_ms is 1e+300"),
-        ({"median_ms": "fast"}, "median_ms is no float"),
+        ({"median_ms": "fast"}, "median_ms is not of type float"),
         ({"config_digest": b"\0"}, "not JSON serializable"),
     ],
 )
@@ -190,6 +189,33 @@ def test_what_no_tuning_writes_is_ignored_and_reported(
         assert stored(MISS, REQUEST, opened) is None
         assert stored(MISS, REQUEST, opened) is None
     assert reported in caplog.text
+    opened.store.close()
+
+
+def test_a_verdict_of_a_newer_version_is_kept_and_never_chosen(tmp_path, caplog) -> None:
+    """Regression: an older process reported such a row as corrupt, and measured again."""
+    opened = lookup.Lookup(lookup.GuardedStore.open(tmp_path))
+    medians = (("numerically_unstable", 0.1), ("ok", 2.0), ("ok", 3.0))
+    connection = sqlite3.connect(opened.store.path)
+    for index, (verdict, median_ms) in enumerate(medians):
+        outcome = Outcome(
+            Verdict.OK, Timing(median_ms, 0.1, 9.0, 10, "final"), marks=("cooled: 3",)
+        )
+        config = config_record(REQUEST.configs[index])
+        trial = TrialRecord(REQUEST.key.digest, DIGESTS[index], config, 1, outcome, 1.0)
+        with connection:
+            insert(connection, TRIAL, rows.trial_row(trial) | {"verdict": verdict})
+    before = connection.execute("SELECT * FROM trial ORDER BY rowid").fetchall()
+
+    with caplog.at_level(logging.WARNING, "safetune"):
+        assert candidates.fallback(REQUEST, opened.store) is REQUEST.configs[1]
+        trial = opened.store.trials(REQUEST.key.digest)[0]
+
+    assert caplog.text == ""
+    assert (trial.outcome.label, trial.outcome.ok) == ("numerically_unstable", False)
+    assert trial.outcome.marks == ("cooled: 3",)
+    assert connection.execute("SELECT * FROM trial ORDER BY rowid").fetchall() == before
+    connection.close()
     opened.store.close()
 
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from safetune.errors import StoreError
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.local import queries
-from safetune.store.local.store import Store
-from safetune.store.local.table import RecordError, text
+from safetune.store.local.rows import RecordError, text
+from safetune.store.local.store import CHOICES_OF_LIST, Store
 from safetune.store.records import StoredChoice
 
 json_values = st.recursive(
@@ -245,7 +244,7 @@ def test_a_closed_store_says_so(store):
 
 def test_the_lookup_is_one_search_of_an_index(store, records):
     connection = sqlite3.connect(store.path)
-    statement = "EXPLAIN QUERY PLAN " + queries.CHOICES_OF_LIST
+    statement = "EXPLAIN QUERY PLAN " + CHOICES_OF_LIST
     plan = connection.execute(statement, ("key", "declared")).fetchall()
     connection.close()
     assert len(plan) == 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetune.keys import encoding
-from safetune.store.local.table import RecordError
+from safetune.store.local.rows import RecordError
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.record import ForeignRecord, decode, encode
 
