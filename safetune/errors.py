@@ -66,6 +66,10 @@ class DeviceUnavailable(WorkerUnavailable):
     """A child must not use the device: its compute mode, MPS, or a stuck process forbids it."""
 
 
+class BackendError(WorkerUnavailable):
+    """A device's driver does not answer a question that tuning depends on; nothing is tuned."""
+
+
 class CaptureError(SafetuneError, RuntimeError):
     """The operation is not possible while a CUDA graph is being captured."""
 

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.isolation import cuda
 from safetune.miss import under_capture
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
+from tests.backends import FakeBackend, launching_on
 
 
 @triton.jit
@@ -85,10 +85,11 @@ def copies() -> type[Copies]:
     return Copies
 
 
-class Driver:
-    """Stands for what the driver says of streams: this thread's is part of a capture, or none."""
+class Driver(FakeBackend):
+    """Answers that this thread's stream is part of a capture, or of none."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._thread = threading.local()
         self.questions = 0
 
@@ -111,10 +112,10 @@ def no_earlier_misses() -> None:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver() -> Iterator[Driver]:
     stub = Driver()
-    monkeypatch.setattr(cuda, "capture_id", stub.capture_id)
-    return stub
+    with launching_on(stub):
+        yield stub
 
 
 @pytest.fixture

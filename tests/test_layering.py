@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: stands for all its modules. A new module needs a place here, and that is the point.
 LAYERS: list[list[str]] = [
     ["errors", "forks", "outcome", "keys.encoding", "settings"],
+    ["triton_internals", "isolation.backend", "isolation.cuda"],
     ["keys.device", "keys.tuning_key"],
     ["store"],
     ["keys.source_text", "keys.kernel_digest"],

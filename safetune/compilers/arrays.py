@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from safetune.errors import InvalidSetting
+from safetune.isolation import backend
 from safetune.keys import encoding
 
 
@@ -54,7 +55,7 @@ def tensor(value: Any, index: int) -> Any:
         return value
     import torch
 
-    place = torch.device("cpu" if index < 0 else f"cuda:{index}")
+    place = torch.device("cpu") if index < 0 else torch.device(backend.required().torch_type, index)
     if hasattr(value, "untyped_storage") and value.device.type != "meta":
         return value
     if not has_data(value):

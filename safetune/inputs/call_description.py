@@ -21,11 +21,16 @@ from safetune.errors import KernelNotTransferable
 from safetune.inputs import pointers, random_inputs
 from safetune.inputs.spans import merged_spans, tensor_spec
 from safetune.inputs.specs import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
+from safetune.isolation import backend
 from safetune.launch.call_shape import named_arguments
 from safetune.tuning.requests import Call
 
 #: Values of a standard normal distribution, without the few that are far out.
 _NOISE = {"mean": 0.0, "std": 1.0, "low": -4.0, "high": 4.0}
+
+
+def _device_type(call: Call) -> str:
+    return "cpu" if call.interpreted else backend.required().torch_type
 
 
 def describe(call: Call) -> dict[str, Any]:
@@ -40,7 +45,7 @@ def describe(call: Call) -> dict[str, Any]:
     names = named_arguments(call.arg_names, call.args)
     args = [_encode(value, name, tensors, call) for name, value in names.items()]
     kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
-    blocks, views = _laid_out(tensors, "cpu" if call.interpreted else "cuda")
+    blocks, views = _laid_out(tensors, _device_type(call))
     return {
         "args": args,
         "kwargs": kwargs,

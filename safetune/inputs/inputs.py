@@ -111,7 +111,7 @@ def _check_tables(snapshot: Snapshot, owners: Sequence[str], interpreted: bool) 
 
 def _check_devices(tensors: Sequence[torch.Tensor], owners: Sequence[str]) -> None:
     """Look for room on each device for what the call has there."""
-    for index in sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda}):
+    for index in sorted({tensor.get_device() for tensor in tensors} - {-1}):
         here = [i for i, tensor in enumerate(tensors) if tensor.get_device() == index]
         storages = [tensors[i].untyped_storage().nbytes() for i in here]
         memory_budget.check_device(

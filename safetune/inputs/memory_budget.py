@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from safetune.errors import NoMemory, NotReproducible
-from safetune.isolation.cuda import relaxed_capture
+from safetune.isolation import backend
 
 #: What a child needs on a device beside tensors: its context with the libraries' code, and the
 #: buffer that empties the L2 cache.
@@ -52,15 +50,13 @@ def check_device(
     if free < enough:
         drop_idle(index)
         free = device_free(index)
-    if free < enough and _unused(index):
-        # While a graph is captured torch refuses, and keeps its blocks.
-        with contextlib.suppress(RuntimeError), relaxed_capture(), torch.cuda.device(index):
-            torch.cuda.empty_cache()
+    if free < enough and backend.required().memory(index).unused:
+        backend.required().release_unused(index)
         free = device_free(index)
     needed = size + CONTEXT
     if free < needed:
-        error = too_large(f"memory on cuda:{index}", needed, free, arguments)
-        if needed > torch.cuda.get_device_properties(index).total_memory:
+        error = too_large(f"memory on device {index}", needed, free, arguments)
+        if needed > backend.required().memory(index).total:
             raise error
         raise NoMemory(str(error), needed)
 
@@ -115,9 +111,4 @@ def _left(folder: Path) -> int:
 
 def device_free(index: int) -> int:
     """Return the bytes that are free on a device; a capture beside this is left alone."""
-    with relaxed_capture():
-        return int(torch.cuda.mem_get_info(index)[0])
-
-
-def _unused(index: int) -> int:
-    return int(torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index))
+    return backend.required().memory(index).free

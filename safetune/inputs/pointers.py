@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from safetune.errors import NotReproducible
-from safetune.isolation.cuda import is_known_pointer
+from safetune.isolation import backend
 
 #: Indices and sizes are below these addresses, most hashes and times above them.
 _LOWEST, _HIGHEST = 1 << 32, 1 << 56
@@ -40,14 +40,17 @@ def is_plausible(value: object) -> bool:
 
 def is_live(interpreted: bool) -> Callable[[int], bool]:
     """Return what tells whether an address is this process's, as its memory is mapped now."""
-    if not interpreted:
-        return is_known_pointer
+    found = backend.current() if interpreted else backend.required()
+    if not interpreted and found is not None:
+        return found.is_known_pointer
     regions = sorted(_writable())
     starts = [start for start, _ in regions]
 
     def known(address: int) -> bool:
         index = bisect.bisect_right(starts, address) - 1
-        return (index >= 0 and address < regions[index][1]) or is_known_pointer(address)
+        if index >= 0 and address < regions[index][1]:
+            return True
+        return found is not None and found.is_known_pointer(address)
 
     return known
 

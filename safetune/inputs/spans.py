@@ -10,7 +10,7 @@ import torch
 
 from safetune.errors import KernelNotTransferable
 from safetune.inputs.specs import TensorSpec
-from safetune.isolation.cuda import relaxed_capture, side_stream
+from safetune.isolation import backend
 
 
 @dataclass(frozen=True, order=True)
@@ -38,9 +38,14 @@ def span_of(tensor: torch.Tensor) -> Span:
         start = storage.data_ptr()
     except (RuntimeError, NotImplementedError) as error:
         raise _not_plain(tensor) from error
-    if tensor.device.type not in ("cpu", "cuda"):
+    if tensor.device.type != "cpu" and tensor.device.type != _device_type():
         raise _not_plain(tensor)
     return Span(str(tensor.device), start, start + storage.nbytes())
+
+
+def _device_type() -> str | None:
+    found = backend.current()
+    return None if found is None else found.torch_type
 
 
 def merged_spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
@@ -89,18 +94,13 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def reading(device: torch.device) -> Iterator[None]:
     """Copy from `device` to the host in here, beside a graph that another thread captures.
 
-    What the current stream has queued is waited for; nothing is put on that stream. Contiguous
-    bytes are copied without memory on the device.
+    What the current stream has queued is waited for; nothing is put on that stream.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         yield
         return
-    with relaxed_capture(), torch.cuda.device(device):
-        current = torch.cuda.current_stream()
-        side = torch.cuda.ExternalStream(side_stream(current.device_index))
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            yield
+    with backend.required().reading(device.index):
+        yield
 
 
 def _not_plain(tensor: torch.Tensor) -> KernelNotTransferable:

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetune.errors import InvalidSetting, NoDevice
 from safetune.integrations.unloading import modules_stay_loaded
-from safetune.isolation import measuring_child
+from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
 from safetune.miss import reporting, under_capture
 from safetune.miss.under_capture import CapturedMiss
@@ -89,7 +89,7 @@ class Watch:
         self._name = self._name or f"capture {self._capture}"
         if self._capture:
             under_capture.watch(self._capture, self._name)
-            scratch_memory.reserve(self._capture, under_capture.launch_stream())
+            scratch_memory.reserve(self._capture, backend.required().launch_stream())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()

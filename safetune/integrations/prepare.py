@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 from safetune.config import config_text
 from safetune.errors import CaptureError
 from safetune.frontend.autotuner import Autotuner
-from safetune.isolation import measuring_child
+from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
 from safetune.miss import background, reporting, resolve, under_capture
 from safetune.miss.under_capture import CapturedMiss
@@ -199,8 +198,8 @@ def _compilations() -> Iterator[list[None]]:
 
 def _settle(indices: set[int]) -> None:
     """Let what was launched come to its end, and the processes that measured, too."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    found = backend.current()
+    if found is not None:
+        found.synchronize()
     for index in indices:
         measuring_child.drop_idle(index)

@@ -6,9 +6,7 @@ import os
 import sys
 from typing import Any
 
-from safetune.isolation import devices, process
-
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+from safetune.isolation import backend, devices, process
 
 
 def start_job(gpu_blind: bool, memory_bytes: int = 0) -> dict[str, Any]:
@@ -19,7 +17,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0) -> dict[str, Any]:
     """
     environment = process.child_environment()
     if gpu_blind:
-        environment.update(_NO_GPU)
+        environment.update(backend.hidden_environment())
     else:
         environment.update(devices.child_visibility())
     return {

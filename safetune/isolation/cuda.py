@@ -1,30 +1,49 @@
-"""The few calls of the CUDA driver that torch and Triton do not expose, through ctypes.
-
-Every function works on a machine without the driver: nothing is captured there, no address is a
-device's, no device is exclusive or shared, and there is none to name.
-"""
+"""The back end for NVIDIA GPUs: torch, and the few calls of the CUDA driver that it lacks."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import os
+import stat
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
+from safetune.errors import BackendError
+from safetune.isolation.backend import Memory
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 # Values of cuda.h: CUdevice_attribute, CUpointer_attribute, CUstreamCaptureMode.
-_ATTRIBUTE_COMPUTE_MODE = 20
-_ATTRIBUTE_MPS_ENABLED = 133
+COMPUTE_MODE = 20
+MPS_ENABLED = 133
 _POINTER_MEMORY_TYPE = 2
 _CAPTURE_RELAXED = 2
 _CAPTURE_NONE = 0  # CUstreamCaptureStatus
 _CAPTURE_ACTIVE = 1
-_ERROR_CAPTURE_IMPLICIT = 906  # CUresult: the legacy stream, beside a capture that it would disturb
 _STREAM_NON_BLOCKING = 1
 #: CU_COMPUTEMODE_EXCLUSIVE, of drivers long gone.
 _EXCLUSIVE_THREAD = 1
+
+# CUresult.
+_INVALID_VALUE = 1
+_NOT_INITIALIZED = 3
+_DEINITIALIZED = 4
+_INVALID_CONTEXT = 201
+_CAPTURE_IMPLICIT = 906  # the legacy stream, beside a capture that it would disturb
+_NO_CONTEXT = frozenset({_NOT_INITIALIZED, _DEINITIALIZED, _INVALID_CONTEXT})
+
+_MPS_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
+_MPS_DEFAULT = "/tmp/nvidia-mps"
+_OFFLINE = (
+    "Fill the store elsewhere, with `safetune tune` or a run on a card of the same kind, and this "
+    "process launches what is chosen there"
+)
 
 
 class ComputeMode(IntEnum):
@@ -35,113 +54,227 @@ class ComputeMode(IntEnum):
     EXCLUSIVE_PROCESS = 3
 
 
-@functools.cache
-def library() -> Any:
-    """Return libcuda, or None where there is none."""
+def make() -> Cuda:
+    """Return the back end; raises `BackendError` where the driver's library cannot be loaded."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+        return Cuda(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise BackendError(f"the CUDA driver's library cannot be loaded ({error})") from error
 
 
-def device_attribute(attribute: int, index: int) -> int:
-    """Return an attribute of the device with this index in this process; 0 where it is unknown."""
-    cuda = library()
-    device, value = ctypes.c_int(), ctypes.c_int()
-    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
-        return 0
-    failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-    return 0 if failed else value.value
+class Cuda:
+    """NVIDIA GPUs, as `backend.Backend` describes them.
 
-
-def compute_mode(index: int) -> ComputeMode:
-    """Return the compute mode of a device."""
-    mode = device_attribute(_ATTRIBUTE_COMPUTE_MODE, index)
-    return ComputeMode.EXCLUSIVE_PROCESS if mode == _EXCLUSIVE_THREAD else ComputeMode(mode)
-
-
-def is_shared_by_mps(index: int) -> bool:
-    """Whether contexts on a device are clients of an MPS server; drivers before 12.0 do not say."""
-    return bool(device_attribute(_ATTRIBUTE_MPS_ENABLED, index))
-
-
-def device_uuids() -> tuple[str, ...]:
-    """Return the UUID of each device of this process in order; none where one is a MIG partition.
-
-    Torch counts by CUDA_VISIBLE_DEVICES as it is now; the driver listed its devices when it was
-    initialised.
+    Args:
+        library: libcuda, or what answers in its place.
+        mps_directory: where the pipes of an MPS server are unless the environment says otherwise.
     """
-    cuda = library()
-    count, device = ctypes.c_int(), ctypes.c_int()
-    name, identifier = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
-    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    found = []
-    for index in range(count.value):
-        if (
-            cuda.cuDeviceGet(ctypes.byref(device), index)
-            or cuda.cuDeviceGetName(name, len(name), device)
-            or cuda.cuDeviceGetUuid(ctypes.byref(identifier), device)
-            or b" MIG " in name.value
-        ):
-            return ()
-        found.append(str(uuid.UUID(bytes=bytes(identifier))))
-    return tuple(found)
+
+    hidden: Mapping[str, str] = {VISIBLE: ""}
+    torch_type = "cuda"
+
+    def __init__(self, library: Any, mps_directory: str = _MPS_DEFAULT) -> None:
+        self._library = library
+        self._mps_directory = mps_directory
+        self._side_streams: dict[int, int] = {}
+
+    def launch_stream(self) -> int:
+        """Return the handle of torch's current stream; 0, the default one, where torch has none."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return 0
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def capture_id(self, stream: int) -> int:
+        """See `Backend`.
+
+        -1: the capture has become invalid, or `stream` is the legacy one and a launch there would
+        disturb the capture of another stream.
+        """
+        status, identifier = ctypes.c_int(), ctypes.c_uint64()
+        error = self._call(
+            "cuStreamGetCaptureInfo_v2",
+            ctypes.c_void_p(stream),
+            ctypes.byref(status),
+            ctypes.byref(identifier),
+            None,
+            None,
+            None,
+            known=_NO_CONTEXT | {_CAPTURE_IMPLICIT},
+        )
+        if error == _CAPTURE_IMPLICIT:
+            return -1
+        if error or status.value == _CAPTURE_NONE:  # without a context nothing can be captured
+            return 0
+        return identifier.value if status.value == _CAPTURE_ACTIVE else -1
+
+    @contextlib.contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        """See `Backend`."""
+        exchange = functools.partial(self._call, "cuThreadExchangeStreamCaptureMode")
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        if exchange(ctypes.byref(mode), known=_NO_CONTEXT):
+            yield
+            return
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
+
+    @contextlib.contextmanager
+    def reading(self, index: int) -> Iterator[None]:
+        """See `Backend`. Contiguous bytes are copied without memory on the device."""
+        import torch
+
+        with self.relaxed_capture(), torch.cuda.device(index):
+            current = torch.cuda.current_stream()
+            side = torch.cuda.ExternalStream(self._side_stream(current.device_index))
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                yield
+
+    def is_known_pointer(self, address: int) -> bool:
+        """See `Backend`."""
+        kind = ctypes.c_uint()
+        error = self._call(
+            "cuPointerGetAttribute",
+            ctypes.byref(kind),
+            _POINTER_MEMORY_TYPE,
+            ctypes.c_uint64(address),
+            known={_INVALID_VALUE},
+        )
+        return not error
+
+    def visible_environment(self) -> dict[str, str]:
+        """See `Backend`. Torch counts by the variable as it was when it listed its devices."""
+        import torch
+
+        uuids = self.device_uuids() if torch.cuda.is_initialized() else ()
+        variable = visible_devices(os.environ.get(VISIBLE), uuids)
+        return {} if variable is None else {VISIBLE: variable}
+
+    def why_not_shared(self, index: int) -> str:
+        """See `Backend`.
+
+        A child has a context of its own. A device may allow only one, or all contexts may be
+        clients of one MPS server, which dies with any of them.
+        """
+        mode = self.compute_mode(index)
+        if mode is not ComputeMode.DEFAULT:
+            return (
+                f"device {index} is in compute mode {mode.name}, so no second process can have a "
+                f"context beside this one's. {_OFFLINE}; or allow it with "
+                "`nvidia-smi --compute-mode=DEFAULT`"
+            )
+        if server := self.mps_server(index):
+            return (
+                f"device {index} is shared through MPS ({server}), where the fault of one config "
+                f"would end the context of every client, this process's too. {_OFFLINE}; or stop "
+                "MPS with `echo quit | nvidia-cuda-mps-control`"
+            )
+        return ""
+
+    def device_name(self, index: int) -> str:
+        """See `Backend`."""
+        import torch
+
+        return str(torch.cuda.get_device_name(index))
+
+    def memory(self, index: int) -> Memory:
+        """See `Backend`."""
+        import torch
+
+        with self.relaxed_capture():
+            free, total = torch.cuda.mem_get_info(index)
+        unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        return Memory(int(free), int(total), int(unused))
+
+    def release_unused(self, index: int) -> None:
+        """See `Backend`. While a graph is captured torch refuses, and keeps its blocks."""
+        import torch
+
+        with contextlib.suppress(RuntimeError), self.relaxed_capture(), torch.cuda.device(index):
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """See `Backend`."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def compute_mode(self, index: int) -> ComputeMode:
+        """Return the compute mode of a device."""
+        mode = self._attribute(COMPUTE_MODE, index)
+        return ComputeMode.EXCLUSIVE_PROCESS if mode == _EXCLUSIVE_THREAD else ComputeMode(mode)
+
+    def mps_server(self, index: int) -> str:
+        """Return the sign that contexts on a device are clients of MPS; empty without one."""
+        control = Path(os.environ.get(_MPS_DIRECTORY) or self._mps_directory, "control")
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(control.stat().st_mode):
+                return f"its control pipe is {control}"
+        return "says the driver" if self._attribute(MPS_ENABLED, index) else ""
+
+    def device_uuids(self) -> tuple[str, ...]:
+        """Return the UUID of each device of this process in order; none where one is a MIG
+        partition.
+        """
+        count, device = ctypes.c_int(), ctypes.c_int()
+        name, identifier = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        found = []
+        for index in range(count.value):
+            self._call("cuDeviceGet", ctypes.byref(device), index)
+            self._call("cuDeviceGetName", name, len(name), device)
+            self._call("cuDeviceGetUuid", ctypes.byref(identifier), device)
+            if b" MIG " in name.value:
+                return ()
+            found.append(str(uuid.UUID(bytes=bytes(identifier))))
+        return tuple(found)
+
+    def _attribute(self, attribute: int, index: int) -> int:
+        """Return an attribute of a device; 0 where the driver is too old to have it."""
+        device, value = ctypes.c_int(), ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        known = {_INVALID_VALUE}
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device, known=known)
+        return value.value
+
+    def _side_stream(self, index: int) -> int:
+        """Return a stream of the current context, the same one for each device.
+
+        The first `torch.cuda.Stream()` of a process makes 32; they keep 70 MiB of an H100 for good.
+        """
+        if index not in self._side_streams:
+            stream = ctypes.c_void_p()
+            self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
+            self._side_streams[index] = stream.value or 0
+        return self._side_streams[index]
+
+    def _call(self, function: str, *arguments: Any, known: Collection[int] = ()) -> int:
+        """Call the driver and return its error, 0 or one of `known`.
+
+        Raises:
+            BackendError: any other error.
+        """
+        error = int(getattr(self._library, function)(*arguments))
+        if error and error not in known:
+            raise BackendError(f"the CUDA driver failed: {function} returned error {error}")
+        return error
 
 
-def is_known_pointer(address: int) -> bool:
-    """Whether the driver knows an address: device memory, or host memory that it has pinned."""
-    cuda = library()
-    kind = ctypes.c_uint()
-    if cuda is None:
-        return False
-    pointer = ctypes.c_uint64(address)
-    return cuda.cuPointerGetAttribute(ctypes.byref(kind), _POINTER_MEMORY_TYPE, pointer) == 0
+def visible_devices(variable: str | None, uuids: Sequence[str]) -> str | None:
+    """Return the CUDA_VISIBLE_DEVICES under which a child sees this process's devices in order.
 
-
-def capture_id(stream: int) -> int:
-    """Return the id of the graph capture that a stream is part of now; 0: it is part of none.
-
-    -1 where there is one but no id of it: it has become invalid, or `stream` is the legacy one and
-    a launch there would disturb the capture of another. Asking disturbs nothing.
+    Args:
+        variable: its value in this process now; None where it is not set. This process may have
+            listed its devices before that was written.
+        uuids: those of this process's devices, in order; empty where it has not listed them yet.
     """
-    cuda = library()
-    if cuda is None:
-        return 0
-    status, identifier = ctypes.c_int(), ctypes.c_uint64()
-    error = cuda.cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(identifier), None, None, None
-    )
-    if error == _ERROR_CAPTURE_IMPLICIT:
-        return -1
-    if error or status.value == _CAPTURE_NONE:  # an error: no context, so nothing to capture
-        return 0
-    return identifier.value if status.value == _CAPTURE_ACTIVE else -1
-
-
-@functools.cache
-def side_stream(index: int) -> int:
-    """Return a stream of the current context, the same one for each device; 0 where none is made.
-
-    The first `torch.cuda.Stream()` of a process makes 32, which take 70 MiB of an H100 for good.
-    """
-    cuda = library()
-    stream = ctypes.c_void_p()
-    if cuda is None or cuda.cuStreamCreate(ctypes.byref(stream), _STREAM_NON_BLOCKING):
-        return 0
-    return stream.value or 0
-
-
-@contextlib.contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Let this thread copy and allocate while another one captures a graph in global mode."""
-    cuda = library()
-    if cuda is None:
-        yield
-        return
-    mode = ctypes.c_int(_CAPTURE_RELAXED)
-    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    partitioned = variable is not None and "MIG-" in variable  # a partition has an id of its own
+    if partitioned or not uuids:
+        return variable
+    return ",".join(f"GPU-{uuid}" for uuid in uuids)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from safetune.errors import NoDevice
+from safetune.isolation import backend
 from safetune.keys import encoding
 
 INTERPRETER = "interpreter"
@@ -110,17 +111,11 @@ def current_index() -> int:
 
 
 def _device(active: Any, index: int) -> Device:
-    import torch
-
     properties = active.utils.get_device_properties(index)
     target = _target(active, index)
-    name = (
-        torch.cuda.get_device_name(index)
-        if torch.cuda.is_available()
-        else f"{target.backend}:{target.arch}"
-    )
+    found = backend.current()
     return Device(
-        name=name,
+        name=f"{target.backend}:{target.arch}" if found is None else found.device_name(index),
         capability=str(target.arch),
         sm_count=int(properties["multiprocessor_count"]),
         shared_memory_bytes=int(properties["max_shared_mem"]),

@@ -16,7 +16,7 @@ from typing import Any
 
 from triton.runtime import _allocation
 
-from safetune.isolation import cuda
+from safetune.isolation import backend
 
 #: What every allocation of torch's is aligned to at least, whatever its allocator: cudaMalloc's.
 _BASE_ALIGNMENT = 256
@@ -82,7 +82,8 @@ def allocate(size: int, alignment: int, stream: int | None) -> Block:
         _largest[device] = max(size, _largest.get(device, 0))
         for sizes in _observers:
             sizes.append(size)
-    capture = 0 if stream is None else cuda.capture_id(stream)
+    found = backend.current()
+    capture = 0 if found is None or stream is None else found.capture_id(stream)
     if stream is None or not capture or not size:
         return Block(size, alignment, stream)
     return _for_graph(size, alignment, stream, capture)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
+from safetune.isolation import backend
 from safetune.keys import device
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.tuning_key import readable_key
@@ -57,5 +58,4 @@ def why_not_isolated(call: Call) -> str:
         return f"there is no isolation on {sys.platform} yet"
     if call.interpreted:
         return ""
-    backend = device.active_driver().get_current_target().backend
-    return "" if backend == "cuda" else f"there is no isolation for the {backend} back end yet"
+    return backend.why_missing(device.active_driver().get_current_target().backend)

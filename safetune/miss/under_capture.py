@@ -11,7 +11,6 @@ import contextlib
 import functools
 import gc
 import logging
-import sys
 import threading
 import warnings
 import weakref
@@ -24,7 +23,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
-from safetune.isolation import cuda
+from safetune.isolation import backend
 from safetune.miss import candidates, sync
 from safetune.miss import resolve as miss_resolve
 from safetune.miss.frozen import instead
@@ -117,19 +116,9 @@ def no_collection() -> Iterator[None]:
 
 
 def under_way() -> int:
-    """Return the number of the capture that a launch would be part of now; 0: none.
-
-    Asked of the driver, for the stream that Triton would launch on in this thread.
-    """
-    return cuda.capture_id(launch_stream())
-
-
-def launch_stream() -> int:
-    """Return the handle of torch's current stream; 0, the default one, where torch has none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.current_stream().cuda_stream)
+    """Return the number of the capture that a launch of this thread would be part of; 0: none."""
+    found = backend.current()
+    return 0 if found is None else found.capture_id(found.launch_stream())
 
 
 def resolve(

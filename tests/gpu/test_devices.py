@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import warnings
@@ -15,7 +16,7 @@ import torch
 import triton
 
 from safetune import safetune
-from safetune.isolation import cuda
+from safetune.isolation import backend, cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -106,14 +107,16 @@ class TestTwoCards:
 @contextmanager
 def _compute_mode(value: int) -> Iterator[None]:
     """Have the driver answer this, and the truth to all else."""
-    with pytest.MonkeyPatch.context() as patch:
-        ask = cuda.device_attribute
-        patch.setattr(
-            cuda,
-            "device_attribute",
-            lambda attribute, index: value if attribute == 20 else ask(attribute, index),
-        )
+
+    class OneMode(cuda.Cuda):
+        def compute_mode(self, index: int) -> cuda.ComputeMode:
+            return cuda.ComputeMode(value)
+
+    backend.register("cuda", lambda: OneMode(ctypes.CDLL("libcuda.so.1")))
+    try:
         yield
+    finally:
+        backend.unregister("cuda")
 
 
 @contextmanager

@@ -1,17 +1,20 @@
-"""Which devices a child sees, and when it must not use one. Only the driver's answers are faked."""
+"""Which devices a child sees, and when it must not use one. A stub answers for the CUDA driver."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from safetune.errors import DeviceUnavailable, WorkerUnavailable
+from safetune.errors import BackendError, DeviceUnavailable, WorkerUnavailable
 from safetune.isolation import child_environment, cuda, devices
+from tests.backends import launching_on
 
 FIRST = "3f0c1f2a-8f6e-4a0e-9a51-0d5b8f1f6c11"
 SECOND = "b7d0a6de-0c39-4c38-8a2a-5f7f3d2c9e22"
@@ -34,22 +37,22 @@ class TestVisibleDevices:
         ],
     )
     def test_a_child_is_told_the_uuids_of_what_this_process_has(self, variable: str | None) -> None:
-        assert devices.visible_devices(variable, (FIRST, SECOND)) == BOTH
+        assert cuda.visible_devices(variable, (FIRST, SECOND)) == BOTH
 
     def test_in_this_process_s_order(self) -> None:
-        told = devices.visible_devices("0,1", (SECOND, FIRST))
+        told = cuda.visible_devices("0,1", (SECOND, FIRST))
         assert told == f"GPU-{SECOND},GPU-{FIRST}"
 
     @pytest.mark.parametrize("variable", ["0,1", "GPU-3f0c", "", None, PARTITION])
     def test_a_process_that_has_listed_none_hands_on_what_is_set(
         self, variable: str | None
     ) -> None:
-        assert devices.visible_devices(variable, ()) == variable
+        assert cuda.visible_devices(variable, ()) == variable
 
     @pytest.mark.fault("visible-mig")
     @pytest.mark.parametrize("variable", [PARTITION, OLD_PARTITION, f"{PARTITION},{PARTITION}"])
     def test_a_partition_stays_the_partition_and_not_its_whole_card(self, variable: str) -> None:
-        assert devices.visible_devices(variable, (FIRST,)) == variable
+        assert cuda.visible_devices(variable, (FIRST,)) == variable
 
     def test_a_child_without_a_gpu_is_told_of_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
@@ -75,23 +78,60 @@ def _no_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "none"))
 
 
-def set_attribute(monkeypatch: pytest.MonkeyPatch, attribute: int, value: int) -> None:
-    """Have the driver say this of every device, and 0 of all else."""
-    monkeypatch.setattr(
-        cuda, "device_attribute", lambda asked, index: value if asked == attribute else 0
-    )
+class Library:
+    """Stands for libcuda: every device has these attributes, and 0 for each other one."""
+
+    def __init__(self, attributes: dict[int, int] | None = None, error: int = 0) -> None:
+        self._attributes = attributes or {}
+        self._error = error
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        value._obj.value = self._attributes.get(attribute, 0)
+        return self._error
 
 
+@pytest.fixture
+def driver() -> Iterator[Callable[..., None]]:
+    """A function that has the CUDA driver answer as `Library` does from here on."""
+    with contextlib.ExitStack() as stack:
+
+        def answer(library: Library, **options: Any) -> None:
+            stack.enter_context(launching_on(cuda.Cuda(library, **options), "cuda"))
+
+        answer(Library())
+        yield answer
+
+
+@pytest.mark.usefixtures("driver")
 class TestCheck:
     def test_nothing_is_wrong_with_a_device_in_its_default_mode(self) -> None:
+        devices.check(0)
+
+    def test_a_driver_that_does_not_answer_is_an_error(self, driver: Callable[..., None]) -> None:
+        """An unknown mode was taken for the default one, in which a child may use the device."""
+        driver(Library(error=999))
+        with pytest.raises(BackendError, match="cuDeviceGetAttribute returned error 999") as caught:
+            devices.check(0)
+        assert isinstance(caught.value, WorkerUnavailable), "which a miss turns into a warning"
+
+    def test_a_driver_too_old_for_an_attribute_has_it_not(
+        self, driver: Callable[..., None]
+    ) -> None:
+        driver(Library(error=1))
         devices.check(0)
 
     @pytest.mark.fault("exclusive-process")
     @pytest.mark.parametrize(("value", "name"), [(2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS")])
     def test_a_compute_mode_without_room_for_a_second_context(
-        self, monkeypatch: pytest.MonkeyPatch, value: int, name: str
+        self, driver: Callable[..., None], value: int, name: str
     ) -> None:
-        set_attribute(monkeypatch, 20, value)
+        driver(Library({cuda.COMPUTE_MODE: value}))
         with pytest.raises(DeviceUnavailable) as caught:
             devices.check(1)
         text = str(caught.value)
@@ -99,21 +139,25 @@ class TestCheck:
         assert "--compute-mode=DEFAULT" in text
         assert isinstance(caught.value, WorkerUnavailable), "which a miss turns into a warning"
 
-    def test_the_interpreter_has_no_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        set_attribute(monkeypatch, 20, 3)
+    def test_the_interpreter_has_no_mode(self, driver: Callable[..., None]) -> None:
+        driver(Library({cuda.COMPUTE_MODE: 3}))
         devices.check(-1)
 
     @pytest.mark.fault("mps")
     @pytest.mark.parametrize("place", ["in the environment", "by default"])
     def test_a_control_pipe_of_mps(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        driver: Callable[..., None],
+        tmp_path: Path,
+        place: str,
     ) -> None:
         directory = tmp_path / "mps"
         directory.mkdir()
         os.mkfifo(directory / "control")
         if place == "by default":
             monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
-            monkeypatch.setattr(devices, "_MPS_DEFAULT", str(directory))
+            driver(Library(), mps_directory=str(directory))
         else:
             monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
         with pytest.raises(DeviceUnavailable) as caught:
@@ -123,8 +167,8 @@ class TestCheck:
         devices.check(-1)
 
     @pytest.mark.fault("mps")
-    def test_a_driver_that_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        set_attribute(monkeypatch, 133, 1)
+    def test_a_driver_that_says_so(self, driver: Callable[..., None]) -> None:
+        driver(Library({cuda.MPS_ENABLED: 1}))
         with pytest.raises(DeviceUnavailable, match=r"shared through MPS \(says the driver\)"):
             devices.check(0)
 
@@ -149,6 +193,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+@pytest.mark.usefixtures("driver")
 class TestAChildThatDoesNotEnd:
     def test_takes_its_device_out_of_use_until_it_has_ended(
         self, sleeper: subprocess.Popen[bytes]

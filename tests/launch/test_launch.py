@@ -29,7 +29,7 @@ from safetune.keys import device
 from safetune.keys.key_names import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN
-from safetune.miss import reporting, resolve, under_capture
+from safetune.miss import reporting, under_capture
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Machine, Tuned
@@ -541,7 +541,7 @@ def test_what_prepare_has_launched_is_known(
     """So that a capture afterwards compiles, loads and asks for nothing."""
     h100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
     toolchain = device.Toolchain("3.9.0", "backend", "cuda:90:32")
-    monkeypatch.setattr(resolve, "detect", lambda index: (h100, toolchain))
+    monkeypatch.setattr(device, "detect", lambda index: (h100, toolchain))
     assert [key.settled for key in prepare(call, kernel).keys] == [True]
     compiled = len(machine.compiled)
     assert not goes_by_triton(kernel)

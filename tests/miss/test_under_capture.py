@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 import safetune
 from safetune import CaptureMiss, InvalidSetting
-from safetune.isolation import cuda
+from safetune.isolation.cuda import Cuda
 from safetune.miss import background, under_capture
 from safetune.settings import Settings
 from safetune.store.local.recorded_calls import calls
@@ -357,9 +357,7 @@ class TestModes:
         (201, 1, 0),  # this thread has no context
     ],
 )
-def test_what_the_driver_says_of_a_stream(
-    monkeypatch: pytest.MonkeyPatch, error: int, status: int, expected: int
-) -> None:
+def test_what_the_driver_says_of_a_stream(error: int, status: int, expected: int) -> None:
     class Library:
         def cuStreamGetCaptureInfo_v2(
             self, stream: ctypes.c_void_p, state: Any, number: Any, *optional: None
@@ -369,13 +367,10 @@ def test_what_the_driver_says_of_a_stream(
             state._obj.value, number._obj.value = status, 42
             return error
 
-    monkeypatch.setattr(cuda, "library", Library)
-    assert cuda.capture_id(0x1234) == expected
+    assert Cuda(Library()).capture_id(0x1234) == expected
 
 
-def test_without_a_driver_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "library", lambda: None)
-    assert cuda.capture_id(0) == 0
+def test_without_a_device_nothing_is_captured() -> None:
     assert under_capture.under_way() == 0
 
 

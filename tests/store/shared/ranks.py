@@ -13,16 +13,18 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 import safetune
 from safetune.config import config_digest, config_record
-from safetune.isolation import cuda
+from safetune.isolation import backend
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -60,13 +62,26 @@ def launch(n: int) -> int:
     return int(copy_kernel.best_config.kwargs["BLOCK"])
 
 
+class CapturingBackend:
+    """Every stream is part of a capture."""
+
+    def launch_stream(self) -> int:
+        return 0
+
+    def capture_id(self, stream: int) -> int:
+        return 7
+
+
 def launch_captured(n: int) -> int:
     """As `launch`, in what this process takes for a CUDA graph capture."""
-    ask, cuda.capture_id = cuda.capture_id, lambda stream: 7
+    target = SimpleNamespace(backend="fake")
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    backend.register("fake", CapturingBackend)
     try:
         return launch(n)
     finally:
-        cuda.capture_id = ask
+        driver._active = None
+        backend.unregister("fake")
 
 
 def note(arguments: dict[str, Any]) -> None:

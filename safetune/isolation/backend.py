@@ -1,0 +1,155 @@
+"""What safetune must know about a kind of device beyond what Triton tells: one back end for each.
+
+A back end answers, or raises `BackendError`. It never guesses: a wrong answer would disturb a
+capture, or send an address to a process where it means nothing. On a device without a back end
+nothing is tuned in child processes (see `miss.inline`), so nothing here is asked.
+
+To add one, write a module like `cuda.py` and name it in `_MODULES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from safetune import triton_internals
+from safetune.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device: free now, in all, and kept by torch's allocator without need."""
+
+    free: int
+    total: int
+    unused: int
+
+
+class Backend(Protocol):
+    """One kind of device. Streams are raw handles; an index is that of this process."""
+
+    @property
+    def hidden(self) -> Mapping[str, str]:
+        """The environment variables with which a process sees no device of this kind."""
+
+    @property
+    def torch_type(self) -> str:
+        """The type that torch gives to devices of this kind, as in `torch.device(type, index)`."""
+
+    def launch_stream(self) -> int:
+        """Return the stream that a launch of this thread goes to."""
+
+    def capture_id(self, stream: int) -> int:
+        """Return the id of the graph capture that a stream is part of now; 0 without one.
+
+        -1 where there is a capture that has no id. Asking disturbs no capture.
+        """
+
+    def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
+        """Let this thread copy and allocate while another thread captures a graph."""
+
+    def reading(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Copy from a device to the host while another thread captures a graph.
+
+        The work queued on the current stream is waited for, and nothing is added to that stream.
+        """
+
+    def is_known_pointer(self, address: int) -> bool:
+        """Whether an address is device memory, or host memory that the driver has pinned."""
+
+    def visible_environment(self) -> Mapping[str, str]:
+        """Return the variables with which a child counts devices as this process does."""
+
+    def why_not_shared(self, index: int) -> str:
+        """Return why a child must not use a device; empty where it can.
+
+        The reason names the device and ends with what to do.
+        """
+
+    def device_name(self, index: int) -> str:
+        """Return the product name, which is part of every stored key."""
+
+    def memory(self, index: int) -> Memory:
+        """Return the memory of a device; a capture in another thread stays valid."""
+
+    def release_unused(self, index: int) -> None:
+        """Give the unused memory of torch's allocator back to the device."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that this process has launched on its current device."""
+
+
+#: The module of each back end, by the name that Triton's target has. It has a function `make`.
+_MODULES = {"cuda": "safetune.isolation.cuda"}
+
+#: Children without a device see none of a kind that has no back end here either.
+_HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+
+_factories: dict[str, Callable[[], Backend]] = {}
+_made: dict[str, Backend | BackendError] = {}
+
+
+def register(name: str, make: Callable[[], Backend]) -> None:
+    """Use what `make` returns for devices whose Triton target has this name."""
+    _factories[name] = make
+    _made.pop(name, None)
+
+
+def unregister(name: str) -> None:
+    """Undo `register`."""
+    _factories.pop(name, None)
+    _made.pop(name, None)
+
+
+def current() -> Backend | None:
+    """Return the back end of the device that this process launches on.
+
+    None where it launches on none, or on one that has no back end.
+    """
+    name = triton_internals.target_name()
+    found = None if name is None else _find(name)
+    return None if isinstance(found, BackendError) else found
+
+
+def required() -> Backend:
+    """Return the back end of the device; raises `BackendError` where there is none."""
+    name = triton_internals.target_name()
+    if name is None:
+        raise BackendError("Triton has no device in this process, so no back end can be asked")
+    found = _find(name)
+    if isinstance(found, BackendError):
+        raise found
+    return found
+
+
+def why_missing(name: str) -> str:
+    """Return why the device of a Triton target has no back end; empty where it has one."""
+    found = _find(name)
+    return str(found) if isinstance(found, BackendError) else ""
+
+
+def hidden_environment() -> dict[str, str]:
+    """Return the variables with which a process sees no device."""
+    found = current()
+    return {**_HIDDEN, **(found.hidden if found is not None else {})}
+
+
+def _find(name: str) -> Backend | BackendError:
+    if name not in _made:
+        try:
+            _made[name] = _factory(name)()
+        except BackendError as error:
+            _made[name] = error
+    return _made[name]
+
+
+def _factory(name: str) -> Callable[[], Backend]:
+    if name in _factories:
+        return _factories[name]
+    if name not in _MODULES:
+        raise BackendError(f"there is no isolation for the {name} back end yet")
+    make: Callable[[], Backend] = importlib.import_module(_MODULES[name]).make
+    return make

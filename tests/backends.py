@@ -1,0 +1,84 @@
+"""A device that is not there, of a kind that safetune does not know, and a back end for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from safetune.isolation import backend
+
+NAME = "fake"
+
+
+class FakeBackend:
+    """Answers as a GPU that captures nothing, is shared freely and has plenty of memory.
+
+    Tensors of the CPU stand for those of the device.
+    """
+
+    hidden: Mapping[str, str] = {"FAKE_VISIBLE_DEVICES": ""}
+    torch_type = "cpu"
+
+    def __init__(self, **answers: Any) -> None:
+        self.__dict__.update(answers)
+
+    def launch_stream(self) -> int:
+        return 7
+
+    def capture_id(self, stream: int) -> int:
+        return 0
+
+    @contextlib.contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def reading(self, index: int) -> Iterator[None]:
+        yield
+
+    def is_known_pointer(self, address: int) -> bool:
+        return False
+
+    def visible_environment(self) -> Mapping[str, str]:
+        return {"FAKE_VISIBLE_DEVICES": "1,0"}
+
+    def why_not_shared(self, index: int) -> str:
+        return ""
+
+    def device_name(self, index: int) -> str:
+        return f"Fake {index}"
+
+    def memory(self, index: int) -> backend.Memory:
+        return backend.Memory(free=64 << 30, total=80 << 30, unused=0)
+
+    def release_unused(self, index: int) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def launching_on(
+    found: backend.Backend | None, name: str = NAME, active: Any = None
+) -> Iterator[None]:
+    """Have Triton launch on a device of the kind `name`, whose back end is `found`.
+
+    Args:
+        active: Triton's driver, if more than the name of its target is asked for.
+    """
+    target = GPUTarget(name, 90, 32)
+    before = driver._active
+    driver._active = active or SimpleNamespace(get_current_target=lambda: target)
+    if found is not None:
+        backend.register(name, lambda: found)
+    try:
+        yield
+    finally:
+        backend.unregister(name)
+        driver._active = before

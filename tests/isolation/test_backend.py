@@ -1,0 +1,127 @@
+"""Another kind of device is one file and one line: its back end, and its name in the registry."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from safetune.errors import BackendError, DeviceUnavailable, NoMemory, NotReproducible
+from safetune.inputs import memory_budget, pointers, spans
+from safetune.isolation import backend, child_environment, devices
+from safetune.keys import device
+from safetune.miss import under_capture
+from safetune.miss.inline import why_not_isolated
+from tests.backends import FakeBackend, launching_on
+
+#: A call on device 0, which is not interpreted.
+CALL: Any = SimpleNamespace(interpreted=False, index=0)
+
+
+class TestWithoutABackend:
+    """A kind of device that nobody has written a back end for."""
+
+    def test_nothing_is_tuned_in_a_child(self) -> None:
+        with launching_on(None):
+            reason = why_not_isolated(CALL)
+        assert reason == "there is no isolation for the fake back end yet"
+
+    def test_a_library_that_cannot_be_loaded_is_a_reason_too(self) -> None:
+        def broken() -> Any:
+            raise BackendError("the fake library cannot be loaded")
+
+        with launching_on(None):
+            backend.register("fake", broken)
+            assert why_not_isolated(CALL) == "the fake library cannot be loaded"
+            assert backend.current() is None
+
+    @pytest.mark.parametrize(
+        "question",
+        [
+            pytest.param(lambda: devices.check(0), id="exclusive modes"),
+            pytest.param(lambda: pointers.is_live(False), id="pointers"),
+            pytest.param(lambda: memory_budget.device_free(0), id="memory"),
+            pytest.param(lambda: spans.reading(torch.device("cuda", 0)).__enter__(), id="copies"),
+        ],
+    )
+    def test_what_tuning_depends_on_raises_instead_of_answering(self, question: Any) -> None:
+        """Each answered as if all was well: a pointer table went to a child without a word."""
+        with launching_on(None), pytest.raises(BackendError, match="fake back end"):
+            question()
+
+    def test_a_process_without_a_device_raises_too(self) -> None:
+        with pytest.raises(BackendError, match="Triton has no device in this process"):
+            devices.check(0)
+
+
+class TestWithABackend:
+    """Nothing but the file `tests/backends.py` knows of this kind of device."""
+
+    def test_the_gate_is_open(self) -> None:
+        with launching_on(FakeBackend()):
+            assert why_not_isolated(CALL) == ""
+
+    def test_its_captures_are_seen(self) -> None:
+        asked = []
+
+        def capture_id(stream: int) -> int:
+            asked.append(stream)
+            return 42
+
+        with launching_on(FakeBackend(capture_id=capture_id, launch_stream=lambda: 9)):
+            assert under_capture.under_way() == 42
+        assert asked == [9]
+
+    def test_its_addresses_are_refused(self) -> None:
+        address = 0x7F00_0000_1000
+        table = torch.tensor([address, 5])
+        with launching_on(FakeBackend(is_known_pointer=address.__eq__)):
+            (found,) = filter(pointers.is_live(False), pointers.plausible(table))
+        assert found == address
+        assert isinstance(pointers.not_reproducible("x", found), NotReproducible)
+
+    def test_a_device_that_cannot_be_shared_is_not_used(self) -> None:
+        reason = "device 1 belongs to one process. Set it free with `fakectl`"
+        with (
+            launching_on(FakeBackend(why_not_shared=lambda index: reason)),
+            pytest.raises(DeviceUnavailable, match="Set it free with `fakectl`"),
+        ):
+            devices.check(1)
+
+    def test_children_see_its_devices_or_none(self) -> None:
+        with launching_on(FakeBackend()):
+            sees = child_environment.start_job(gpu_blind=False)["environment"]
+            blind = child_environment.start_job(gpu_blind=True)["environment"]
+        assert sees["FAKE_VISIBLE_DEVICES"] == "1,0"
+        assert blind["FAKE_VISIBLE_DEVICES"] == blind["CUDA_VISIBLE_DEVICES"] == ""
+
+    def test_its_name_is_in_the_key(self) -> None:
+        properties = {"multiprocessor_count": 4, "max_shared_mem": 65536}
+        active = SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_target=lambda: SimpleNamespace(backend="fake", arch="f1", warp_size=32),
+            utils=SimpleNamespace(get_device_properties=lambda index: properties),
+        )
+        with launching_on(FakeBackend(), active=active):
+            assert device._device(active, 0) == device.Device("Fake 0", "f1", 4, 65536)
+
+    def test_a_short_memory_is_released_and_then_refused(self) -> None:
+        released = []
+        short = backend.Memory(free=1 << 30, total=80 << 30, unused=1 << 20)
+        found = FakeBackend(memory=lambda index: short, release_unused=released.append)
+        with launching_on(found), pytest.raises(NoMemory, match="device 3"):
+            memory_budget.check_device(3, 4 << 30, {"x": 4 << 30}, lambda index: None)
+        assert released == [3]
+
+    def test_every_thread_finds_it(self) -> None:
+        """A tuning in the background runs in a thread of its own."""
+        found = FakeBackend()
+        seen: list[Any] = []
+        with launching_on(found):
+            thread = threading.Thread(target=lambda: seen.append(backend.required()))
+            thread.start()
+            thread.join()
+        assert seen == [found]
