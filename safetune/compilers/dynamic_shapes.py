@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from safetune.config import config_digest
-from safetune.miss.candidates import pairs_of
+from safetune.miss.candidates import comparable, pairs_of
 from safetune.store.records import KinChoice
 from safetune.tuning.requests import TuningRequest
 
@@ -21,46 +20,38 @@ Regions = tuple[tuple[Any, Any], ...]
 
 
 def regions(
-    request: TuningRequest, names: Sequence[str], kin: Iterable[KinChoice]
+    request: TuningRequest, names: Sequence[str], related: Iterable[KinChoice]
 ) -> tuple[Regions, ...]:
     """Return the regions of each of `names`, for the keys that differ from the request's in those.
 
     Stored values that lie side by side and have the same choices are one region. A name has none
     where no such key is stored.
     """
-    points = _points(request, names, kin)
-    return tuple(_merged(points, place) for place in range(len(names)))
+    points = _points(request, names, related)
+    return tuple(_merged(points, index) for index in range(len(names)))
 
 
 def _points(
-    request: TuningRequest, names: Sequence[str], kin: Iterable[KinChoice]
+    request: TuningRequest, names: Sequence[str], related: Iterable[KinChoice]
 ) -> dict[tuple[Any, ...], str]:
     """The choices of the keys that differ from the request's in `names` only, by their values."""
-    record = request.key.record()
-    toolchain = request.key.toolchain.record()
-    digests = {config_digest(config) for config in request.configs}
-    points = {}
-    for each in kin:
-        values = {str(name): value for name, value in pairs_of(each.call.get("values"))}
-        place = tuple(values.pop(name, None) for name in names)
-        if (
-            each.choice.config_digest in digests
-            and each.toolchain == toolchain
-            and (each.call.get("dtypes"), each.call.get("options"))
-            == (record["dtypes"], record["options"])
-            and values == dict(record["values"])
-            and all(type(value) in (int, float) for value in place)
-        ):
-            points[place] = each.choice.config_digest
+    known, toolchain = dict(request.key.values), request.key.toolchain.record()
+    points: dict[tuple[Any, ...], str] = {}
+    for _, source in comparable(request, related):
+        values = {str(name): value for name, value in pairs_of(source.call.get("values"))}
+        point = tuple(values.pop(name, None) for name in names)
+        numbers = all(type(value) in (int, float) for value in point)
+        if numbers and values == known and source.toolchain == toolchain:
+            points.setdefault(point, source.choice.config_digest)  # a store is before packs
     return points
 
 
-def _merged(points: dict[tuple[Any, ...], str], place: int) -> Regions:
+def _merged(points: dict[tuple[Any, ...], str], index: int) -> Regions:
     """The stored values of one name, neighbours with the same choices taken together."""
     columns: dict[Any, set[Any]] = {}
     for values, choice in points.items():
-        others = (*values[:place], *values[place + 1 :])
-        columns.setdefault(values[place], set()).add((others, choice))
+        others = (*values[:index], *values[index + 1 :])
+        columns.setdefault(values[index], set()).add((others, choice))
     groups: list[list[Any]] = []
     for value in sorted(columns):
         if groups and columns[groups[-1][-1]] == columns[value]:
@@ -79,7 +70,7 @@ def _merged(points: dict[tuple[Any, ...], str], place: int) -> Regions:
 
 
 def _between(low: float, high: float) -> int:
-    """Half-way by ratio, as `fallback.distance` measures."""
+    """Half-way by ratio, as `candidates.distance` measures."""
     if low <= 0:
         return math.floor((low + high) / 2)
     return math.floor(math.sqrt(low * high))

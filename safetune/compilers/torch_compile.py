@@ -175,11 +175,11 @@ def best_first(
     lookup = open_lookup(settings)
     choice = resolve.stored(Traced(tuner, request, facts), request, lookup)  # type: ignore[arg-type]
     if choice is None:
-        first = candidates.fallback(request, lookup.store)
-        missed(Traced(tuner, request, facts), first, lookup.store)
-        return portable(tuner, _once([first, *candidates.next_best(request, lookup.store)]))
+        order = [found.config for found in candidates.fallbacks(request, lookup.store)]
+        missed(Traced(tuner, request, facts), order[0], lookup.store)
+        return portable(tuner, order)
     if not_carried(choice):
-        order = _once([choice, *candidates.next_best(request, lookup.store)])
+        order = [choice, *candidates.next_best(request, lookup.store)]
         return (portable(tuner, order)[0],)
     return portable(tuner, [choice])
 
@@ -218,10 +218,6 @@ def missed(traced: Traced, config: Config, store: Store) -> None:
         "or run `safetune tune`; then torch.compiler.reset() and compile again",
         stacklevel=2,
     )
-
-
-def _once(configs: Iterable[Config]) -> list[Config]:
-    return list({id(config): config for config in configs}.values())
 
 
 @constant

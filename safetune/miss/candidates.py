@@ -1,4 +1,8 @@
-"""What a call is launched with while its key has no choice, and when tuning is tried again."""
+"""The configs that a key can be launched with while it has no choice, ranked, and why each.
+
+Whoever needs a config without a choice asks `ranked`: the fallback, the frozen mode, a launch after
+a rejected config, torch.compile. Also when tuning is tried again.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_text
+from safetune.keys.tuning_key import describe_call
 from safetune.outcome import TRANSIENT, Outcome
 from safetune.settings import Settings
 from safetune.store.local.store import Store
@@ -31,33 +37,150 @@ clock = time.monotonic
 
 _syncs = 0
 
+#: What the store knows of a key's configs.
+Outcomes = list[tuple[Config, Outcome]]
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """A config to launch a key with that has no choice, and why this one, in words."""
+
+    config: Config
+    reason: str
+
 
 def fallback(request: TuningRequest, store: Store) -> Config:
-    """Return the config to launch with for now.
+    """Return the config to launch with for now: the first of `fallbacks`."""
+    return fallbacks(request, store)[0].config
 
-    The choice of the nearest stored key; else the fastest config known to work; else the first not
-    known to fail; else the first.
-    """
+
+def fallbacks(request: TuningRequest, store: Store) -> list[Substitute]:
+    """Return the configs to launch a key with that is not tuned yet, best first; at least one."""
     outcomes = known_outcomes(request, store)
-    near = _nearest_stored(request, store, outcomes)
-    return near or next(iter(working(outcomes) + untried(request, outcomes)), request.configs[0])
+    found = list(ranked(request, outcomes, _related_in(store, request)))
+    return found or [first_config(request)]
 
 
 def next_best(request: TuningRequest, store: Store) -> Iterator[Config]:
-    """Yield what to launch with in place of a choice that cannot be, best first.
-
-    Those known to work for the key, fastest first; the choice of the nearest key; the others that
-    are not known to fail.
-    """
+    """Yield the configs to launch in place of a choice that cannot be launched, best first."""
     outcomes = known_outcomes(request, store)
-    yield from working(outcomes)
-    near = _nearest_stored(request, store, outcomes)
-    if near is not None:
-        yield near
-    yield from untried(request, outcomes)
+    related = _related_in(store, request)
+    for substitute in ranked(request, outcomes, related, measured_first=True):
+        yield substitute.config
 
 
-def known_outcomes(request: TuningRequest, store: Store) -> list[tuple[Config, Outcome]]:
+def ranked(
+    request: TuningRequest,
+    outcomes: Outcomes,
+    related: Iterable[KinChoice],
+    measured_first: bool = False,
+) -> Iterator[Substitute]:
+    """Yield each config that is not known to fail for a key once, best first, with its reason.
+
+    In this order: the key's choice from another list of configs, and from another toolchain; the
+    choice of the nearest key, of this toolchain and then of another; the configs known to work,
+    fastest first; those without an outcome, as declared.
+
+    Args:
+        related: choices of the same kernel on the same device. Those of other toolchains count
+            only where they are among these.
+        measured_first: prefer the configs known to work for this very key to choices of others.
+    """
+    works = [Substitute(c, "the fastest that is known to work") for c in working(outcomes)]
+    chosen = _chosen_elsewhere(request, outcomes, related)
+    others = [
+        first_config(request)
+        if config is request.configs[0]
+        else Substitute(config, "the first not known to fail")
+        for config in untried(request, outcomes)
+    ]
+    seen: set[int] = set()
+    for found in chain(works if measured_first else (), chosen, works, others):
+        if id(found.config) not in seen:
+            seen.add(id(found.config))
+            yield found
+
+
+def first_config(request: TuningRequest) -> Substitute:
+    """Return what is left where nothing is known, or every config is known to fail."""
+    return Substitute(request.configs[0], "the first config")
+
+
+def _chosen_elsewhere(
+    request: TuningRequest, outcomes: Outcomes, related: Iterable[KinChoice]
+) -> Iterator[Substitute]:
+    """Yield the choices of related keys: those for the same call, then the nearest ones."""
+    broken = failed(outcomes)
+    usable = [found for found in comparable(request, related) if found[0] not in broken]
+    usable.sort(key=lambda found: found[1].choice.created, reverse=True)
+    toolchain, call = request.key.toolchain.record(), request.key.record()
+    ours = [found for found in usable if found[1].toolchain == toolchain]
+    others = [found for found in usable if found[1].toolchain != toolchain]
+    for group, words in ((ours, "the choice out of another list of configs"), (others, "a choice")):
+        for config, source in group:
+            if source.call == call:
+                yield Substitute(config, words + _origin(request, source))
+    for group in (ours, others):
+        near = _nearest(request, group)
+        if near is not None:
+            config, source = near
+            words = f"the choice of the nearest key, {describe_call(source.call)}"
+            yield Substitute(config, words + _origin(request, source))
+
+
+def comparable(
+    request: TuningRequest, related: Iterable[KinChoice]
+) -> Iterator[tuple[Config, KinChoice]]:
+    """Yield the choices that are one of a request's configs, for calls of its dtypes and options.
+
+    Each with the config of the request.
+    """
+    record = request.key.record()
+    configs = {config_digest(config): config for config in request.configs}
+    for source in related:
+        config = configs.get(source.choice.config_digest)
+        same = (source.call.get("dtypes"), source.call.get("options"))
+        if config is not None and same == (record["dtypes"], record["options"]):
+            yield config, source
+
+
+def _nearest(
+    request: TuningRequest, usable: Iterable[tuple[Config, KinChoice]]
+) -> tuple[Config, KinChoice] | None:
+    """Return the choice of the key that is nearest by `distance`, of equals the first."""
+    values = request.key.record()["values"]
+    apart = [
+        (distance(values, pairs_of(source.call.get("values"))), config, source)
+        for config, source in usable
+    ]
+    near = [found for found in apart if found[0] is not None]
+    return min(near, key=lambda found: found[0] or 0.0)[1:] if near else None
+
+
+def _related_in(store: Store, request: TuningRequest) -> list[KinChoice]:
+    """Return the choices in a store for the request's kernel, device and toolchain."""
+    key = request.key
+    found = store.kin(key.kernel.digest, key.device.digest)
+    toolchain = key.toolchain.record()
+    return [source for source in found if source.toolchain == toolchain]
+
+
+def _origin(request: TuningRequest, source: KinChoice) -> str:
+    """Return in parentheses which Triton and which file a choice is from, where that is news."""
+    parts = []
+    if source.toolchain != request.key.toolchain.record():
+        theirs, ours = source.toolchain.get("triton"), request.key.toolchain.triton
+        parts.append(
+            f"made with Triton {theirs}, and this is {ours}"
+            if theirs != ours
+            else "made by another compiler or under other switches"
+        )
+    if source.place:
+        parts.append(f"from {source.place}")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
     """Return what the store knows of a request's configs, the latest of each."""
     configs = {config_digest(config): config for config in request.configs}
     key = request.key.digest
@@ -69,41 +192,10 @@ def known_outcomes(request: TuningRequest, store: Store) -> list[tuple[Config, O
     return [(configs[digest], outcome) for digest, outcome in found.items()]
 
 
-def nearest(
-    request: TuningRequest, kin: Iterable[KinChoice], without: list[Config]
-) -> tuple[Config, KinChoice] | None:
-    """Return the choice of the nearest key that has one of the request's configs for choice.
-
-    Of the same dtypes and options; near is by `distance`.
-    """
-    record = request.key.record()
-    configs = {config_digest(c): c for c in request.configs if c not in without}
-    best: tuple[float, Config, KinChoice] | None = None
-    for each in kin:
-        config = configs.get(each.choice.config_digest)
-        same = (each.call.get("dtypes"), each.call.get("options"))
-        if config is None or same != (record["dtypes"], record["options"]):
-            continue
-        apart = distance(record["values"], pairs_of(each.call.get("values")))
-        if apart is not None and (best is None or apart < best[0]):
-            best = apart, config, each
-    return None if best is None else best[1:]
-
-
-def _nearest_stored(
-    request: TuningRequest, store: Store, outcomes: list[tuple[Config, Outcome]]
-) -> Config | None:
-    key = request.key
-    toolchain = key.toolchain.record()
-    kin = store.kin(key.kernel.digest, key.device.digest)
-    near = nearest(request, [k for k in kin if k.toolchain == toolchain], failed(outcomes))
-    return None if near is None else near[0]
-
-
 def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
     """Return how far apart two keys' values are: the sum of |log| of the numbers' ratios.
 
-    None where something differs that is no number: a flag, a dtype, a string.
+    None where something differs that is not a number: a flag, a dtype, a string.
     """
     if [name for name, _ in values] != [name for name, _ in others]:
         return None
@@ -117,7 +209,7 @@ def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
 
 
 def pairs_of(values: Any) -> list[list[Any]]:
-    """Return the values of a stored key; what no key has, where a row makes no sense."""
+    """Return the values of a stored key; where the row has none, values that no key has."""
     sound = isinstance(values, list) and all(
         isinstance(pair, list) and len(pair) == 2 for pair in values
     )
@@ -130,18 +222,18 @@ def _logarithm(number: float) -> float:
     return -size if number < 0 else size
 
 
-def failed(outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+def failed(outcomes: Outcomes) -> list[Config]:
     """Return the configs that do not work."""
     return [config for config, outcome in outcomes if not outcome.ok]
 
 
-def working(outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+def working(outcomes: Outcomes) -> list[Config]:
     """Return the configs that work, the fastest first."""
     times = {c: o.timing.median_ms for c, o in outcomes if o.ok and o.timing is not None}
     return sorted(times, key=lambda config: times[config])
 
 
-def untried(request: TuningRequest, outcomes: list[tuple[Config, Outcome]]) -> list[Config]:
+def untried(request: TuningRequest, outcomes: Outcomes) -> list[Config]:
     """Return the configs without an outcome, in their order."""
     tried = [config for config, _ in outcomes]
     return [config for config in request.configs if config not in tried]

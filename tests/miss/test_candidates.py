@@ -20,6 +20,7 @@ from safetune.isolation import fork_server
 from safetune.miss import candidates
 from safetune.miss.candidates import distance
 from safetune.miss.resolve import Miss
+from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.tuner import tune
@@ -121,7 +122,6 @@ class TestTheFallback:
 
     def test_is_not_known_to_fail_for_this_key(self, keys: Keys) -> None:
         from safetune.config import config_digest, config_record
-        from safetune.outcome import Outcome, Verdict
         from safetune.store.records import TrialRecord
 
         keys.choose(32, 100)
@@ -140,6 +140,38 @@ class TestTheFallback:
                 )
             )
         assert keys.fallback(101) == 64, "a lack of memory is not held against a config"
+
+
+class TestTheRanking:
+    def ranked(self, keys: Keys, works: int, fails: int = 0, **order: bool) -> dict[int, str]:
+        """Return the reason for each BLOCK, best first, of a key beside one with the choice 32."""
+        keys.choose(32, 100)
+        request = keys.request(101)
+        timing = Timing(1.0, 1.0, 1.0, 9, "final")
+        outcomes = [
+            (config, Outcome(Verdict.OK, timing) if block == works else Outcome(Verdict.DIED))
+            for config in request.configs
+            if (block := config.kwargs["BLOCK"]) in (works, fails)
+        ]
+        related = keys.store.kin(request.key.kernel.digest, request.key.device.digest)
+        found = list(candidates.ranked(request, outcomes, related, **order))
+        reasons = {substitute.config.kwargs["BLOCK"]: substitute.reason for substitute in found}
+        assert len(reasons) == len(found), "a config comes once"
+        return reasons
+
+    def test_related_choices_come_before_measured_and_untried_configs(self, keys: Keys) -> None:
+        assert list(self.ranked(keys, works=64).items()) == [
+            (32, "the choice of the nearest key, n=100, MODE=0 (float32)"),
+            (64, "the fastest that is known to work"),
+            (16, "the first config"),
+        ]
+
+    def test_after_a_rejection_measured_configs_come_first(self, keys: Keys) -> None:
+        assert list(self.ranked(keys, works=64, measured_first=True)) == [64, 32, 16]
+
+    def test_a_config_that_is_known_to_fail_is_left_out(self, keys: Keys) -> None:
+        assert list(self.ranked(keys, works=64, fails=32)) == [64, 16]
+        assert list(self.ranked(keys, works=32, fails=16)) == [32, 64]
 
 
 class Clock:
