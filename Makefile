@@ -9,9 +9,10 @@ TRITON ?= triton==3.9.0
 OLDEST_VENV   ?= .venv36
 OLDEST_TRITON ?= triton==3.6.0
 
-# Two test processes, one file to each at a time: no two tests share a store, a compile cache or a
-# child process. Not `auto`: every test process imports torch, and a machine may have 128 cores.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Three test processes, one file to each at a time: no two tests share a store, a compile cache or a
+# child process. Three on two cores, as a test waits for other processes a quarter of its time. Not
+# `auto`: every test process imports torch, and a machine may have 128 cores.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 DEMO ?= $(VENV)/bin/python docs/examples/demo.py
 
@@ -33,6 +34,16 @@ demo: env  ## Tune a few kernels, one of which crashes and one of which hangs, a
 .PHONY: test
 test: env  ## Pass the tests, with kernels in Triton's interpreter
 	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-full
+test-full: env  ## Pass all tests: also those marked full, for more inputs; takes long
+	SAFETUNE_TEST_FULL=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# `make test-tenth TENTH=3`; CI takes the digit from the commit.
+.PHONY: test-tenth
+test-tenth: env  ## Pass a tenth of the tests marked full, TENTH=0 to 9
+	$(if $(TENTH),,$(error which tenth? make test-tenth TENTH=0, or another digit))
+	SAFETUNE_TEST_TENTH=$(TENTH) TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -m full $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: env  ## Pass the tests that need a GPU, one at a time

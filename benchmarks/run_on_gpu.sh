@@ -77,6 +77,7 @@ step() {
     printf '%5ds  %-16s %s\n' "$((SECONDS - started))" "$name" "$verdict" >>"$summary"
 }
 
+export SAFETUNE_TEST_FULL=1 # what the default suite leaves out, too
 pytest=("$python" "${safe_path[@]}" -m pytest -p no:cacheprovider --durations=12 -m gpu)
 has pytest_timeout && pytest+=(--timeout=240)
 # workers N: the options for so many test processes at once.

@@ -77,7 +77,7 @@ def first_launches(part: str, options: argparse.Namespace) -> Iterator[Row]:
             return fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
 
         block = launch("safetune", 0)["block"]  # tunes
-        for kind in KINDS:
+        for kind in () if recording.interpreted() else KINDS:
             launch(kind, block)  # fills the compile cache and the page cache
         for number in range(options.launches):
             for order, kind in enumerate(KINDS if number % 2 == 0 else KINDS[::-1]):

@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from tests import selection
+
 ROOT = Path(__file__).resolve().parents[1]
 
 #: How long a fresh process may take unless a test says otherwise. Importing torch and Triton takes
@@ -91,7 +93,16 @@ with contextlib.suppress(ImportError):  # the environment of `make test-internal
     hypothesis.settings.load_profile("safetune")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only the full suite runs; the longest files come first."""
+    runs, left_out = selection.select(items)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = selection.longest_first(runs)
+    _skip_without_gpus(items)
+
+
+def _skip_without_gpus(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none, and say why there is none."""
     if NO_GPU_REASON:
         skip = pytest.mark.skip(reason=f"needs a GPU: {NO_GPU_REASON}")

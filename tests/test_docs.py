@@ -41,6 +41,14 @@ ELSEWHERE = {
     r"(bash|python3?) benchmarks/\S+.*": "by hand, on a GPU",
 }
 
+#: Commands that take long, and what the quick suite runs in their place. All of the shipped
+#: kernels' workloads are tuned by SAFETUNE_TEST_FULL=1, two of them by `make demo` too.
+SHORTER = {
+    "safetune tune safetune.kernels.layer_norm": (
+        "safetune tune safetune.kernels.layer_norm --shape=layer-33x50"
+    ),
+}
+
 SH_TIMEOUT_S = 120.0
 
 #: On every machine the same: the interpreter, and no GPU in sight.
@@ -93,6 +101,14 @@ def place(page: Path, line: int) -> str:
     return f"{page.relative_to(ROOT)}:{line}"
 
 
+def sh_cases() -> Iterator[Any]:
+    """Each page with commands, with the short ones; marked `full`: as the page has them."""
+    for page in with_blocks("sh"):
+        yield pytest.param(page, True, id=page.stem)
+        if any(command in SHORTER for _, command in commands(page)):
+            yield pytest.param(page, False, id=f"{page.stem} whole", marks=pytest.mark.full)
+
+
 class TestBlocks:
     @pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.stem)
     def test_python(self, page: Path, tmp_path: Path, fresh_process: FreshProcess) -> None:
@@ -104,8 +120,8 @@ class TestBlocks:
 
         assert result.returncode == 0, f"lines are those of {page.name}\n{result.stderr}"
 
-    @pytest.mark.parametrize("page", with_blocks("sh"), ids=lambda page: page.stem)
-    def test_sh(self, page: Path, tmp_path: Path, cache_dir: Path) -> None:
+    @pytest.mark.parametrize(("page", "shorter"), sh_cases())
+    def test_sh(self, page: Path, shorter: bool, tmp_path: Path, cache_dir: Path) -> None:
         """All commands of a page in one store, from a folder with docs/ and the page's Python.
 
         The Python blocks of `page.md` are there as `page.py`.
@@ -113,6 +129,8 @@ class TestBlocks:
         here = [command for _, command in commands(page) if not elsewhere(command)]
         if not here:
             pytest.skip("CI runs all of it")
+        if shorter:
+            here = [SHORTER.get(command, command) for command in here]
         (tmp_path / "docs").symlink_to(ROOT / "docs")
         write_python(page, tmp_path)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -129,6 +147,9 @@ class TestBlocks:
         )
 
         assert result.returncode == 0, f"{page.name}, the last of these:\n{result.stderr}"
+
+    def test_the_docs_have_every_command_that_is_shortened(self) -> None:
+        assert set(SHORTER) <= {command for page in PAGES for _, command in commands(page)}
 
     def test_make_targets_and_files_that_run_elsewhere_are_there(self) -> None:
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,6 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
-
-#: More generations and sizes.
-FULL = os.environ.get("SAFETUNE_TEST_FULL") == "1"  # before conftest.py takes it out
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
@@ -47,7 +43,7 @@ def check(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_first_config_compiles(fresh_process: FreshProcess, capability: int) -> None:
     results = compiled(fresh_process, capability, 1024, "--first")
     assert {result["kernel"] for result in results} == {"forward", "backward", "finalize"}
@@ -58,10 +54,15 @@ def test_the_first_config_compiles(fresh_process: FreshProcess, capability: int)
 @pytest.mark.parametrize(
     ("capability", "columns"),
     [
-        (80, 1024),
-        *((90, columns) for columns in (256, 16384, 32768)),
-        *(((90, 1024), (90, 8192), (100, 1024), (100, 16384), (120, 16384)) if FULL else ()),
-        (120, 1024),
+        (90, 256),
+        (90, 32768),
+        *(
+            pytest.param(capability, columns, marks=pytest.mark.full)
+            for capability, columns in (
+                *((80, 1024), (120, 1024), (120, 16384), (100, 1024), (100, 16384)),
+                *((90, 1024), (90, 8192), (90, 16384)),
+            )
+        ),
     ],
 )
 def test_every_config_compiles(fresh_process: FreshProcess, capability: int, columns: int) -> None:
