@@ -1,33 +1,36 @@
-"""What torch.compile sees of a safetuned kernel: exactly one config.
+"""The one config that torch.compile sees of a safetuned kernel.
 
 Dynamo and Inductor never call a tuner's `run`. They read its configs and its prune function, and
-time what that leaves in the caller's process, on live buffers. So the prune function that they
-find is `one_config`: traced, it leaves the stored choice, or what is launched without one. What it
-needs from the store comes through helpers that Dynamo calls once and takes for constants.
+time the configs that this function returns in the caller's process, on live buffers. So the prune
+function that they find is `one_config`: traced, it returns the stored choice, or the config that is
+launched without one. Helpers fetch the choice from the store; Dynamo calls each once and takes the
+result as a constant.
 
 An argument whose value is unknown while tracing (dynamic shapes) is compared with bounds between
 the stored keys that have unlike choices: one graph for each choice, whatever the number of values.
+
+Inductor drops some launch options of a config without a message; a config that has them is not
+compiled.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
 from safetune.compilers import dynamic_shapes
-from safetune.compilers.inductor_options import not_carried, portable
 from safetune.config import config_digest, config_text, declared_digest
 from safetune.errors import TracingError
 from safetune.keys import device, encoding
 from safetune.keys.tuning_key import readable_key, tuning_key
+from safetune.launch.call_shape import refuse_vmap
 from safetune.miss import candidates, resolve
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_lookup
@@ -40,13 +43,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("safetune")
 
 _numbers = itertools.count()
-#: By number, written as a string: under dynamic shapes Dynamo makes a variable of an integer.
+#: The tuners by number, as a string: under dynamic shapes Dynamo makes an integer a variable.
 _tuners: weakref.WeakValueDictionary[str, Autotuner] = weakref.WeakValueDictionary()
 
-#: Key and choice of each kernel in a `triton_op`, for the tag of torch's caches.
+#: The choice for each key that a `triton_op` has launched, for the tag of torch's caches.
 _traced: dict[str, str] = {}
 
-#: (name, kind, what) of one argument, all constants: kind is `tensor` or `value`.
+#: The launch options that Inductor keeps; it keeps the keyword arguments of a config too.
+_INDUCTOR_KEEPS = ("num_warps", "num_stages")
+
+#: (name, kind, content) of an argument, all constants: a `tensor` has its dtype as content, a
+#: `value` itself.
 Fact = tuple[str, str, Any]
 
 
@@ -57,13 +64,13 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
-    """Return the prune function that torch is to find on a tuner in place of the user's."""
+    """Return the prune function that torch finds on a tuner in place of the user's."""
     number = str(next(_numbers))
     _tuners[number] = tuner
     early, keys, parameters = tuner.pruning[0], tuple(tuner.keys), tuple(tuner.arg_names)
 
     def choose(configs: Any, named_args: Any, **kwargs: Any) -> list[Config]:
-        """Leave one of `configs`; traced by Dynamo, so it has to stay as plain as it is."""
+        """Return one of `configs`. Dynamo traces this function, so it has to stay plain."""
         import torch
         from torch.fx.experimental.symbolic_shapes import guard_or_false, has_static_value
 
@@ -72,7 +79,7 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
         index = -1
         arguments = {**named_args, **kwargs}
         for name, value in arguments.items():
-            if torch.is_tensor(value):  # Dynamo knows that of a descriptor, too, but not its type
+            if torch.is_tensor(value):  # False for a descriptor, whose class Dynamo does not know
                 facts.append((name, "tensor", value.dtype))
                 if index < 0 and value.device.index is not None:
                     index = value.device.index
@@ -90,10 +97,11 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
         check(number, launched)
         names = tuple([name for name, _ in unknown])
         bounds = stored_regions(number, tuple(facts), names, index)
-        for place, (name, value) in enumerate(unknown):
+        for position, (name, value) in enumerate(unknown):
             chosen = None
-            for upper, representative in bounds[place]:
-                if upper is None or guard_or_false(value <= upper):  # False: only the data says
+            for upper, representative in bounds[position]:
+                # False too where only the data of a tensor decides
+                if upper is None or guard_or_false(value <= upper):
                     chosen = representative
                     break
             if chosen is not None:
@@ -108,18 +116,18 @@ def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
     return choose
 
 
-def _best_of(configs: Any, left: Any, order: tuple[int, ...]) -> Any:
-    """The first in the order that is left; traced by Dynamo, too."""
-    for place in order:
-        for config in left:
-            if config is configs[place]:
+def _best_of(configs: Any, pruned: Any, order: tuple[int, ...]) -> Any:
+    """Return the first config in the order that pruning has kept. Dynamo traces this too."""
+    for index in order:
+        for config in pruned:
+            if config is configs[index]:
                 return [config]
-    return left[:1]
+    return pruned[:1]
 
 
 @constant
 def check(number: str, launched: bool) -> None:
-    """Refuse what cannot be traced; raises `TracingError`."""
+    """Raise `TracingError` for a call that cannot be traced."""
     name = _tuners[number].base_fn.__name__
     if not launched:
         raise TracingError(
@@ -129,27 +137,11 @@ def check(number: str, launched: bool) -> None:
     refuse_vmap(name)
 
 
-def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
-    """Raise `TracingError` under torch.vmap, which no Triton kernel can be run under."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
-    functorch = torch._C._functorch
-    stack = functorch.get_interpreter_stack() or ()
-    if any(level.key() == functorch.TransformType.Vmap for level in stack) or any(
-        isinstance(value, torch.Tensor) and functorch.is_batchedtensor(value) for value in arguments
-    ):
-        raise TracingError(
-            f"{kernel} was called under torch.vmap, which cannot batch a Triton kernel: add the "
-            "batch to its grid, or wrap the launch in a torch.library.custom_op with register_vmap"
-        )
-
-
 @constant
 def stored_regions(
     number: str, facts: tuple[Fact, ...], names: tuple[str, ...], index: int
 ) -> tuple[dynamic_shapes.Regions, ...]:
-    """Return `regions` for the arguments whose values are unknown."""
+    """Return the regions of the arguments whose values are unknown."""
     settings = Settings.current()
     if not names or settings.mode is Mode.OFF:
         return tuple(() for _ in names)
@@ -161,27 +153,27 @@ def stored_regions(
 def best_first(
     number: str, facts: tuple[Fact, ...], unknown: tuple[str, ...], index: int
 ) -> tuple[int, ...]:
-    """Return the places in the declared list of what to launch: the stored choice alone, or, for a
-    key without one, everything that may be launched meanwhile, best first.
+    """Return the indices of the configs to launch: of the stored choice alone, or, for a key
+    without one, of every config that may be launched, best first.
 
     Raises:
-        TracingError: Inductor can carry none of the configs.
+        TracingError: Inductor would lose options of every config.
     """
     tuner = _tuners[number]
     settings = Settings.current()
     if len(tuner.configs) == 1 or settings.mode is Mode.OFF:
-        return (portable(tuner, tuner.configs)[0],)
+        return (compilable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
     choice = resolve.stored(Traced(tuner, request, facts), request, lookup)  # type: ignore[arg-type]
     if choice is None:
         order = [found.config for found in candidates.fallbacks(request, lookup.store)]
         missed(Traced(tuner, request, facts), order[0], lookup.store)
-        return portable(tuner, order)
-    if not_carried(choice):
+        return compilable(tuner, order)
+    if lost_options(choice):
         order = [choice, *candidates.next_best(request, lookup.store)]
-        return (portable(tuner, order)[0],)
-    return portable(tuner, [choice])
+        return (compilable(tuner, order)[0],)
+    return compilable(tuner, [choice])
 
 
 @dataclass(frozen=True)
@@ -198,8 +190,40 @@ class Traced:
         return readable_key(self.tuner.keys, self.tuner.arg_names, arguments)
 
 
+def lost_options(config: Config) -> dict[str, Any]:
+    """Return the launch options of a config that Inductor drops without a message."""
+    default = Config({}).all_kwargs()
+    return {
+        name: value
+        for name, value in config.all_kwargs().items()
+        if name not in config.kwargs and name not in _INDUCTOR_KEEPS and value != default.get(name)
+    }
+
+
+def compilable(tuner: Autotuner, order: Sequence[Config]) -> tuple[int, ...]:
+    """Return the indices of the configs that Inductor keeps whole; warns if the first is not kept.
+
+    Raises:
+        TracingError: Inductor would lose options of every config.
+    """
+    kept = [config for config in order if not lost_options(config)]
+    lost = lost_options(order[0])
+    if lost:
+        name = tuner.base_fn.__name__
+        problem = f"torch.compile loses {lost} of {name}'s config {config_text(order[0])}"
+        if not kept:
+            raise TracingError(
+                f"{problem}, and every other config has such options too: add a config without "
+                "them, or wrap the launch in a torch.library.custom_op, which torch.compile leaves "
+                "alone"
+            )
+        warnings.warn(f"{problem}: {config_text(kept[0])} is compiled instead", stacklevel=2)
+    indices = {id(config): index for index, config in enumerate(tuner.configs)}
+    return tuple(indices[id(config)] for config in kept)
+
+
 def missed(traced: Traced, config: Config, store: Store) -> None:
-    """Keep a key that was compiled without a choice, and say so."""
+    """Record a key that is compiled without a choice, and warn once for each kernel."""
     tuner, request = traced.tuner, traced.request
     name = request.key.kernel.name
     if Settings.current().mode is not Mode.FROZEN:
@@ -209,9 +233,9 @@ def missed(traced: Traced, config: Config, store: Store) -> None:
     logger.info(
         "%s is to be tuned offline for %s: torch.compile found no choice", name, request.key
     )
-    if tuner.__dict__.get("_told_of_compile"):
+    if tuner.__dict__.get("_warned_of_compile"):
         return
-    tuner.__dict__["_told_of_compile"] = True
+    tuner.__dict__["_warned_of_compile"] = True
     warnings.warn(
         f"{name} has no choice for {request.key} and is compiled with {config_text(config)}: "
         "nothing is tuned while torch.compile traces. Call safetune.prepare with what you compile, "
@@ -221,11 +245,11 @@ def missed(traced: Traced, config: Config, store: Store) -> None:
 
 
 @constant
-def mark_caches(number: str, facts: tuple[Fact, ...], index: int, place: int) -> None:
-    """Have torch's caches tell apart what was traced with other choices.
+def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -> None:
+    """Add the choice to the key of torch's caches.
 
-    Inductor's own cache key has the config in it. AOT autograd's has that of a `triton_op`'s kernel
-    by its source alone, so a changed choice would be served from a stale entry.
+    Inductor's own cache key has the config in it. AOT autograd's has a `triton_op`'s kernel by its
+    source alone, so a changed choice would be served from a stale entry.
     """
     import torch.compiler
 
@@ -234,13 +258,13 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, place: int) ->
     config = getattr(torch.compiler, "config", None)
     if config is None or not hasattr(config, "cache_key_tag"):
         return
-    _traced[key] = config_digest(tuner.configs[place])
+    _traced[key] = config_digest(tuner.configs[chosen])
     users, _, _ = config.cache_key_tag.partition("safetune:")
     config.cache_key_tag = f"{users}safetune:{encoding.digest(sorted(_traced.items()))}"
 
 
 def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
-    """What a tuning of the traced call would be asked for, but for its tensors."""
+    """Return the request for a tuning of the traced call, without its tensors."""
     index = index if index >= 0 else device.current_index()
     key = tuning_key(tuner.identity, tuner.keys, tuner.arg_names, _arguments(facts), index)
     call = Call(
@@ -264,5 +288,6 @@ def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningReq
 
 def _arguments(facts: tuple[Fact, ...]) -> dict[str, Any]:
     return {
-        name: encoding.TensorType(what) if kind == "tensor" else what for name, kind, what in facts
+        name: encoding.TensorType(content) if kind == "tensor" else content
+        for name, kind, content in facts
     }

@@ -18,7 +18,6 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
 from safetune import forks
-from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.frontend import launch_by_triton, pruning
@@ -293,7 +292,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         )
         from safetune.miss import under_capture
 
-        torch_compile.refuse_vmap(kernel_name(self.fn), args)
+        call_shape.refuse_vmap(kernel_name(self.fn), args)
         if (running := under_capture.under_way()) and not kwargs.get("warmup"):
             return under_capture.resolve(self, key, form, args, kwargs, running)
         with self._key_locks.setdefault(key, threading.RLock()):

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config, Heuristics
 
-from safetune.compilers import torch_compile
 from safetune.launch import fast_path, scratch_memory
-from safetune.launch.call_shape import heuristic_values, named_arguments
+from safetune.launch.call_shape import heuristic_values, named_arguments, refuse_vmap
 from safetune.miss.relaunch import CLEAN_FAILURES, is_callers, relaunch
 from safetune.settings import Mode, Settings
 
@@ -86,7 +85,7 @@ def _run(
         return run(*args, **kwargs, **options), config
     except RuntimeError as error:
         if tuner.needs_scratch or not scratch_memory.is_missing(error):
-            torch_compile.refuse_vmap(tuner.base_fn.__name__, given_args)
+            refuse_vmap(tuner.base_fn.__name__, given_args)
             raise
         tuner.needs_scratch = True
         return scratch_memory.launch(run, *args, **kwargs, **options), config

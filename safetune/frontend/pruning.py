@@ -9,7 +9,6 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
 from safetune.compilers import torch_compile
-from safetune.compilers.inductor_options import not_carried
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -27,7 +26,7 @@ def show_one_of_several(tuner: Autotuner) -> None:
     """As above, where there was nothing to choose from before the configs were replaced."""
     if vars(tuner).get("shown", tuner) is not None or tuner.early_config_prune is not None:
         return
-    if len(tuner.configs) > 1 or any(map(not_carried, tuner.configs)):
+    if len(tuner.configs) > 1 or any(map(torch_compile.lost_options, tuner.configs)):
         tuner.shown = tuner.early_config_prune = torch_compile.one_config(tuner)
 
 

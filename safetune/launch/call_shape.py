@@ -6,12 +6,14 @@ turned into straight-line code, so that a hit reads the arguments it needs and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config, Heuristics
 
 from safetune.config import check_conflicts
+from safetune.errors import TracingError
 from safetune.keys import device, encoding
 from safetune.keys.kernel_digest import base_function
 
@@ -52,6 +54,22 @@ def heuristic_values(kernel: Any, named: Kwargs, exact: bool = False) -> tuple[A
             values[name] = heuristic({**named, **values})
         kernel = kernel.fn
     return kernel, values
+
+
+def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
+    """Raise `TracingError` under torch.vmap, which no Triton kernel can be run under."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    if any(level.key() == functorch.TransformType.Vmap for level in stack) or any(
+        isinstance(value, torch.Tensor) and functorch.is_batchedtensor(value) for value in arguments
+    ):
+        raise TracingError(
+            f"{kernel} was called under torch.vmap, which cannot batch a Triton kernel: add the "
+            "batch to its grid, or wrap the launch in a torch.library.custom_op with register_vmap"
+        )
 
 
 class CallForm:
