@@ -93,10 +93,6 @@ class StoreError(SafetuneError):
     """The database cannot be opened, read or written."""
 
 
-class LeaseLost(StoreError):
-    """Another process took this one for dead and tunes in its place; nothing was written."""
-
-
 class Busy(WorkerUnavailable):
     """Another process tunes the key, and this process has waited for SAFETUNE_WAIT seconds."""
 

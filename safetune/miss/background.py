@@ -26,7 +26,7 @@ from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.evidence import Evidence
 from safetune.tuning.requests import TuningRequest
-from safetune.tuning.single_flight import Patience
+from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
 
 if TYPE_CHECKING:
@@ -251,8 +251,8 @@ def _tune(job: Job) -> None:
     request, tuner = job.request, job.tuner
     try:
         with reporting.observing(request.key.kernel.name, quiet=True) as observe:
-            patience = Patience(check=_worker.check)
-            result = tune(request, job.store, observe, bench=job.bench, patience=patience)
+            budget = WaitBudget(check=_worker.check)
+            result = tune(request, job.store, observe, bench=job.bench, wait_budget=budget)
     except NoWorkingConfig as error:
         if not error.transient:
             logger.warning("%s", error)

@@ -212,15 +212,15 @@ def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
 
 
 def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings) -> Config:
-    from safetune.tuning.single_flight import Patience
+    from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
 
     tuner = miss.tuner
     try:
         with reporting.observing(request.key.kernel.name) as observe:
             warn_of_grid = functools.partial(reporting.warn_of_grid, tuner)
-            patience = Patience(settings.wait_s)
-            result = tune(request, store, observe, warn_of_grid, patience=patience)
+            budget = WaitBudget(settings.wait_s)
+            result = tune(request, store, observe, warn_of_grid, wait_budget=budget)
     except KernelNotTransferable as error:
         return tuner.adopt(key, candidates.untuned(request, store, error))
     except (WorkerUnavailable, NoWorkingConfig) as error:

@@ -1,164 +1,293 @@
 """Single flight: of all processes that miss a key, one tunes it and the others wait for its choice.
 
-A wait is bounded, all waits of a process together: ranks that wait for one another inside a
-collective would otherwise never meet. Who has waited long enough goes on with the fallback. Nothing
-here waits for a thread or a process while it holds something that they want: the lease of a key
-comes first, then the node's turn to compile.
+On one machine a process that tunes holds the key's lock (`store.local.key_locks`), which the kernel
+frees when the process ends. Where nodes share a store, it then asks that store for its lease, so
+that one node tunes. Nodes that share a directory have no leases: two may tune a key at once, and
+all launch the choice that was published first.
+
+Waits are bounded, all waits of a process together: ranks that wait for one another inside a
+collective would otherwise never meet. A process that has waited that long launches the fallback.
+Nothing here waits for another process while it holds something that the other one wants first: the
+lock of a key comes before the lock for compiling.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from safetune import forks
 from safetune.config import config_digest
-from safetune.errors import Busy, StoreError
-from safetune.store.local.lease import Lease
+from safetune.errors import Busy, NoWorkingConfig, StoreError, WorkerUnavailable
+from safetune.outcome import Outcome
+from safetune.store.local import key_locks
+from safetune.store.local.key_locks import KeyLock
 from safetune.store.local.store import Store
-from safetune.store.records import ChoiceRecord
-from safetune.tuning.requests import TuningRequest
+from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.store.shared.local_copy import shareable
+from safetune.store.shared.record import space_of
+from safetune.store.waiting import pauses
+from safetune.tuning.requests import TuningRequest, key_record
+
+if TYPE_CHECKING:
+    from safetune.store.shared.layer import SharedLayer
+    from safetune.store.shared.protocol import Claim, Lease
 
 logger = logging.getLogger("safetune")
 
-#: Compilers use every core, so one process of a node at a time compiles.
+Found = TypeVar("Found")
+
+#: Compilers use every core, so one process of a machine at a time compiles.
 COMPILING = "compile pool"
 
-#: A waiting process asks again after so long; two indexed reads each time.
-_POLL_S = 0.02
-_MAX_POLL_S = 0.25
+#: The first and the longest pause between two tries: here two indexed reads each, and across nodes
+#: one connection of some milliseconds.
+_PAUSES_S = (0.02, 0.25)
+_NODE_PAUSES_S = (0.1, 2.0)
 
-_holding = threading.local()
-
-
-def _names() -> set[str]:
-    """What this thread holds."""
-    names: set[str] = _holding.__dict__.setdefault("names", set())
-    return names
+_of_thread = threading.local()
 
 
-class _Spent:
-    """What this process has waited so far."""
+class Waited:
+    """The seconds that a process has waited for others."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+
+    def add(self, seconds: float) -> None:
+        """Count a wait of some thread."""
+        with self._lock:
+            self.seconds += seconds
 
 
-_spent = _Spent()
+_waited = Waited()
 
 
 @dataclass(frozen=True)
-class Patience:
+class WaitBudget:
     """How long to wait for other processes.
 
     Attributes:
         seconds: of all waits of this process together.
         check: called while waiting; what it raises ends the wait.
+        waited: what counts against `seconds`: the waits of this process.
     """
 
     seconds: float = math.inf
     check: Callable[[], None] = lambda: None
+    waited: Waited = field(default_factory=lambda: _waited)
+
+    def sleep(self, seconds: float, begin: float) -> None:
+        """Sleep, at most for what is left, and count what has passed since `begin`.
+
+        Raises:
+            Busy: nothing is left.
+        """
+        self.check()
+        seconds = min(seconds, self.seconds - self.waited.seconds)
+        if seconds <= 0:
+            raise Busy(
+                "another process is still tuning, and this one has waited "
+                f"{self.waited.seconds:.0f} s for others (SAFETUNE_WAIT)"
+            )
+        time.sleep(seconds)
+        if self.seconds < math.inf:
+            self.waited.add(time.monotonic() - begin)
+
+
+@dataclass
+class Election:
+    """What came of asking to tune a key.
+
+    Attributes:
+        choice: what another process or node has chosen: there is nothing to tune. None where this
+            process tunes.
+        lease: this node's right to tune it, where nodes share a store that gives any.
+    """
+
+    request: TuningRequest
+    shared: SharedLayer | None = None
+    choice: ChoiceRecord | None = None
+    lease: Lease | None = None
+    published: bool = False
+
+    def publish(self, choice: ChoiceRecord, outcome: Outcome) -> ChoiceRecord:
+        """Publish a choice that may be shared; return the one that every node launches."""
+        if self.shared is None or not shareable(outcome):
+            return choice
+        stored = StoredChoice(key_record(self.request.key), choice)
+        found = self.shared.publish(space_of(self.request.key), stored)
+        self.published = True
+        return found.choice
 
 
 @contextlib.contextmanager
-def lead(
-    request: TuningRequest, store: Store, patience: Patience
-) -> Iterator[ChoiceRecord | Lease | None]:
-    """Yield the choice that another process has made meanwhile, or this process's lease to tune.
-
-    None where the store has no leases to give: then every process tunes for itself.
+def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:
+    """Yield when this process may tune a key, or when the choice of another is there.
 
     Raises:
-        Busy: another process is still tuning the key, and no more waiting is allowed.
+        Busy: another process is still tuning it, and no more waiting is allowed.
     """
-    if request.key.digest in _names():
-        raise Busy("its tuning has launched it again with the same key")
-    with _held(store, request.key.digest, patience, lambda: _choice(request, store)) as found:
-        yield found
+    with elect_local(request, store, budget) as choice:
+        if choice is not None:
+            yield Election(request, choice=choice)
+            return
+        with elect_cluster(request, store, budget) as election:
+            yield election
 
 
 @contextlib.contextmanager
-def compiling(store: Store, patience: Patience) -> Iterator[None]:
-    """Be the only process of this node that compiles; raises `Busy`."""
+def elect_local(
+    request: TuningRequest, store: Store, budget: WaitBudget
+) -> Iterator[ChoiceRecord | None]:
+    """Yield None when this process alone may tune a key, or what another one has chosen.
+
+    Where there are no locks, every process may tune. Raises as `elect` does.
+    """
+    name = request.key.digest
+    if name in _names():
+        raise Busy("its tuning has launched it again with the same key")
+    with _locked(store, name, budget, lambda: _choice(request, store)) as choice:
+        yield choice
+
+
+@contextlib.contextmanager
+def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
+    """Be the only process of this machine that compiles; raises `Busy`."""
     if COMPILING in _names():  # a tuning within a tuning
         yield
         return
-    with _held(store, COMPILING, patience, lambda: None):
+    with _locked(store, COMPILING, budget, lambda: None):
         yield
 
 
 @contextlib.contextmanager
-def _held(
-    store: Store,
-    name: str,
-    patience: Patience,
-    chosen: Callable[[], ChoiceRecord | None],
-) -> Iterator[ChoiceRecord | Lease | None]:
-    lease = None
-    if store.path is not None:  # nobody else sees what is in memory
-        found = _waited(store, name, patience, chosen)
-        if isinstance(found, ChoiceRecord):
-            yield found
-            return
-        lease = found
+def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:
+    """Yield when this node may tune a key, or when another has; raises as `elect` does.
+
+    Only the process of a node that holds the key's lock comes here.
+    """
+    if store.shared is None:
+        yield Election(request)
+        return
+    election = _elected(request, store.shared, budget)
+    if election.lease is None:
+        yield election
+        return
+    ended = threading.Event()
+    _start_heartbeat(election.lease, ended)
+    interrupted = False
+    try:
+        yield election
+    except BaseException as error:
+        interrupted = _says_nothing_of_the_key(error)
+        raise
+    finally:
+        ended.set()
+        # One node after the other where this was interrupted; else all at once, as each will find
+        # what this one has found.
+        store.shared.release(election.lease, election.published or interrupted)
+
+
+@contextlib.contextmanager
+def _locked(
+    store: Store, name: str, budget: WaitBudget, chosen: Callable[[], ChoiceRecord | None]
+) -> Iterator[ChoiceRecord | None]:
+    """Yield None with the name locked, or the choice, whichever comes first."""
+    found = _Locked()
+    if store.path is not None:  # other processes do not see a store in memory
+        found = _first(lambda: _try(store, name, chosen), name, budget, _PAUSES_S)
+    if found.choice is not None:
+        yield found.choice
+        return
     _names().add(name)
     try:
-        yield lease
+        yield None
     finally:
         _names().discard(name)
-        if lease is not None:
-            lease.release()
+        if found.lock is not None:
+            found.lock.release()
 
 
-def _waited(
-    store: Store,
+@dataclass(frozen=True)
+class _Locked:
+    """What ended a wait: a choice, or a lock. Neither where there are no locks."""
+
+    choice: ChoiceRecord | None = None
+    lock: KeyLock | None = None
+
+
+def _try(store: Store, name: str, chosen: Callable[[], ChoiceRecord | None]) -> _Locked | None:
+    assert store.path is not None
+    try:
+        if (choice := chosen()) is not None:
+            return _Locked(choice)
+        lock = key_locks.try_lock(store.path, name)
+    except StoreError as error:
+        logger.info("%s; tuning without waiting for other processes", error)
+        return _Locked()
+    except OSError as error:
+        _warn_of_no_locks(store.path, error.strerror or str(error))
+        return _Locked()
+    if lock is None:
+        return None
+    # Once more: the last owner may have chosen just before it let go.
+    with contextlib.suppress(StoreError):
+        if (choice := chosen()) is not None:
+            lock.release()
+            return _Locked(choice)
+    return _Locked(lock=lock)
+
+
+@functools.cache
+def _warn_of_no_locks(database: Path, reason: str) -> None:
+    warnings.warn(
+        f"safetune: cannot lock keys beside {database} ({reason}); processes do not wait for one "
+        "another, and each may tune the same key",
+        stacklevel=2,
+    )
+
+
+def _elected(request: TuningRequest, shared: SharedLayer, budget: WaitBudget) -> Election:
+    """Wait until this node has the lease, or until the choice of another one is there."""
+    wanted = (space_of(request.key), request.key.digest, request.declared, request.force)
+
+    def attempt() -> Claim | None:
+        claim = shared.claim(*wanted)
+        return claim if claim.lease is not None or claim.stored is not None else None
+
+    claim = _first(attempt, request.key.kernel.name, budget, _NODE_PAUSES_S)
+    if claim.stored is not None and is_usable(request, claim.stored.choice):
+        return Election(request, shared, claim.stored.choice)
+    return Election(request, shared, lease=claim.lease)
+
+
+def _first(
+    attempt: Callable[[], Found | None],
     name: str,
-    patience: Patience,
-    chosen: Callable[[], ChoiceRecord | None],
-) -> ChoiceRecord | Lease | None:
-    """Return what comes first: the lease, or the choice."""
-    contender = store.contender(name)
-    pause_s = _POLL_S
-    while True:
+    budget: WaitBudget,
+    pauses_s: tuple[float, float],
+) -> Found:
+    """Return the first thing that is not None that `attempt` returns; raises `Busy`."""
+    for number, pause_s in enumerate(pauses(*pauses_s)):
         begin = time.monotonic()
-        try:
-            if (choice := chosen()) is not None:
-                return choice
-            lease = contender.attempt()
-        except StoreError as error:
-            logger.info("%s; tuning without regard to other processes", error)
-            return None
-        if lease is not None:
-            # Once more: the last owner may have chosen just before it let go.
-            if (choice := chosen()) is None:
-                return lease
-            lease.release()
-            return choice
-        if pause_s == _POLL_S:
+        found = attempt()
+        if found is not None:
+            return found
+        if number == 0:
             logger.info("waiting for another process: %s", name)
-        pause(pause_s, patience, begin)
-        pause_s = min(2 * pause_s, _MAX_POLL_S)
-
-
-def pause(seconds: float, patience: Patience, begin: float) -> None:
-    """Sleep, at most for what is left, and count what has passed since `begin`; raises `Busy`."""
-    patience.check()
-    seconds = min(seconds, patience.seconds - _spent.seconds)
-    if seconds <= 0:
-        raise Busy(
-            f"another process is at it, and this one has waited {_spent.seconds:.0f} s for others "
-            "(SAFETUNE_WAIT)"
-        )
-    time.sleep(seconds)
-    if patience.seconds < math.inf:
-        with _spent.lock:
-            _spent.seconds += time.monotonic() - begin
+        budget.sleep(pause_s, begin)
+    raise AssertionError("pauses have no end")
 
 
 def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
@@ -173,11 +302,38 @@ def is_usable(request: TuningRequest, choice: ChoiceRecord) -> bool:
     return choice.config_digest in map(config_digest, request.configs)
 
 
-def _start_over() -> None:
-    """A fork is another process, and holds nothing."""
-    global _spent
-    _spent = _Spent()
-    _holding.__dict__.clear()
+def _says_nothing_of_the_key(error: BaseException) -> bool:
+    """Whether a tuning ended for a reason that another node may not meet."""
+    if isinstance(error, NoWorkingConfig):
+        return error.transient
+    return isinstance(error, WorkerUnavailable) or not isinstance(error, Exception)
 
 
-forks.register("tuning", after_in_child=_start_over)
+def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
+    every_s = lease.expires_after_s / 3
+
+    def beat() -> None:
+        while not ended.wait(every_s):
+            with contextlib.suppress(StoreError):
+                if not lease.renew():
+                    return  # another node tunes now; the first choice that is published counts
+
+    if every_s < math.inf:
+        with contextlib.suppress(RuntimeError):  # no thread can be started: no heartbeats
+            threading.Thread(target=beat, name="safetune-shared-lease", daemon=True).start()
+
+
+def _names() -> set[str]:
+    """What this thread tunes or has locked."""
+    names: set[str] = _of_thread.__dict__.setdefault("names", set())
+    return names
+
+
+def _after_fork_in_child() -> None:
+    """A forked child has waited for nobody, and tunes nothing."""
+    global _waited
+    _waited = Waited()
+    _of_thread.__dict__.clear()
+
+
+forks.register("tuning", after_in_child=_after_fork_in_child)

@@ -9,18 +9,17 @@ from dataclasses import replace
 
 from safetune.child.timing import Budget
 from safetune.config import config_digest, config_record, config_text
-from safetune.errors import Busy, LeaseLost, NoWorkingConfig
+from safetune.errors import NoWorkingConfig
 from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Timing, Verdict
-from safetune.store.local.lease import Lease
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, TrialRecord
-from safetune.tuning import choose, cluster, single_flight
+from safetune.tuning import choose, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.majority import Results, notes_of
 from safetune.tuning.race import race
 from safetune.tuning.requests import TuningRequest, key_record
 from safetune.tuning.result import Observer, Progress, TuningResult
-from safetune.tuning.single_flight import Patience, lead
+from safetune.tuning.single_flight import WaitBudget
 
 _STARTED = time.time()
 
@@ -31,7 +30,7 @@ def tune(
     observe: Observer = lambda progress: None,
     on_grid_read: Callable[[set[str]], None] = lambda names: None,
     bench: LaunchBench | None = None,
-    patience: Patience | None = None,
+    wait_budget: WaitBudget | None = None,
 ) -> TuningResult:
     """Measure what has not been measured for this key, choose, and store both.
 
@@ -39,20 +38,15 @@ def tune(
 
     Args:
         bench: made from the request earlier, when the caller's tensors were what they were.
-        patience: how long to wait for other processes; for ever if None.
+        wait_budget: how long to wait for other processes; without end if None.
 
     Raises:
         NoWorkingConfig: every config failed; no choice is stored.
         KernelNotTransferable: the call cannot be rebuilt in a child.
         WorkerUnavailable: no child can be started; `Busy` if another process is still at it.
     """
-    tuning = _Tuning(request, store, observe, on_grid_read, bench, patience or Patience())
-    try:
-        return tuning.run()
-    except LeaseLost as error:
-        if bench is not None:  # it is used up
-            raise Busy(str(error)) from error
-    return tune(request, store, observe, on_grid_read, None, patience)
+    budget = wait_budget or WaitBudget()
+    return _Tuning(request, store, observe, on_grid_read, bench, budget).run()
 
 
 class _Tuning:
@@ -65,12 +59,11 @@ class _Tuning:
         observe: Observer,
         on_grid_read: Callable[[set[str]], None],
         bench: LaunchBench | None,
-        patience: Patience,
+        wait_budget: WaitBudget,
     ) -> None:
         self._request = request
         self._bench = bench
-        self._patience = patience
-        self._lease: Lease | None = None
+        self._wait_budget = wait_budget
         self._store = store
         self._observe = observe
         self._on_grid_read = on_grid_read
@@ -86,17 +79,13 @@ class _Tuning:
 
     def run(self) -> TuningResult:
         start = time.perf_counter()
-        with lead(self._request, self._store, self._patience) as found:
-            if isinstance(found, ChoiceRecord):
-                self._recall()
-                return self._result(self._digests.index(found.config_digest), start)
-            self._lease = found
-            with cluster.lead(self._request, self._store, self._patience) as self._cluster:
-                choice = self._cluster.choice
-                if choice is not None:
-                    self._recall()
-                    return self._result(self._digests.index(choice.config_digest), start)
+        wanted = (self._request, self._store, self._wait_budget)
+        with single_flight.elect(*wanted) as self._election:
+            choice = self._election.choice
+            if choice is None:
                 return self._result(self._choose(), start)
+            self._recall()
+            return self._result(self._digests.index(choice.config_digest), start)
 
     def _choose(self) -> int:
         """Measure what is new, and return the config that is the choice now."""
@@ -151,7 +140,7 @@ class _Tuning:
         call = self._request.call
         with contextlib.ExitStack() as turn:
             if not call.interpreted:  # before anything is started or copied
-                turn.enter_context(single_flight.compiling(self._store, self._patience))
+                turn.enter_context(single_flight.compiling(self._store, self._wait_budget))
             with (
                 device_lock(call.index),
                 self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
@@ -234,8 +223,7 @@ class _Tuning:
                 generation=self._generation,
                 outcome=outcome,
                 created=time.time(),
-            ),
-            self._lease,
+            )
         )
         self._announce(index, stage, outcome)
 
@@ -290,10 +278,9 @@ class _Tuning:
                 median_ms=timing.median_ms,
                 measured=len(self._measured),
                 created=time.time(),
-            ),
-            self._lease,
+            )
         )
         if stored.config_digest in self._digests:  # else what is there is nobody's to launch
-            stored = self._cluster.agreed(stored, self._outcomes[best])
+            stored = self._election.publish(stored, self._outcomes[best])
         known = stored.config_digest in self._digests
         return self._digests.index(stored.config_digest) if known else best

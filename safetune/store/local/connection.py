@@ -16,17 +16,17 @@ import logging
 import os
 import sqlite3
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetune import forks
-from safetune.errors import LeaseLost, StoreError
+from safetune.errors import StoreError
 from safetune.store.local import db_files, migrations, recovery
 from safetune.store.local.recovery import Damaged
 from safetune.store.local.rows import RecordError
+from safetune.store.waiting import tries
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
@@ -39,9 +39,8 @@ Identity = tuple[int, int] | None
 #: How long a writer waits for others, in seconds.
 BUSY_TIMEOUT_S = 30.0
 
-#: A writer tries again after so long, as SQLite itself does while it waits.
-_PAUSE_S = 0.001
-_MAX_PAUSE_S = 0.1
+#: The first and the longest pause of a writer between two tries, as SQLite's own while it waits.
+_PAUSES_S = (0.001, 0.1)
 
 #: How long a fork waits for a statement of another thread before it leaves the connection open.
 _FORK_WAIT_S = 1.0
@@ -89,15 +88,12 @@ class Connection:
         Args:
             wait_s: how long to wait while other processes write, in seconds.
         """
-        end, pause_s = time.monotonic() + wait_s, _PAUSE_S
-        while True:
+        for last in tries(wait_s, *_PAUSES_S):
             with self._alone() as connection, self._failures("write to"):
-                if _begin(connection, must=time.monotonic() >= end):
+                if _begin(connection, must=last):
                     with migrations.ending(connection):
                         yield connection
                     return
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def open(self) -> None:
         """Open the database now instead of at the first use; raises `StoreError`."""
@@ -147,7 +143,7 @@ class Connection:
         """Turn what may fail in SQLite and sqlite-utils into one line that names the path."""
         try:
             yield
-        except (RecordError, LeaseLost):
+        except RecordError:
             raise
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

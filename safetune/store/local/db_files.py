@@ -14,9 +14,11 @@ from pathlib import Path
 
 from safetune.errors import StoreError
 
-#: Beside `safetune.db`: what it consists of while it is open, and the lock for moving it.
+#: Beside `safetune.db`: the files that belong to it while it is open, the lock for moving it, and
+#: the file whose bytes are the locks of keys.
 LOGS = ("-wal", "-shm", "-journal")
 LOCK = ".lock"
+KEY_LOCKS = ".keys.lock"
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
 #: process holds on it (POSIX), so no other thread may connect in between.

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from safetune.errors import LeaseLost, StoreError
+from safetune.errors import StoreError
 from safetune.store.local.connection import Connection
 from safetune.store.local.recovery import Damaged
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
 
 if TYPE_CHECKING:
-    from safetune.store.local.lease import Lease
     from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
 
 logger = logging.getLogger("safetune")
@@ -39,13 +38,13 @@ class GuardedStore(Store):
         """Write a key, here or in memory."""
         self._write(Store.put_key, record)
 
-    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
-        """Write an outcome, here or in memory; raises `LeaseLost`."""
-        self._write(Store.put_trial, record, lease)
+    def put_trial(self, record: TrialRecord) -> None:
+        """Write an outcome, here or in memory."""
+        self._write(Store.put_trial, record)
 
-    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
-        """Write a choice, here or in memory, and return the one to use; raises `LeaseLost`."""
-        return self._write(Store.put_choice, record, lease) or record
+    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
+        """Write a choice, here or in memory, and return the one to use."""
+        return self._write(Store.put_choice, record) or record
 
     def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
         """Return the outcomes of a key or one generation, those in memory over those stored."""
@@ -69,21 +68,17 @@ class GuardedStore(Store):
         answers = self._read(Store.kin, kernel_digest, device_digest)
         return [kin for answer in answers for kin in answer]
 
-    def _write(
-        self, method: Callable[..., Answer], record: Any, *lease: Lease | None
-    ) -> Answer | None:
+    def _write(self, method: Callable[..., Answer], record: Any) -> Answer | None:
         try:
             if self._spare is None:
                 try:
-                    return self._tried(Damaged, method, record, *lease)
-                except (RecordError, LeaseLost):
+                    return self._tried(Damaged, method, record)
+                except RecordError:
                     raise
                 except StoreError as error:
                     logger.warning("%s; going on in memory", error)
                     self._spare = Store.in_memory()
             return method(self._spare, record)
-        except LeaseLost:
-            raise
         except StoreError as error:
             logger.warning("a record is not kept: %s", error)
             return None

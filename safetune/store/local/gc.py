@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
-from safetune.store.local import lease, recovery
+from safetune.store.local import key_locks, recovery
 from safetune.store.local.store import CLEAR_UNUSED
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
     connection = store.connection
     before = _size(connection)
     with connection.transaction() as database:
-        gone = [key.digest for key in _doomed(_idle(database), rule, before)]
+        gone = [key.digest for key in _doomed(_idle(database, store.path), rule, before)]
         trials, choices, calls = (_count(database, table, gone) for table in _OF_KEY)
         if not dry_run:
             _delete(database, gone)
@@ -106,7 +106,6 @@ def stats(store: Store) -> dict[str, Any]:
         keys = list(_keys(database))
         trials = Counter(str(verdict) for (verdict,) in database.execute(_VERDICTS))
         devices = Counter(_field(record, "name") for (record,) in database.execute(_DEVICES))
-        owners = [owner for (owner,) in database.execute("SELECT owner FROM lease")]
         choices, calls = (
             database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
             for table in ("choice", "call")
@@ -127,7 +126,7 @@ def stats(store: Store) -> dict[str, Any]:
         "tritons": dict(sorted(Counter(key.triton for key in keys).items())),
         "oldest": min(dates, default=None),
         "newest": max(dates, default=None),
-        "tuning_now": sum(not lease.is_dead(owner) for owner in owners),
+        "tuning_now": len(key_locks.locked(path, [key.digest for key in keys])),
         "moved_aside": [str(each) for each in recovery.moved(path)] if path else [],
     }
 
@@ -138,11 +137,11 @@ def _keys(database: sqlite3.Connection) -> Iterator[_Key]:
         yield _Key(digest, _number(newest), count, _field(toolchain, "triton"))
 
 
-def _idle(database: sqlite3.Connection) -> list[_Key]:
-    """The keys that nobody is tuning now."""
-    leases = database.execute("SELECT name, owner FROM lease")
-    held = {name for name, owner in leases if not lease.is_dead(owner)}
-    return [key for key in _keys(database) if key.digest not in held]
+def _idle(database: sqlite3.Connection, path: Path | None) -> list[_Key]:
+    """The keys that no process is tuning now."""
+    keys = list(_keys(database))
+    locked = key_locks.locked(path, [key.digest for key in keys])
+    return [key for key in keys if key.digest not in locked]
 
 
 def _doomed(keys: list[_Key], rule: Rule, size: int) -> Iterator[_Key]:
@@ -180,9 +179,6 @@ def _delete(database: sqlite3.Connection, gone: list[str]) -> None:
         database.executemany(f"DELETE FROM {table} WHERE {column} = ?", rows)
     for statement in CLEAR_UNUSED:
         database.execute(statement)
-    for token, owner in database.execute("SELECT token, owner FROM lease").fetchall():
-        if lease.is_dead(owner):
-            database.execute("DELETE FROM lease WHERE token = ?", (token,))
 
 
 def _shrink(connection: Connection) -> None:

@@ -33,7 +33,6 @@ _STRANGERS = (
     "UNION ALL SELECT 1 FROM sqlite_master AS made, pragma_table_xinfo(made.name) AS has "
     "WHERE made.type = 'table' AND has.hidden LIMIT 1"
 )
-_LEASE = "SELECT token, name, owner, beats FROM lease"
 
 
 def m001_create_tables(database: Database) -> None:
@@ -79,7 +78,17 @@ def m003_create_call(database: Database) -> None:
     database.table("call").create({**columns, "checksum": str}, pk="key")
 
 
-HISTORY = (m001_create_tables, m002_lease_and_choice_per_list, m003_create_call)
+def m004_drop_lease(database: Database) -> None:
+    """Who tunes a key is a lock of the kernel's, not a row."""
+    database.table("lease").drop()
+
+
+HISTORY = (
+    m001_create_tables,
+    m002_lease_and_choice_per_list,
+    m003_create_call,
+    m004_drop_lease,
+)
 
 #: `PRAGMA user_version` of a database that has every step.
 VERSION = len(HISTORY)
@@ -158,8 +167,8 @@ def check_schema(connection: sqlite3.Connection) -> None:
             "it has triggers or views, which safetune never makes; it is left as it is"
         )
     try:
-        for select in (*(table.select for table in TABLES), _LEASE):
-            connection.execute(f"{select} LIMIT 0")
+        for table in TABLES:
+            connection.execute(f"{table.select} LIMIT 0")
     except sqlite3.OperationalError as error:
         if str(error).startswith("no such"):
             raise Damaged(str(error)) from error

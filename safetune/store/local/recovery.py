@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 from safetune.errors import StoreError
 from safetune.store.local import db_files
+from safetune.store.waiting import flock
 
 #: So many moved databases are kept, the newest.
 _KEPT = 3
 
-#: How long the lock is waited for, in seconds, and how long between two tries.
+#: How long to wait for the lock, in seconds.
 _WAIT_S = 30.0
-_PAUSE_S = 0.001
 
 
 class Damaged(StoreError):
@@ -116,17 +116,9 @@ def _locked(path: Path, exclusive: bool) -> Iterator[None]:
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path.with_name(path.name + db_files.LOCK), flags, 0o600)
     try:
-        kind, end = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, time.monotonic() + _WAIT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    busy = "opening" if exclusive else "moving"
-                    message = f"other processes have been {busy} it for {_WAIT_S:.0f} s"
-                    raise StoreError(message) from None
-            time.sleep(_PAUSE_S)
+        if not flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, _WAIT_S):
+            busy = "opening" if exclusive else "moving"
+            raise StoreError(f"other processes have been {busy} it for {_WAIT_S:.0f} s")
         yield
     finally:
         os.close(descriptor)

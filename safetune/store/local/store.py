@@ -16,7 +16,6 @@ from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection
-from safetune.store.local.lease import Contender, Lease, check
 from safetune.store.local.recovery import Damaged
 from safetune.store.local.rows import (
     CHOICE,
@@ -116,10 +115,6 @@ class Store:
         """Close the database; every later call raises `StoreError`."""
         self._connection.close()
 
-    def contender(self, name: str) -> Contender:
-        """Return what asks for the lease of this name, as often as it is asked to."""
-        return Contender(self._connection, name)
-
     def put_key(self, record: KeyRecord) -> None:
         """Write a key with its kernel and device, or refresh them; raises `StoreError`."""
         prepared = rows.key_rows(record)
@@ -127,21 +122,16 @@ class Store:
             for table, row in prepared:
                 _upsert(database, table, row)
 
-    def put_trial(self, record: TrialRecord, lease: Lease | None = None) -> None:
+    def put_trial(self, record: TrialRecord) -> None:
         """Write the outcome of one config, over an earlier row of the same generation.
 
         A transient outcome never replaces a row: it says nothing about the config.
 
-        Args:
-            lease: what the writer must still hold when this is written.
-
         Raises:
-            StoreError: it cannot be written; `RecordError` if the record itself is refused,
-                `LeaseLost` if another process has the lease now.
+            StoreError: it cannot be written; `RecordError` if the record itself is refused.
         """
         row = rows.trial_row(record)
         with self._connection.writing() as database:
-            check(lease, database.conn)
             if record.outcome.verdict in TRANSIENT:
                 _table(database, TRIAL).insert(row, pk=TRIAL.primary_key, ignore=True)
             else:
@@ -169,15 +159,14 @@ class Store:
         with self._connection.reading() as connection:
             return next(iter(self._checked(connection, CHOICE, statement, *wanted)), None)
 
-    def put_choice(self, record: ChoiceRecord, lease: Lease | None = None) -> ChoiceRecord:
+    def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
         """Write a choice unless its generation has one; return the one that is stored now.
 
-        One for each key, config list and generation. `lease` and what is raised: see `put_trial`.
+        One for each key, config list and generation. Raises as `put_trial` does.
         """
         row = rows.choice_row(record)
         wanted = [row[name] for name in CHOICE.primary_key]
         with self._connection.writing() as database:
-            check(lease, database.conn)
             stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
                 _upsert(database, CHOICE, row)  # also over a row that is corrupt

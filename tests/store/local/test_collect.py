@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetune.cli import main
 from safetune.store.local import gc
 from safetune.store.local.gc import Rule
+from safetune.store.local.key_locks import try_lock
 from safetune.store.local.recorded_calls import RecordedCall, calls, put_call
 from safetune.store.local.store import Store
 
@@ -91,22 +92,25 @@ def test_a_dry_run_says_the_same_and_changes_nothing(filled) -> None:
 
 
 def test_what_is_being_tuned_stays(filled) -> None:
-    held = filled.contender("k1").attempt()
+    lock = try_lock(filled.path, "k1")
     gc.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert left(filled) == [1, *range(3, 10)]
-    held.release()
+    lock.release()
     gc.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert left(filled) == list(range(3, 10))
 
 
-def test_rows_without_a_key_and_leases_of_the_dead_go_too(filled, children) -> None:
+def test_rows_without_a_key_and_keys_whose_owner_died_go_too(filled, children) -> None:
     connection = sqlite3.connect(filled.path)
     with connection:
         connection.execute("DELETE FROM key WHERE digest = 'k0'")
-    children.run("Store.open(directory).contender('k1').attempt()", filled.path.parent)
+    children.run(
+        "from safetune.store.local.key_locks import try_lock\n"
+        "assert try_lock(directory / 'safetune.db', 'k1')",
+        filled.path.parent,
+    )
     gc.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert connection.execute("SELECT count(*) FROM trial WHERE key = 'k0'").fetchone() == (0,)
-    assert connection.execute("SELECT count(*) FROM lease").fetchone() == (0,)
     connection.close()
     assert left(filled) == list(range(3, 10))
 
@@ -122,9 +126,9 @@ def test_old_databases_that_were_kept_aside_go(filled) -> None:
 
 
 def test_stats(filled, records) -> None:
-    held = filled.contender("k1").attempt()
+    lock = try_lock(filled.path, "k1")
     found = gc.stats(filled)
-    held.release()
+    lock.release()
     assert found["path"] == str(filled.path)
     assert found["bytes"] > 20_000
     counts = {name: found[name] for name in ("kernels", "keys", "choices", "trials", "tuning_now")}
@@ -139,7 +143,6 @@ def test_stats_of_what_makes_no_sense(store) -> None:
     with connection:
         connection.execute("INSERT INTO key VALUES ('k', 'n', 'k', 'd', '{', '{', 'x')")
         connection.execute("INSERT INTO device VALUES ('d', '[1', 'x')")
-        connection.execute("INSERT INTO lease VALUES (1, 'a', 'b', 'c')")
     connection.close()
     found = gc.stats(store)
     assert (found["keys"], found["devices"], found["tritons"]) == (1, {"": 1}, {"": 1})

@@ -1,27 +1,34 @@
-"""Many processes miss one key: one tunes, the others wait, and what dies is taken over."""
+"""Many processes miss one key: one tunes, the others wait, and another follows a dead one."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
-import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from triton import Config
 
-from safetune.errors import Busy, LeaseLost
-from safetune.store.local import lease
-from safetune.tuning import single_flight
-from safetune.tuning.single_flight import Patience
+from safetune.config import config_digest
+from safetune.errors import Busy
+from safetune.keys.device import Device, Toolchain
+from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.store.local import db_files, key_locks
+from safetune.store.local.store import Store
+from safetune.tuning.requests import Call, Hooks, TuningRequest
+from safetune.tuning.single_flight import COMPILING, WaitBudget, Waited, compiling, elect_local
 
 ROOT = Path(__file__).parents[3]
 HERD = Path(__file__).parent / "scripts" / "herd.py"
@@ -32,226 +39,284 @@ HERD_SIZE = 8
 
 
 class Herd:
-    """A herd at work, and the store that it works on."""
+    """A program that forks processes which launch one kernel at once: see `herd.py`."""
 
-    def __init__(self, place: Path, count: int, sizes: tuple[int, ...], **environment: str) -> None:
-        self.place, self.store = place, place / "store" / "safetune.db"
-        arguments = [str(count), str(place), str(self.heartbeat_s), *map(str, sizes)]
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERD), *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                "SAFETUNE_CACHE_DIR": str(place / "store"),
-                "TRITON_INTERPRET": "1",
-                **environment,
-            },
-        )
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._busy = False
 
-    heartbeat_s = 5.0
+    def play(self, folder: Path, count: int, twice: bool = False, **environment: str) -> None:
+        """Let that many processes launch, with a store in `folder`."""
+        process = self._started()
+        self._busy = True
+        self.send(json.dumps([count, str(folder), environment, twice]))
+        assert process is self._process
 
-    def query(self, statement: str) -> list[Any]:
-        connection = sqlite3.connect(self.store, timeout=30)
-        try:
-            return connection.execute(statement).fetchall()
-        finally:
-            connection.close()
+    def send(self, line: str = "") -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
 
-    def leader(self) -> int:
-        """The process that has the lease now."""
-        ((owner,),) = self.query("SELECT owner FROM lease")
-        return int(json.loads(owner)[2])
-
-    def launches(self) -> list[dict[str, Any]]:
-        """What each process says of each of its launches, once all have ended."""
-        output, _ = self._process.communicate(timeout=120)
-        assert self._process.returncode == 0
-        return [json.loads(line) for line in output.splitlines()]
-
-    def first_launches(self, count: int) -> list[dict[str, Any]]:
-        """What the first processes say, as soon as they do."""
+    def launches(self, count: int | None = None) -> list[dict[str, Any]]:
+        """What the next launches come to; those of all processes until they have ended if None."""
+        assert self._process is not None
         assert self._process.stdout is not None
-        return [json.loads(self._process.stdout.readline()) for _ in range(count)]
+        found: list[dict[str, Any]] = []
+        while len(found) != count:
+            line = self._process.stdout.readline()
+            assert line, "the herd died"
+            if (launch := json.loads(line)) is None:
+                self._busy = False
+                assert count is None, f"{len(found)} launches"
+                break
+            found.append(launch)
+        return found
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._busy:
+            self.stop()  # a test has failed, and its processes may wait for something
+        if self._process is None:
+            paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                    "TRITON_INTERPRET": "1",
+                },
+            )
+        return self._process
 
     def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+        self._process, self._busy = None, False
 
 
-class FastHerd(Herd):
-    heartbeat_s = 0.3
+@pytest.fixture(scope="module")
+def herd() -> Iterator[Herd]:
+    started = Herd()
+    yield started
+    started.stop()
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     os.mkfifo(tmp_path / "gate")
     return tmp_path
 
 
-@contextlib.contextmanager
-def stopped(herd: Herd) -> Iterator[Herd]:
+def query(folder: Path, statement: str) -> list[Any]:
+    connection = sqlite3.connect(folder / "store" / "safetune.db", timeout=30)
     try:
-        yield herd
+        return connection.execute(statement).fetchall()
     finally:
-        herd.stop()
+        connection.close()
+
+
+def owner(folder: Path) -> int:
+    """The process that holds a lock of a key now."""
+    with open(folder / "store" / f"safetune.db{db_files.KEY_LOCKS}", "r+") as file:
+        asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    assert kind == fcntl.F_WRLCK
+    return int(pid)
 
 
 @contextlib.contextmanager
-def held(place: Path) -> Iterator[None]:
-    """From when the third config is being measured; opening the gate waits for its reader."""
-    with open(place / "gate", "w"):
-        yield
+def held(folder: Path) -> Iterator[int]:
+    """Yield the process that tunes while it measures the third config."""
+    with open(folder / "gate", "w"):  # waits for the reader
+        yield owner(folder)
 
 
-def test_one_of_many_tunes(place: Path) -> None:
-    with stopped(Herd(place, HERD_SIZE, (100,))) as herd:
-        launches = herd.launches()
+def test_one_of_many_tunes(herd: Herd, folder: Path) -> None:
+    herd.play(folder, HERD_SIZE)
+    launches = herd.launches()
     assert sorted(launch["measured"] for launch in launches) == [0] * (HERD_SIZE - 1) + [CONFIGS]
     assert len({launch["block"] for launch in launches}) == 1
     assert [bool(launch["started"]) for launch in launches] == [
         bool(launch["measured"]) for launch in launches
-    ], "only the holder of the lease starts processes"
+    ], "only the process that tunes starts others"
     assert [launch["warnings"] for launch in launches] == [[]] * HERD_SIZE
-    assert herd.query("SELECT count(*) FROM trial") == [(CONFIGS,)]
-    assert herd.query("SELECT generation, measured FROM choice") == [(1, CONFIGS)]
-    assert herd.query("SELECT * FROM lease") == []
+    assert query(folder, "SELECT count(*) FROM trial") == [(CONFIGS,)]
+    assert query(folder, "SELECT generation, measured FROM choice") == [(1, CONFIGS)]
 
 
-def test_a_killed_leader_is_followed_by_one_that_measures_the_rest(place: Path) -> None:
-    (place / "hold").touch()
-    with stopped(Herd(place, HERD_SIZE, (100,))) as herd:
-        with held(place):
-            before = herd.query("SELECT token FROM lease")
-            os.kill(herd.leader(), signal.SIGKILL)
-            killed = time.monotonic()
-        launches = herd.launches()
-        took_s = time.monotonic() - killed
+def test_a_killed_owner_is_followed_by_one_that_measures_the_rest(herd: Herd, folder: Path) -> None:
+    (folder / "hold").touch()
+    herd.play(folder, HERD_SIZE)
+    with held(folder) as first:
+        os.kill(first, signal.SIGKILL)
+    launches = herd.launches()
+    assert first not in {launch["pid"] for launch in launches}
     assert sorted(launch["measured"] for launch in launches) == [0] * (HERD_SIZE - 2) + [2]
     assert len({launch["block"] for launch in launches}) == 1
-    assert herd.query("SELECT count(*) FROM trial") == [(CONFIGS,)]
-    ((last,),) = herd.query("SELECT seq FROM sqlite_sequence WHERE name = 'lease'")
-    assert last == before[0][0] + 1, "exactly one other took over"
-    # Its end is seen at once; a process of its own has to import torch before it can measure.
-    assert took_s < 2 * herd.heartbeat_s + 30
+    assert query(folder, "SELECT count(*) FROM trial") == [(CONFIGS,)]
 
 
-def test_a_leader_that_hangs_is_followed_and_adopts_what_was_chosen(place: Path) -> None:
-    """Stopped, not dead: nothing but its heartbeats tells; and it wakes up and writes."""
-    (place / "hold").touch()
-    with stopped(FastHerd(place, 3, (100,))) as herd:
-        with held(place):
-            leader = herd.leader()
-            os.kill(leader, signal.SIGSTOP)
-            others = herd.first_launches(2)
-            chosen = herd.query("SELECT * FROM choice")
-            os.kill(leader, signal.SIGCONT)
-        launches = [*others, *herd.launches()]
-    by_pid = {launch.pop("pid"): launch for launch in launches}
-    assert len({launch["block"] for launch in launches}) == 1
-    assert by_pid[leader]["measured"] == 0, "what it measured is not what was chosen from"
-    assert herd.query("SELECT * FROM choice") == chosen
-    assert herd.query("SELECT count(*) FROM trial") == [(CONFIGS,)]
+def test_a_stopped_owner_costs_the_wait_and_its_choice_is_adopted_once_it_wakes(
+    herd: Herd, folder: Path
+) -> None:
+    (folder / "hold").touch()
+    herd.play(folder, 3, twice=True, SAFETUNE_WAIT="0.5")
+    with held(folder) as stopped:
+        os.kill(stopped, signal.SIGSTOP)
+        waited = herd.launches(2)
+        assert query(folder, "SELECT * FROM choice") == []
+        os.kill(stopped, signal.SIGCONT)
+    for launch in waited:
+        assert launch["pid"] != stopped
+        assert (launch["block"], launch["measured"]) == (16, 0), "the first config"
+        assert launch["seconds"] >= 0.5
+        (warning,) = launch["warnings"]
+        assert "SAFETUNE_WAIT" in warning
+        assert "tried again later" in warning
+    (tuned,) = herd.launches(1)
+    assert (tuned["pid"], tuned["measured"]) == (stopped, CONFIGS)
+    herd.send()
+    launches = herd.launches()
+    assert [launch["block"] for launch in launches] == [tuned["block"]] * 3
+    assert [launch["measured"] for launch in launches] == [0] * 3
+    assert [launch["warnings"] for launch in launches] == [[]] * 3
+    assert query(folder, "SELECT count(*) FROM trial") == [(CONFIGS,)]
 
 
-def test_who_has_waited_long_enough_goes_on_with_a_fallback(place: Path) -> None:
-    (place / "hold").touch()
-    with stopped(Herd(place, 3, (100,), SAFETUNE_WAIT="0.5")) as herd:
-        with held(place):
-            waiting = herd.first_launches(2)
-        launches = herd.launches()
-    for launch in waiting:
-        assert launch["block"] == 16, "the first config"
-        assert 0.5 <= launch["seconds"] < 5
-        assert "SAFETUNE_WAIT" in launch["warnings"][0]
-        assert "tried again later" in launch["warnings"][0]
-    assert [launch["measured"] for launch in launches] == [CONFIGS]
+def request(name: str = "key", **changes: Any) -> TuningRequest:
+    """A miss of the key with this name."""
+    device = Device("interpreter", "cpu", 0, 0)
+    toolchain = Toolchain("3.9.0", "interpreter", "interpreter")
+    key = TuningKey(KernelIdentity(name, name, ""), (), (), (), device, toolchain)
+    call = Call(None, (), (), {}, None, {}, Hooks(), -1)
+    return TuningRequest(key, call, (Config({"BLOCK": 64}),), "declared", **changes)
+
+
+def choice_for(request: TuningRequest, records: Any) -> Any:
+    return records.choice(config_digest(request.configs[0]), key=request.key.digest)
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not waited yet."""
-    monkeypatch.setattr(single_flight, "_spent", single_flight._Spent())
+def other_process(children: Any, store: Store) -> Any:
+    """A function that starts a process which locks names until it is killed."""
 
-
-def other_process_holds(children: Any, directory: Path, *names: str) -> Any:
-    """A process that holds leases until it is killed or told to go."""
-    child = children.start(
-        """
-from safetune.store.local import lease
-store = Store.open(directory)
-held = [store.contender(name).attempt() for name in sys.argv[2:]]
+    def start(*names: str) -> Any:
+        child = children.start(
+            """
+from safetune.store.local.key_locks import try_lock
+held = [try_lock(directory / "safetune.db", name) for name in sys.argv[2:]]
 print(all(held), flush=True)
 sys.stdin.readline()
-for each in held:
-    each.release()
 """,
-        directory,
-        *names,
-    )
-    assert child.stdout.readline() == "True\n"
-    return child
+            store.path.parent,
+            *names,
+        )
+        assert child.stdout.readline() == "True\n"
+        return child
+
+    return start
 
 
-def test_all_waits_of_a_process_count_together(store, children, patient) -> None:
+def test_all_waits_of_a_process_count_together(store: Store, other_process: Any) -> None:
     """Five keys must not wait five times SAFETUNE_WAIT: ranks meet in collectives."""
-    other_process_holds(children, store.path.parent, *"abcde")
-    begin = time.monotonic()
-    for name in "abcde":
-        with pytest.raises(Busy, match="SAFETUNE_WAIT"):
-            single_flight._waited(store, name, Patience(0.4), lambda: None)
-    assert 0.4 <= time.monotonic() - begin < 1.4
+    wanted = [request(name) for name in "abcde"]
+    other_process(*(each.key.digest for each in wanted))
+    waited = Waited()
+    budget = WaitBudget(0.4, waited=waited)
+    for each in wanted:
+        with pytest.raises(Busy, match="SAFETUNE_WAIT"), elect_local(each, store, budget):
+            pass
+    assert waited.seconds >= 0.4
+    before = waited.seconds
+    with pytest.raises(Busy), elect_local(wanted[0], store, budget):
+        pass
+    assert waited.seconds == before, "nothing is left, so nothing more is waited"
 
 
-def test_the_choice_ends_a_wait(store, records, children, patient) -> None:
-    child = other_process_holds(children, store.path.parent, "key")
-    asked = []
+def test_the_choice_ends_a_wait(store: Store, records: Any, other_process: Any) -> None:
+    wanted = request()
+    child = other_process(wanted.key.digest)
+    asked: list[int] = []
 
-    def chosen() -> Any:
+    def choose() -> None:
         asked.append(1)
         if len(asked) == 3:
-            store.put_choice(records.choice())
-        return store.choice("key")
+            store.put_choice(choice_for(wanted, records))
 
-    assert single_flight._waited(store, "key", Patience(), chosen) == records.choice()
+    waited = Waited()
+    with elect_local(wanted, store, WaitBudget(check=choose, waited=waited)) as choice:
+        assert choice == choice_for(wanted, records)
     assert child.poll() is None
-    assert single_flight._spent.seconds == 0, "only a bounded wait is counted"
+    assert waited.seconds == 0, "only a bounded wait is counted"
 
 
-def test_one_process_of_a_node_compiles(store, children, patient) -> None:
-    child = other_process_holds(children, store.path.parent, single_flight.COMPILING)
-    with pytest.raises(Busy), single_flight.compiling(store, Patience(0.1)):
+def test_a_choice_made_just_before_the_owner_let_go_is_found(
+    store: Store, records: Any, other_process: Any
+) -> None:
+    """Between the last look and the lock; else the next owner would tune once more."""
+    wanted = request()
+    child = other_process(wanted.key.digest)
+
+    def choose() -> None:
+        if child.poll() is None:
+            store.put_choice(choice_for(wanted, records))
+            child.kill()
+            child.wait()
+
+    with elect_local(wanted, store, WaitBudget(check=choose)) as choice:
+        assert choice == choice_for(wanted, records)
+    assert key_locks.locked(store.path, [wanted.key.digest]) == set()
+
+
+def test_force_waits_for_the_lock_and_not_for_a_choice(store: Store, records: Any) -> None:
+    store.put_choice(choice_for(request(), records))
+    with elect_local(request(force=True), store, WaitBudget(0.0)) as choice:
+        assert choice is None
+
+
+def test_the_same_key_within_its_own_tuning_is_busy_at_once(store: Store) -> None:
+    for each in (store, Store.in_memory()):
+        with elect_local(request(), each, WaitBudget()) as choice:
+            assert choice is None
+            with pytest.raises(Busy, match="same key"), elect_local(request(), each, WaitBudget()):
+                pass
+
+
+def test_one_process_of_a_machine_compiles(store: Store, other_process: Any) -> None:
+    child = other_process(COMPILING)
+    with pytest.raises(Busy), compiling(store, WaitBudget(0.1, waited=Waited())):
         pass
     child.kill()
-    with single_flight.compiling(store, Patience()), single_flight.compiling(store, Patience()):
-        assert store.contender(single_flight.COMPILING).attempt() is None
-    freed = store.contender(single_flight.COMPILING).attempt()
-    assert freed is not None
-    freed.release()
+    with compiling(store, WaitBudget()), compiling(store, WaitBudget()):
+        assert key_locks.locked(store.path, [COMPILING]) == {COMPILING}
+    assert key_locks.locked(store.path, [COMPILING]) == set()
 
 
-def test_a_wait_ends_with_what_the_check_raises(store, children) -> None:
-    other_process_holds(children, store.path.parent, "key")
+def test_a_wait_ends_with_what_the_check_raises(store: Store, other_process: Any) -> None:
+    other_process(COMPILING)
 
     def check() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        single_flight._waited(store, "key", Patience(math.inf, check), lambda: None)
+    with pytest.raises(KeyboardInterrupt), compiling(store, WaitBudget(math.inf, check)):
+        pass
 
 
-def test_an_interrupt_ends_a_wait(store, children, patient) -> None:
-    other_process_holds(children, store.path.parent, "key")
+def test_an_interrupt_ends_a_wait(store: Store, children: Any, other_process: Any) -> None:
+    other_process(COMPILING)
     child = children.start(
         """
-from safetune.tuning import single_flight as flight
+from safetune.tuning.single_flight import WaitBudget, compiling
 store = Store.open(directory)
-waiting = flight.Patience(check=lambda: print("waiting", flush=True))
 try:
-    flight._waited(store, "key", waiting, lambda: None)
+    with compiling(store, WaitBudget(check=lambda: print("waiting", flush=True))):
+        pass
 except KeyboardInterrupt:
     print("interrupted")
 """,
@@ -262,140 +327,70 @@ except KeyboardInterrupt:
     assert children.end(child).splitlines()[-1] == "interrupted"
 
 
-class TestLease:
-    def test_is_had_by_one(self, store) -> None:
-        first = store.contender("key").attempt()
-        assert store.contender("key").attempt() is None
-        other = store.contender("other").attempt()
-        first.release()
-        second = store.contender("key").attempt()
-        assert second.token > other.token > first.token
-        for each in (second, other):
-            each.release()
+def test_threads_compile_one_by_one(store: Store) -> None:
+    inside, most = [0], [0]
 
-    def test_a_token_is_never_used_twice(self, store) -> None:
-        """A stale owner would hold the lease of whoever got its token."""
-        tokens = []
-        for _ in range(3):
-            held = store.contender("key").attempt()
-            tokens.append(held.token)
-            held.release()
-        assert tokens == sorted(set(tokens))
+    def work() -> None:
+        with compiling(store, WaitBudget()):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            inside[0] -= 1
 
-    def test_who_lost_it_writes_nothing(self, store, records) -> None:
-        stale = store.contender("key").attempt()
-        connection = sqlite3.connect(store.path)
-        with connection:
-            connection.execute("DELETE FROM lease")
-        connection.close()
-        current = store.contender("key").attempt()
-        for put, record in (
-            (store.put_trial, records.trial()),
-            (store.put_choice, records.choice()),
-        ):
-            with pytest.raises(LeaseLost):
-                put(record, stale)
-        assert store.choice("key") is None
-        assert store.trials("key") == []
-        stale.release()
-        store.put_trial(records.trial(), current)
-        assert store.put_choice(records.choice(), current) == store.choice("key")
-        current.release()
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
 
-    def test_of_a_dead_process_is_free_at_once(self, store, children) -> None:
-        child = other_process_holds(children, store.path.parent, "key")
-        contender = store.contender("key")
-        assert contender.attempt() is None
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has reaped it
-        taken = contender.attempt()
-        assert taken is not None
-        taken.release()
 
-    def test_of_a_process_that_cannot_be_seen_is_free_after_two_heartbeats(
-        self, store, monkeypatch
-    ) -> None:
-        """Of another machine, boot or container; whatever its clock says."""
-        monkeypatch.setattr(lease, "HEARTBEAT_S", 3600.0)
-        now = 1000.0
-        monkeypatch.setattr(lease.time, "monotonic", lambda: now)
-        monkeypatch.setattr(lease, "_node", lambda: ("elsewhere", 1))
-        lease._me.cache_clear()
-        held = store.contender("key").attempt()
-        held._ended.set()
-        lease._me.cache_clear()
-        monkeypatch.undo()
-        monkeypatch.setattr(lease.time, "monotonic", lambda: now)
+def test_without_a_lock_file_every_process_tunes_and_one_warning_says_so(
+    store: Store, other_process: Any
+) -> None:
+    lock_file = Path(f"{store.path}{db_files.KEY_LOCKS}")
+    lock_file.mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in ("a", "b"):
+            with elect_local(request(name), store, WaitBudget(0.0)) as choice:
+                assert choice is None
+        with compiling(store, WaitBudget(0.0)):
+            pass
+    (warning,) = [str(each.message) for each in caught]
+    assert warning == (
+        f"safetune: cannot lock keys beside {store.path} (Is a directory); processes do not wait "
+        "for one another, and each may tune the same key"
+    )
 
-        contender, late = store.contender("key"), store.contender("key")
-        assert contender.attempt() is None
-        now += lease.expiry_s()
-        assert contender.attempt() is None
-        assert late.attempt() is None, "it has only just seen it"
-        now += 0.1
-        taken = contender.attempt()
-        assert taken is not None
-        assert late.attempt() is None, "one takes over"
-        taken.release()
 
-    def test_lives_as_long_as_its_heart_beats(self, store, monkeypatch) -> None:
-        monkeypatch.setattr(lease, "HEARTBEAT_S", 0.02)
-        held = store.contender("key").attempt()
-        contender = store.contender("key")
-        seen = set()
-        while len(seen) < 4:
-            assert contender.attempt() is None
-            seen.add(contender._seen)
-        held.release()
-
-    def test_a_fork_does_not_have_its_parents(self, store, records, tmp_path, children) -> None:
-        output = children.run(
-            """
-from safetune.errors import LeaseLost
-store = Store.open(directory)
-held = store.contender("key").attempt()
-pid = os.fork()
-if pid == 0:
-    held.release()
-    try:
-        store.put_choice(choice("c1"), held)
-    except LeaseLost:
-        os._exit(0 if store.contender("key").attempt() is None else 2)
-    os._exit(1)
-print(os.waitpid(pid, 0)[1], store.put_choice(choice("c2"), held).config_digest)
+def test_in_a_read_only_directory_every_process_tunes_and_one_warning_says_so(
+    store: Store, children: Any, tmp_path: Path
+) -> None:
+    folder = store.path.parent
+    store.close()
+    for path in (*folder.iterdir(), folder, tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    output = children.run(
+        """
+import warnings
+from safetune.store.local.fail_safe import GuardedStore
+from safetune.tuning.single_flight import WaitBudget, compiling
+if os.getuid() == 0:
+    os.setuid(65534)
+store = GuardedStore.open(directory)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        with compiling(store, WaitBudget(0.0)):
+            pass
+print(*(each.message for each in caught), sep="\\n")
 """,
-            tmp_path,
-        )
-        assert output == "0 c2\n"
-
-    @pytest.mark.parametrize("owner", ["", "[]", "{}", "[1, 2, 3, 4]", "\0", '["", 0, 1, ""]'])
-    def test_an_owner_that_means_nothing_expires(self, store, owner, monkeypatch) -> None:
-        connection = sqlite3.connect(store.path)
-        with connection:
-            connection.execute("INSERT INTO lease VALUES (7, 'key', ?, 'x')", (owner,))
-        connection.close()
-        contender = store.contender("key")
-        assert contender.attempt() is None
-        monkeypatch.setattr(lease, "HEARTBEAT_S", -1)
-        taken = contender.attempt()
-        assert taken.token == 8
-        taken._ended.set()
-
-    def test_threads_get_it_one_by_one(self, store) -> None:
-        inside, most = [0], [0]
-
-        def work() -> None:
-            with single_flight.compiling(store, Patience()):
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                inside[0] -= 1
-
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert most == [1]
+        folder,
+    )
+    folder.chmod(0o755)
+    (line,) = output.splitlines()
+    assert "Permission denied" in line
+    assert "each may tune the same key" in line
 
 
 def test_a_tuning_within_a_tuning_does_not_wait_for_itself(tmp_path: Path) -> None:

@@ -193,6 +193,30 @@ def test_a_failed_write_leaves_the_store_usable(store, records):
     assert store.kernels() == ["add"]
 
 
+def test_a_store_with_leases_loses_them_and_nothing_else(store, records):
+    """As 0.1.0 left it, with an owner that was killed."""
+    store.put_choice(records.choice())
+    path = store.path
+    store.close()
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute(
+            "CREATE TABLE lease (token INTEGER PRIMARY KEY AUTOINCREMENT, "
+            "name TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, beats INTEGER NOT NULL)"
+        )
+        connection.execute("INSERT INTO lease VALUES (3, 'key', '[\"boot\", 1, 2, \"3\"]', 4)")
+        connection.execute("DELETE FROM _sqlite_migrations WHERE name = 'm004_drop_lease'")
+        connection.execute("PRAGMA user_version = 3")
+    opened = Store.open(path.parent)
+    assert opened.choice("key") == records.choice()
+    opened.close()
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    version = connection.execute("PRAGMA user_version").fetchone()
+    connection.close()
+    assert "lease" not in tables
+    assert version == (migrations.VERSION,)
+
+
 def test_a_migration_that_fails_leaves_nothing_behind(tmp_path, children):
     """A real write error (a file size limit) in the first open; then an open without it."""
     output = children.run(

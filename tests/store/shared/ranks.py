@@ -27,6 +27,7 @@ from safetune.config import config_digest, config_record
 from safetune.isolation import backend
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
+from safetune.store.local.key_locks import try_lock
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord
 from safetune.tuning.requests import key_record
@@ -149,8 +150,8 @@ def rank_main(directory: Path, rank: int, world: int, answers: Any) -> None:
             if (found := at(rank)) is not None:
                 prepare(n, *found)
         prepare(400 + rank, BLOCKS[rank], 1)
-        # Somebody else is tuning this key: with no patience left, the rank launches a fallback.
-        leases = [store.contender(request(300).key.digest).attempt()]
+        # Another is tuning this key: with no time left to wait, the rank launches a fallback.
+        lock = try_lock(store.path, request(300).key.digest)
         before = {n: launch(n) for n in numbers}
         untuned = [launch_inline(), *map(launch_captured, CAPTURED)]
         safetune.sync()
@@ -162,8 +163,7 @@ def rank_main(directory: Path, rank: int, world: int, answers: Any) -> None:
     answers.send({**facts, "untuned": untuned, "agreed": agreed})
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    for lease in leases:
-        lease.release()
+    lock.release()
 
 
 def main() -> None:

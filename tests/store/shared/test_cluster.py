@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from safetune.config import config_digest, config_record
-from safetune.errors import Busy, LeaseLost, NoMemory, NoWorkingConfig, WorkerUnavailable
+from safetune.errors import Busy, NoMemory, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.records import ChoiceRecord
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.protocol import NoLease
 from safetune.store.shared.url import open_shared
-from safetune.tuning import cluster
+from safetune.tuning import single_flight
 from safetune.tuning.requests import TuningRequest
-from safetune.tuning.single_flight import Patience
+from safetune.tuning.single_flight import Election, WaitBudget, elect_cluster
 from safetune.tuning.tuner import tune
 
 from .conftest import choice
 
 OK = Outcome(Verdict.OK)
-NOW = Patience(0.0)
+NOW = WaitBudget(0.0)
 
 
 @pytest.fixture
@@ -73,23 +73,23 @@ Node = Callable[[], GuardedStore]
 
 def test_one_node_tunes_and_the_others_take_its_choice(node: Node, request_: TuningRequest) -> None:
     first, second = node(), node()
-    with cluster.lead(request_, first, NOW) as leading:
-        assert leading.choice is None
-        with pytest.raises(Busy), cluster.lead(request_, second, NOW):
+    with elect_cluster(request_, first, NOW) as election:
+        assert election.choice is None
+        with pytest.raises(Busy), elect_cluster(request_, second, NOW):
             pass
-        assert leading.agreed(best(request_, 1), OK) == best(request_, 1)
-        with cluster.lead(request_, second, NOW) as following:
-            assert following.choice == best(request_, 1)
+        assert election.publish(best(request_, 1), OK) == best(request_, 1)
+        with elect_cluster(request_, second, NOW) as other:
+            assert other.choice == best(request_, 1)
     assert second.choice(request_.key.digest) == best(request_, 1)
 
 
 def test_who_publishes_second_launches_the_first(node: Node, request_: TuningRequest) -> None:
     """Such as a node that was taken for dead."""
     first, second = node(), node()
-    with cluster.lead(request_, first, NOW) as leading:
-        other = cluster.Lead(request_, second.shared)
-        assert other.agreed(best(request_, 2), OK) == best(request_, 2)
-        assert leading.agreed(best(request_, 1), OK) == best(request_, 2)
+    with elect_cluster(request_, first, NOW) as election:
+        other = Election(request_, second.shared)
+        assert other.publish(best(request_, 2), OK) == best(request_, 2)
+        assert election.publish(best(request_, 1), OK) == best(request_, 2)
 
 
 def test_force_counts_on_from_what_others_have_published(
@@ -99,13 +99,13 @@ def test_force_counts_on_from_what_others_have_published(
     others, fresh = node(), node()
     for generation in (1, 2, 3):
         record = replace(best(request_, 1), generation=generation)
-        cluster.Lead(request_, others.shared).agreed(record, OK)
+        Election(request_, others.shared).publish(record, OK)
     result = tune(replace(request_, force=True), fresh)
     assert result.measured == len(request_.configs)
     found = fresh.choice(request_.key.digest)
     assert (found.generation, found.config_digest) == (4, config_digest(result.choice))
-    with cluster.lead(request_, others, NOW) as following:
-        assert following.choice == found
+    with elect_cluster(request_, others, NOW) as other:
+        assert other.choice == found
 
 
 def none_works(verdict: Verdict) -> NoWorkingConfig:
@@ -119,7 +119,6 @@ def none_works(verdict: Verdict) -> NoWorkingConfig:
         WorkerUnavailable("no process"),
         Busy("another process compiles"),
         NoMemory("others have it"),
-        LeaseLost("taken for dead"),
         none_works(Verdict.NO_MEMORY),
     ],
     ids=lambda error: type(error).__name__,
@@ -129,13 +128,13 @@ def test_a_node_that_is_interrupted_lets_one_other_take_over(
 ) -> None:
     """Whatever says something of this node alone: the others need not tune all at once."""
     first, second, third = node(), node(), node()
-    with pytest.raises(type(error)), cluster.lead(request_, first, NOW):
+    with pytest.raises(type(error)), elect_cluster(request_, first, NOW):
         raise error
     first.shared.flush()
     with (
-        cluster.lead(request_, second, NOW),
+        elect_cluster(request_, second, NOW),
         pytest.raises(Busy),
-        cluster.lead(request_, third, NOW),
+        elect_cluster(request_, third, NOW),
     ):
         pass
 
@@ -147,23 +146,23 @@ def test_what_is_not_shared_is_tuned_by_all_at_once(
     """One after the other, 64 nodes would wait for 63 tunings that give them nothing."""
     first, second, third = node(), node(), node()
     try:
-        with cluster.lead(request_, first, NOW) as leading:
+        with elect_cluster(request_, first, NOW) as election:
             if how == "failed":
                 raise ValueError
             if how == "none works":
                 raise none_works(Verdict.COMPILE_ERROR)
             contended = Outcome(Verdict.OK, marks=(Mark.CONTENDED.value,))
-            assert leading.agreed(best(request_, 1), contended) == best(request_, 1)
+            assert election.publish(best(request_, 1), contended) == best(request_, 1)
     except (ValueError, NoWorkingConfig):
         pass
     first.shared.flush()
     with (
-        cluster.lead(request_, second, NOW) as leading,
-        cluster.lead(request_, third, NOW) as following,
+        elect_cluster(request_, second, NOW) as election,
+        elect_cluster(request_, third, NOW) as other,
     ):
-        assert isinstance(leading.lease, NoLease)
-        assert isinstance(following.lease, NoLease)
-        assert leading.choice is following.choice is None
+        assert isinstance(election.lease, NoLease)
+        assert isinstance(other.lease, NoLease)
+        assert election.choice is other.choice is None
 
 
 def test_a_lease_is_renewed_while_its_holder_tunes() -> None:
@@ -178,6 +177,6 @@ def test_a_lease_is_renewed_while_its_holder_tunes() -> None:
             return True
 
     lease, ended = Counting(), threading.Event()
-    cluster._start_heartbeat(lease, ended)
+    single_flight._start_heartbeat(lease, ended)
     assert all(lease.renewed.acquire(timeout=20) for _ in range(3))
     ended.set()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tally import DECLARED, NotHere, Tally, choice, fault, filled, judge, run, trial
 
-from safetune.store.local import lease, migrations, recovery, rows
+from safetune.store.local import migrations, recovery, rows
 from safetune.store.local.store import DATABASE_NAME, Store
 
 _MOVED = "kept aside, an empty one in its place, one warning that names it"
@@ -235,7 +235,6 @@ def missing_column(place: Path, times: int) -> Tally:
     tally = Tally()
     statements = (
         "DROP TABLE trial",
-        "DROP TABLE lease",
         "DROP TABLE call",
         "ALTER TABLE choice DROP COLUMN measured",
         "ALTER TABLE key RENAME COLUMN call TO calls",
@@ -288,25 +287,22 @@ def _gone(place: Path, times: int, take_away) -> Tally:
     return tally
 
 
-@fault("clock-set-back", "the clock is set back by a year", "order and leases as before", 1, 20)
+@fault("clock-set-back", "the clock is set back by a year", "order as before", 1, 20)
 def clock_set_back(place: Path, times: int) -> Tally:
     tally, now = Tally(), time.time
     for number in range(times):
         tally.tried += 1
         store = Store.open(place / str(number))
         store.put_choice(choice(1, created=now()))
-        held = store.contender("key").attempt()
         time.time = lambda: now() - 3.2e7
         try:
             later = choice(1, generation=2, config_digest="c2", created=time.time())
             store.put_choice(later)
             tally.expect(store.choice("key-1", DECLARED) == later, "the older choice is used")
-            tally.expect(store.contender("key").attempt() is None, "a lease that is held is taken")
-            tally.expect(lease.is_dead("") is False, "an unknown owner is taken for dead")
-            store.put_trial(trial(1), held)
+            store.put_trial(trial(1))
+            tally.expect(store.trials("key-1") == [trial(1)], "a trial is not found")
         finally:
             time.time = now
-        held.release()
         store.close()
     return tally
 

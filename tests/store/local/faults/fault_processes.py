@@ -16,6 +16,7 @@ from pathlib import Path
 import sqlite_utils.migrations  # noqa: F401 - imported before the forks
 from tally import Tally, choice, fault, filled, run, trial
 
+from safetune.store.local.key_locks import try_lock
 from safetune.store.local.store import DATABASE_NAME, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -125,9 +126,9 @@ def forks_and_threads(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("one-lease", "32 processes want one lease, owners are killed", "one has it at a time", 2, 50)
-def one_lease(place: Path, times: int) -> Tally:
-    """Who has it makes a file that must not be there; every third is killed with the file there."""
+@fault("one-lock", "32 processes lock one key, owners are killed", "one has it at a time", 2, 50)
+def one_lock(place: Path, times: int) -> Tally:
+    """The owner makes a file that must not be there; every third is killed with the file there."""
     tally, draw = Tally(), random.Random(2)
     for number in range(times):
         tally.tried += 32
@@ -135,18 +136,17 @@ def one_lease(place: Path, times: int) -> Tally:
         filled(directory, 1)
         doomed = frozenset(n for n in range(32) if draw.random() < 0.3)
         before = len(tally.wrong)
-        _together(tally, "the lease", 32, functools.partial(_want, directory, doomed))
+        _together(tally, "the lock", 32, functools.partial(_want, directory, doomed))
         ends = tally.wrong[before:]
         del tally.wrong[before:]
-        killed = f"the lease: {len(doomed)} of 32 failed"
+        killed = f"the lock: {len(doomed)} of 32 failed"
         tally.wrong += [end for end in ends if end != killed]
     return tally
 
 
 def _want(directory: Path, doomed: frozenset[int], process: int) -> None:
     work = directory / "at-work"
-    contender = Store.open(directory).contender("key")
-    while (lease := contender.attempt()) is None:
+    while (lock := try_lock(directory / DATABASE_NAME, "key")) is None:
         os.sched_yield()
     try:
         owner = int(work.read_text())
@@ -158,7 +158,7 @@ def _want(directory: Path, doomed: frozenset[int], process: int) -> None:
     if process in doomed:
         os.kill(os.getpid(), signal.SIGKILL)
     work.unlink()
-    lease.release()
+    lock.release()
 
 
 def _is_dead(pid: int) -> bool:
@@ -168,9 +168,9 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-@fault("herd", "processes miss one key; the leader is killed", "one tunes, one takes over", 0, 4)
+@fault("herd", "processes miss one key; the owner is killed", "one tunes, one takes over", 0, 4)
 def herd(place: Path, times: int) -> Tally:
-    """32 processes each time, and every other time their leader is killed in the third config.
+    """32 processes each time, and every other time the owner is killed in the third config.
 
     The tests do the same with fewer, in tests/store/local/test_flight.py.
     """
@@ -185,19 +185,22 @@ def herd(place: Path, times: int) -> Tally:
         kill = number % 2 == 1
         if kill:
             (directory / "hold").touch()
-        with test_flight.stopped(test_flight.Herd(directory, 32, (100,))) as herd:
+        herd = test_flight.Herd()
+        try:
+            herd.play(directory, 32)
             if kill:
-                with test_flight.held(directory):
-                    os.kill(herd.leader(), signal.SIGKILL)
+                with test_flight.held(directory) as owner:
+                    os.kill(owner, signal.SIGKILL)
             launches = herd.launches()
+        finally:
+            herd.stop()
         measured = sorted(launch["measured"] for launch in launches if launch["measured"])
         tally.expect(measured == ([2] if kill else [4]), f"measured {measured}")
         tally.expect(len(launches) == 32 - kill, f"{len(launches)} launched")
         tally.expect(len({launch["block"] for launch in launches}) == 1, "choices differ")
-        trials = herd.query("SELECT count(*) FROM trial")
+        trials = test_flight.query(directory, "SELECT count(*) FROM trial")
         tally.lost += 4 - trials[0][0]
         tally.expect(
             json.dumps([launch["warnings"] for launch in launches]).count("W") == 0, "told"
         )
-        assert herd.store.name == DATABASE_NAME
     return tally

@@ -1,9 +1,12 @@
 """Processes that launch one kernel at the same moment: forks of one that has imported everything.
 
-argv: how many; a directory; seconds of a heartbeat; the sizes that each launches, one key each.
-Each prints a line of JSON for each of its launches: who it is, what it launched with, how many
-configs it measured, and what it was told. While the file `hold` is in the directory, the first
-measurement of the third config takes it away, and ends when the pipe `gate` has been written to.
+Each line on standard input is one round: how many processes, a directory, their environment, and
+whether they launch twice. They print a line of JSON for each launch: the process, the config that
+it launched, how many configs it measured, and its warnings. The second launch waits for an empty
+line, and by its clock what was postponed is due. When all have ended, a line `null` follows.
+
+While the file `hold` is in the directory, the first measurement of the third config takes it away,
+and ends when the pipe `gate` has been written to.
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.store.local import lease
+from safetune.miss import candidates
 
-COUNT, PLACE, HEARTBEAT_S = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-SIZES = [int(size) for size in sys.argv[4:]]
+SIZE = 100
 BLOCKS = (16, 32, 64, 128)
 
 
 def hold(arguments: dict[str, object], reset_only: bool = False) -> None:
+    folder = Path(os.environ["HERD_FOLDER"])
     try:
-        os.unlink(PLACE / "hold")
+        os.unlink(folder / "hold")
     except FileNotFoundError:
         return
-    with open(PLACE / "gate") as gate:
+    with open(folder / "gate") as gate:
         gate.read()
 
 
@@ -63,18 +66,17 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def launch(size: int, heard: Heard) -> dict[str, object]:
+def launch(heard: Heard) -> dict[str, object]:
     heard.lines = []
-    x = torch.ones(size)
+    x = torch.ones(SIZE)
     begin = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        double[lambda meta: (triton.cdiv(size, meta["BLOCK"]),)](x, size)
+        double[lambda meta: (triton.cdiv(SIZE, meta["BLOCK"]),)](x, SIZE)
     assert (x == 2).all()
     measured = [re.search(r"(\d+) of \d+ configs measured", line) for line in heard.lines]
     return {
         "pid": os.getpid(),
-        "size": size,
         "block": double.best_config.kwargs["BLOCK"],
         "measured": sum(int(found[1]) for found in measured if found),
         "started": len(started),
@@ -83,27 +85,47 @@ def launch(size: int, heard: Heard) -> dict[str, object]:
     }
 
 
+def work(heard: Heard, signals: list[int]) -> None:
+    for number, signal in enumerate(signals):
+        os.read(signal, 1)  # until the last writer is gone
+        if number:
+            candidates.clock = lambda: time.monotonic() + 2 * candidates.RETRY_S
+        os.write(1, (json.dumps(launch(heard)) + "\n").encode())
+
+
+def play(count: int, environment: dict[str, str], twice: bool, heard: Heard) -> None:
+    pipes = [os.pipe() for _ in range(1 + twice)]
+    children = []
+    for _ in range(count):
+        if not (pid := os.fork()):
+            for _, writer in pipes:
+                os.close(writer)
+            os.environ.update(environment)
+            work(heard, [reader for reader, _ in pipes])
+            sys.exit(0)
+        children.append(pid)
+    for number, (_, writer) in enumerate(pipes):
+        if number:
+            sys.stdin.readline()
+        os.close(writer)
+    for pid in children:
+        os.waitpid(pid, 0)
+    for reader, _ in pipes:
+        os.close(reader)
+
+
 def main() -> None:
-    lease.HEARTBEAT_S = HEARTBEAT_S
     torch.set_num_threads(1)
     heard = Heard()
     logger = logging.getLogger("safetune")
     logger.setLevel(logging.INFO)
     logger.addHandler(heard)
-    go, start = os.pipe()
-    children = []
-    for _ in range(COUNT):
-        if not (pid := os.fork()):
-            os.close(start)
-            os.read(go, 1)  # until the last writer is gone
-            for size in SIZES:
-                os.write(1, (json.dumps(launch(size, heard)) + "\n").encode())
-            sys.stdout.flush()
-            sys.exit(0)
-        children.append(pid)
-    os.close(start)
-    for pid in children:
-        os.waitpid(pid, 0)
+    while line := sys.stdin.readline():
+        count, folder, environment, twice = json.loads(line)
+        environment = {**environment, "HERD_FOLDER": folder}
+        environment["SAFETUNE_CACHE_DIR"] = str(Path(folder, "store"))
+        play(count, environment, twice, heard)
+        os.write(1, b"null\n")
 
 
 if __name__ == "__main__":

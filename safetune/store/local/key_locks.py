@@ -1,0 +1,151 @@
+"""Locks of keys: which process of this machine tunes a key.
+
+A lock is one byte of a file beside the database, locked by `fcntl.lockf` (a POSIX record lock). The
+kernel frees it when the process ends, however it ends, and a forked child does not inherit it, as
+it would inherit one of `flock`. A process that closes any descriptor of a file loses all its record
+locks on that file. So a process opens each lock file once, and never closes it or opens it again.
+
+The kernel tells processes apart, not threads; a table in memory has what this process holds. Two
+names may share a byte, of 2**62: then they only wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import threading
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetune import forks
+from safetune.keys import encoding
+from safetune.store.local import db_files
+
+try:
+    import fcntl
+except ImportError:  # not POSIX
+    fcntl = None  # type: ignore[assignment]
+
+#: What `lockf` says of a byte that another process has locked.
+_LOCKED = (errno.EAGAIN, errno.EACCES)
+
+_mutex = threading.Lock()
+
+#: The descriptor of each lock file, by device and inode. A fork keeps them: they hold no locks.
+_descriptors: dict[tuple[int, int], int] = {}
+
+#: What this process holds, by lock file (device and inode) and byte.
+_held: dict[tuple[tuple[int, int], int], KeyLock] = {}
+
+
+class KeyLock:
+    """A lock that this process holds until `release`, or until it ends."""
+
+    def __init__(self, file: tuple[int, int], byte: int) -> None:
+        self._at = (file, byte)
+
+    def release(self) -> None:
+        """Free the lock. Does nothing in a process forked off since it was taken."""
+        with _mutex:
+            if _held.get(self._at) is self:
+                del _held[self._at]
+                file, byte = self._at
+                with contextlib.suppress(OSError):
+                    fcntl.lockf(_descriptors[file], fcntl.LOCK_UN, 1, byte)
+
+
+def try_lock(database: Path, name: str) -> KeyLock | None:
+    """Lock a name, or return None where another process or thread has it.
+
+    Raises:
+        OSError: the lock file cannot be opened for writing, or its file system has no locks.
+    """
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, "this platform has no record locks")
+    with _mutex:
+        file, byte = _opened(_path(database)), _byte(name)
+        if (file, byte) in _held:
+            return None
+        try:
+            fcntl.lockf(_descriptors[file], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except OSError as error:
+            if error.errno in _LOCKED:
+                return None
+            raise
+        lock = _held[file, byte] = KeyLock(file, byte)
+        return lock
+
+
+def locked(database: Path | None, names: Iterable[str]) -> set[str]:
+    """Return the names that a process holds now; none where that cannot be found out."""
+    found: set[str] = set()
+    if database is not None and _path(database).exists():
+        with contextlib.suppress(OSError):
+            for name in names:
+                lock = try_lock(database, name)
+                if lock is None:
+                    found.add(name)
+                else:
+                    lock.release()
+    return found
+
+
+def node_id(database: Path | None) -> str:
+    """Return what the processes that exclude each other by these locks have in common.
+
+    A new name for each call where there are no locks.
+    """
+    with contextlib.suppress(OSError):
+        if database is not None:
+            with _mutex:
+                found = os.fstat(_descriptors[_opened(_path(database))])
+            # The host's name, as an image may have been copied to several with its lock file.
+            identity = [platform.node(), found.st_dev, found.st_ino, found.st_mtime_ns]
+            return encoding.digest(identity)
+    return uuid.uuid4().hex
+
+
+def _path(database: Path) -> Path:
+    return database.with_name(database.name + db_files.KEY_LOCKS)
+
+
+def _byte(name: str) -> int:
+    return int(encoding.digest(name)[:16], 16) >> 2
+
+
+def _opened(path: Path) -> tuple[int, int]:
+    """Return which file is there now, with its descriptor in the table."""
+    with contextlib.suppress(FileNotFoundError):
+        there = _identity(os.lstat(path))
+        if there in _descriptors and _is_open(there):
+            return there
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    opened = _identity(os.fstat(descriptor))
+    _descriptors[opened] = descriptor
+    return opened
+
+
+def _is_open(file: tuple[int, int]) -> bool:
+    """Whether the descriptor is still that file's: a daemon closes all when it starts."""
+    try:
+        return _identity(os.fstat(_descriptors[file])) == file
+    except OSError:
+        return False
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _after_fork_in_child() -> None:
+    """The locks are the parent's alone."""
+    global _mutex
+    _mutex = threading.Lock()
+    _held.clear()
+
+
+forks.register("tuning", after_in_child=_after_fork_in_child)
