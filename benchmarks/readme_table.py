@@ -48,7 +48,7 @@ def table(device: str = DEVICE, results: Path = recording.RESULTS) -> str:
         _table(
             [
                 "host time of a launch whose choice is known",
-                *("triton.jit", "triton.autotune", "safetune", "the bare launcher"),
+                *("triton.jit", "triton.autotune", "safetune", "launcher alone"),
             ],
             _launches(recording.stored_figures(folder, "launch_overhead")),
         ),
@@ -78,11 +78,11 @@ def _choices(folder: Path) -> list[list[str]]:
     if "mean_regret_ratio" not in found:
         return []
     words = {
-        "share_within_1pct": "within 1% of the best of an exhaustive, long measurement",
-        "share_within_2pct": "within 2% of it",
-        "mean_regret": "slower than it, on average",
-        "worst_regret": "slower than it, at worst",
-        "most_common_share": "the same as in most tunings of that problem",
+        "share_within_1pct": "within 1% of the best config by an exhaustive, long measurement",
+        "share_within_2pct": "within 2% of that config",
+        "mean_regret": "slower than that config, on average",
+        "worst_regret": "slower than that config, at worst",
+        "most_common_share": "tunings that made the most common choice of their problem",
     }
     return [
         [text, f"{100 * found[f'{name}_triton']:.1f}%", f"{100 * found[name]:.1f}%"]
