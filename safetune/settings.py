@@ -165,6 +165,8 @@ class Settings:
             node; default: all.
         wait_s: SAFETUNE_WAIT, default 120: seconds that this process waits in total for tunings of
             other processes.
+        fast_launch: SAFETUNE_FAST_LAUNCH, default on: whether a call whose kernel is compiled is
+            launched by generated code, and not by Triton's own.
     """
 
     mode: Mode
@@ -177,6 +179,7 @@ class Settings:
     shared: str = ""
     local_world_size: int = 1
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
+    fast_launch: bool = True
 
     @classmethod
     def current(cls) -> Settings:
@@ -202,7 +205,17 @@ class Settings:
             shared=check_url(env.get("SAFETUNE_SHARED") or ""),
             local_world_size=_number(env.get("LOCAL_WORLD_SIZE") or str(world_size)),
             wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
+            fast_launch=launches_fast(),
         )
+
+
+def launches_fast() -> bool:
+    """Return whether SAFETUNE_FAST_LAUNCH allows generated code to launch; it does by default.
+
+    Raises:
+        InvalidSetting: it is neither `1` nor `0`.
+    """
+    return parse_switch("SAFETUNE_FAST_LAUNCH", os.environ.get("SAFETUNE_FAST_LAUNCH") or "1")
 
 
 def installs() -> bool:

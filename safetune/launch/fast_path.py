@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from safetune.launch import fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN, CallForm, named_arguments
+from safetune.settings import launches_fast
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -123,6 +124,8 @@ class Plan:
 
 def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
     """Return a plan for calls like this one; None where Triton's own path has to be taken."""
+    if not launches_fast():
+        return None
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None

@@ -104,6 +104,22 @@ def test_what_tells_calls_apart(kernel: Tuned, changed: dict[str, Any]) -> None:
     assert not goes_by_triton(kernel)
 
 
+def test_the_switch_sends_every_launch_through_triton(
+    machine: Machine, tuned: type[Tuned], kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launches(switch: str) -> tuple[int, list[Any]]:
+        monkeypatch.setenv("SAFETUNE_FAST_LAUNCH", switch)
+        kernel = tuned(machine.kernel_of(kernels.scale), CONFIGS, key=["n"], phantom="keep")
+        machine.launches.clear()
+        for n in (32, 32, 33, 32, 33, 64):
+            call(kernel, n=n)
+        return kernel.by_triton, list(machine.launches)
+
+    by_triton, launched = launches("0")
+    assert by_triton == 6
+    assert launches("1") == (3, launched)
+
+
 def test_each_device_has_its_own(kernel: Tuned, machine: Machine) -> None:
     call(kernel)
     machine.device = 1
