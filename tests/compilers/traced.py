@@ -23,6 +23,7 @@ from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord
 from safetune.tuning.requests import key_record
+from tests.backends import FakeBackend, launching_on
 
 H100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
 TOOLCHAIN = device.Toolchain("3.9.0", "backend", "cuda:90:32")
@@ -66,7 +67,7 @@ def a_gpu_to_trace_for() -> Iterator[None]:
     from torch.utils import _triton
 
     detected = mock.patch.object(device, "detect", return_value=(H100, TOOLCHAIN))
-    driver = mock.patch.object(device, "active_driver", _Driver)
+    driver = launching_on(FakeBackend(), "cuda", _Driver())
     believed = mock.patch.object(_triton, "has_triton", return_value=True)
     with detected, driver, believed:
         yield
