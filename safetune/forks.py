@@ -24,8 +24,8 @@ Stage = Literal[
     "fork servers",
     "child processes",  # children that wait for work; at exit they go before their servers
     "tuning",  # locks of devices and of tunings under way
-    "background",  # the queue of background tuning
     "launches",  # locks and generated launch functions of every tuner
+    "background",  # the queue of background tuning, whose keys are untried again
     "report",  # what `install` counts and prints
 ]
 STAGES: tuple[str, ...] = get_args(Stage)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
-from safetune import forks
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.frontend import launch_by_triton, pruning
-from safetune.frontend.choices import Choices
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport, classify
 from safetune.launch import call_shape
-from safetune.miss import relaunch
+from safetune.launch.key_state import KeyStates
 from safetune.settings import (
     CaptureMissPolicy,
     PhantomPolicy,
@@ -38,26 +34,12 @@ from safetune.tuning.requests import Hooks, Limits
 if TYPE_CHECKING:
     from safetune.compilers.resolve import Resolved
     from safetune.keys.tuning_key import KernelIdentity
-    from safetune.miss.candidates import Postponed
-    from safetune.miss.under_capture import CapturedMiss
     from safetune.workload import DeclaredWorkload, WorkloadFunction
 
 ISOLATIONS = ("worker", "config", "inline")
 
-#: What a tuner says of the last launch or tuning. No launch depends on it.
-_TOLD = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases"})
-
-_alive: weakref.WeakSet[Autotuner] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Let go of the locks of threads that are not there, and let Triton refuse each launch."""
-    for tuner in list(_alive):
-        tuner._key_locks.clear()
-        tuner._forget_launches()
-
-
-forks.register("launches", after_in_child=_after_fork)
+#: Attributes that report the last launch or tuning. No launch depends on them.
+_REPORTED = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases"})
 
 
 class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
@@ -106,6 +88,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             keep=keep,
             **{name: options.get(name) for name in ("prune_configs_by", "pre_hook", "post_hook")},
         )
+        self.states = KeyStates(self)
         super().__init__(fn, arg_names, configs, list(self.key_report.kept), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
@@ -114,8 +97,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=tuple(scratch), reference=reference, inputs=inputs)
         self._forms = call_shape.Forms(self)
-        self._remember_nothing()
-        _alive.add(pruning.show_one_config(self))
+        self.needs_scratch = False  # until a launch needs it
+        pruning.show_one_config(self)
 
     def __copy__(self) -> Autotuner:
         """A tuner that shares the choices; as it is not told of changes, it knows no launches."""
@@ -123,13 +106,14 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         made.__dict__.update(self.__dict__, _plans={})
         return made
 
-    def _remember_nothing(self) -> None:
-        self.cache = Choices(self)
-        self._key_locks: dict[Any, threading.RLock] = {}
-        self.rejections: dict[Any, relaunch.Rejections] = {}
-        self.postponed: dict[Any, Postponed] = {}
-        self.captured: dict[Any, CapturedMiss] = {}
-        self.needs_scratch = False  # until a launch says so
+    @property
+    def cache(self) -> dict[Any, Config]:
+        """The choice of each key, never a fallback. What is written here is launched."""
+        return self.states.choices
+
+    @cache.setter
+    def cache(self, choices: Mapping[Any, Config]) -> None:
+        self.states.replace_choices(choices)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what launches on this grid: `kernel[grid](...)`."""
@@ -167,14 +151,15 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def __setattr__(self, name: str, value: Any) -> None:
         """Forget every launch when anything is changed that one may depend on."""
         object.__setattr__(self, name, value)
-        if name not in _TOLD:
-            self._forget_launches()
+        if name not in _REPORTED:
+            self.forget_launches()
         if name in ("fn", "hooks"):
             self.__dict__.pop("_identity", None)
         elif name == "configs":
             pruning.show_one_of_several(self)
 
-    def _forget_launches(self) -> None:
+    def forget_launches(self) -> None:
+        """Have every call go by Triton's path again, which reads everything anew."""
         # Another dictionary, as a thread may be about to add what it knows from before.
         self.__dict__["_plans"] = {}
 
@@ -262,28 +247,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             do_bench=do_bench,
         )
 
-    def adopt(self, key: Any, config: Config) -> Config:
-        """Launch `config` for this memory key from here on; return it."""
-        if self.captured:
-            from safetune.miss import under_capture
-
-            under_capture.adopted(self, key, config)
-        with relaunch.noting:
-            rejections = self.rejections.get(key)
-            if rejections is None or rejections.allow(config):
-                self.cache[key] = config
-            else:
-                rejections.choice = config
-        return config
-
-    def postpone(self, key: Any, postponed: Postponed) -> None:
-        """Have this memory key missed by each call until its tuning is due again."""
-        self.postponed[key] = postponed
-        with relaunch.noting:
-            self.cache.pop(key, None)
-            if key in self.rejections:
-                self.rejections[key].choice = None
-
     def _miss(
         self, key: Any, form: call_shape.CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Config:
@@ -293,14 +256,12 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         from safetune.miss import under_capture
 
         call_shape.refuse_vmap(kernel_name(self.fn), args)
+        state = self.states.of(key)
         if (running := under_capture.under_way()) and not kwargs.get("warmup"):
-            return under_capture.resolve(self, key, form, args, kwargs, running)
-        with self._key_locks.setdefault(key, threading.RLock()):
-            config = self.cache.get(key)
-            if config is None:
-                config = miss_resolve.resolve(self, key, form, args, kwargs)
-        self._key_locks.pop(key, None)
-        return config
+            return under_capture.resolve(self, state, form, args, kwargs, running)
+        with state.lock:  # of threads that miss the same key, the others find what the first found
+            known = self.states.hits.get(key)
+            return known or miss_resolve.resolve(self, state, form, args, kwargs)
 
 
 _run = Autotuner.run

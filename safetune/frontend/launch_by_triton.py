@@ -57,7 +57,7 @@ def by_triton(
         if len(tuner.configs) == 1:
             return _run(tuner, None, form, tuner.configs[0], args, kwargs, said)
         key = form.key(args, kwargs)
-        config = tuner.cache.get(key) or tuner._miss(key, form, args, kwargs)
+        config = tuner.states.hits.get(key) or tuner._miss(key, form, args, kwargs)
         return _run(tuner, key, form, config, args, kwargs, said)
 
 
@@ -94,7 +94,8 @@ def _run(
             raise
         if is_callers(error, tuner, given_kwargs):
             raise
-        return relaunch(tuner, key, form, config, error, (given_args, given_kwargs)), None
+        state = tuner.states.of(key)
+        return relaunch(tuner, state, form, config, error, (given_args, given_kwargs)), None
 
 
 def _below_heuristics(kernel: Any, said: Kwargs, /, *args: Any, **kwargs: Any) -> Any:

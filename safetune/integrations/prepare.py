@@ -94,7 +94,7 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
     with _turn, resolve.waiting(), scratch_memory.observed() as sizes, _compilations() as compiled:
         with _launches() as seen:
             fn(*args, **kwargs)
-            waited = [background.wait(each.tuner, each.memory_key) for each in seen.values()]
+            waited = [background.wait(each.state) for each in seen.values()]
             if any(waited):
                 fn(*args, **kwargs)
         _settle({each.index for each in seen.values()})
@@ -116,8 +116,8 @@ class _Launched:
     """What is seen of one key of one tuner."""
 
     def __init__(self, tuner: Autotuner, memory_key: Any, call: resolve.Miss) -> None:
-        self.tuner = tuner
-        self.memory_key = memory_key
+        self._tuner = tuner
+        self.state = tuner.states.of(memory_key)
         self.index = call.call.index
         self._key = str(call.key())
         self._config = ""
@@ -125,21 +125,20 @@ class _Launched:
 
     def known(self) -> bool:
         """Whether a launch of the key would find its config in this process's memory."""
-        tuner, rejections = self.tuner, self.tuner.rejections.get(self.memory_key)
-        return (
-            len(tuner.configs) == 1
-            or self.memory_key in tuner.cache
-            or (rejections is not None and rejections.choice is not None)
-        )
+        if len(self._tuner.configs) == 1:
+            return True
+        decision = self.state.decision()
+        return decision is not None and decision.lasting
 
     def count(self, hit: bool) -> None:
         self._launches += 1
         self._hits += hit
-        self._config = config_text(self.tuner.cache.get(self.memory_key, self.tuner.best_config))
+        hits = self._tuner.states.hits
+        self._config = config_text(hits.get(self.state.key, self._tuner.best_config))
 
     def report(self) -> PreparedKey:
         return PreparedKey(
-            self.tuner.base_fn.__name__,
+            self._tuner.base_fn.__name__,
             self._key,
             self._config,
             self._launches,

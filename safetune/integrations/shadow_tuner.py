@@ -15,6 +15,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.keys.tuning_key import triton_key
 from safetune.launch.call_shape import named_arguments
+from safetune.launch.key_state import Reason
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -65,13 +66,13 @@ class Companion:
         return known is not None and known is not self._settled.get(key)
 
     def settle(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put the choice where Triton would; what is launched for want of one is none."""
+        """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
         tuner = self.tuner
         assert tuner is not None
-        choice = tuner.cache.get(tuner._forms.of(args, kwargs).key(args, kwargs))
-        if choice is None:
+        decision = tuner.states.decision(tuner._forms.of(args, kwargs).key(args, kwargs))
+        if decision is None or decision.reason is not Reason.CHOICE:
             return
-        self._settled[key] = kernel.cache[key] = choice
+        self._settled[key] = kernel.cache[key] = decision.config
         for name in ("configs_timings", "bench_time"):
             if hasattr(tuner, name):
                 setattr(kernel, name, getattr(tuner, name))
@@ -104,7 +105,7 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
             installation.count_given(kernel_name(self))
             return run(self, *args, **kwargs)
         launched = companion.launch(self, args, kwargs)
-        if key not in self.cache:
+        if self.cache.get(key) is not self.best_config:  # the first choice, or one by `sync`
             companion.settle(self, key, args, kwargs)
         return launched
 

@@ -102,8 +102,8 @@ class Plan:
             return
         if (len(tuner.configs) == 1) is not self._single:
             return  # some were taken away, or added, in place
-        if not self._single and tuner.cache.get(self._form.key(args, kwargs)) is not config:
-            return  # not the key's choice: it is rejected, or captured without one
+        if not self._single and tuner.states.hits.get(self._form.key(args, kwargs)) is not config:
+            return  # for this call only: another one was rejected, or a graph captured it
         options = config.all_kwargs()
         rest = [options.get(name, default) for name, default in self._absent.items()]
         key, how = self._choice_key(args, kwargs), _launcher(kernel)
@@ -129,8 +129,8 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None
-    if getattr(tuner.cache, "tuner", None) is not tuner:
-        return None  # a copy, or a cache of the user's: nobody says when a choice changes
+    if tuner.states.tuner is not tuner:
+        return None  # a copy: the states tell the original when a choice changes
     if _nvidia_driver() is None:
         return None
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -20,7 +20,7 @@ from safetune import forks
 from safetune.config import config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.isolation.fork_server import close_servers
-from safetune.miss import candidates, reporting
+from safetune.miss import candidates, reporting, retry
 from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench
@@ -31,6 +31,7 @@ from safetune.tuning.tuner import tune
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
+    from safetune.launch.key_state import KeyState
     from safetune.miss.resolve import Miss
     from safetune.settings import Settings
 
@@ -52,7 +53,7 @@ class Job:
     """One miss, as it was when it happened.
 
     Attributes:
-        key: the tuner's memory key.
+        state: of the tuner's memory key.
         readable_key: as Triton writes it.
         request: without the caller's arguments, which are in `bench`.
         fallback: what the key is launched with meanwhile.
@@ -61,7 +62,7 @@ class Job:
     """
 
     tuner: Autotuner
-    key: Any
+    state: KeyState
     readable_key: tuple[Any, ...]
     request: TuningRequest
     bench: BackgroundBench
@@ -118,7 +119,7 @@ class BackgroundBench(LaunchBench):
 
 
 def tune_meanwhile(
-    miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings
+    miss: Miss, state: KeyState, request: TuningRequest, store: Store, settings: Settings
 ) -> Config:
     """Copy the call's inputs, have it tuned in the background, and return the fallback."""
     tuner, call = miss.tuner, miss.call
@@ -134,19 +135,18 @@ def tune_meanwhile(
             limit,
             config_text(config),
         )
-        return tuner.adopt(key, config)
+        return state.set_fallback(config)
     try:
         bench = BackgroundBench(request, functools.partial(reporting.warn_of_grid, tuner))
     except KernelNotTransferable as error:
-        return tuner.adopt(key, candidates.untuned(request, store, error))
+        return state.set_fallback(retry.untuned(request, store, error))
     except WorkerUnavailable as error:
-        candidates.postpone(tuner, key, request, config, error)
-        return config
-    tuner.adopt(key, config)
+        return retry.postpone(state, request, config, error)
+    state.set_fallback(config)
     _worker.submit(
         Job(
             tuner=tuner,
-            key=key,
+            state=state,
             readable_key=miss.readable_key(),
             request=replace(request, call=replace(call, args=(), kwargs={}, grid=None)),
             bench=bench,
@@ -158,23 +158,13 @@ def tune_meanwhile(
     return config
 
 
-def adopt_held() -> None:
-    """Adopt in this process what background tuning has chosen since the last call."""
-    while _held:
-        tuner, key, choice = _held.pop()
-        tuner.adopt(key, choice)
-
-
-def wait(tuner: Autotuner, key: Any) -> bool:
-    """Wait until no tuning of this memory key is queued or running; whether there was one."""
-    jobs = [job for job in list(_worker.jobs) if job.tuner is tuner and job.key == key]
+def wait(state: KeyState) -> bool:
+    """Wait until no tuning of this key is queued or running; whether there was one."""
+    jobs = [job for job in list(_worker.jobs) if job.state is state]
     for job in jobs:
         while not job.over.wait(1.0) and not _worker.stopping:
             pass
     return bool(jobs)
-
-
-_held: list[tuple[Autotuner, Any, Config]] = []
 
 
 class _Worker:
@@ -257,16 +247,16 @@ def _tune(job: Job) -> None:
         if not error.transient:
             logger.warning("%s", error)
             return
-        candidates.postpone(tuner, job.key, request, job.fallback, error)
+        retry.postpone(job.state, request, job.fallback, error)
     except (KernelNotTransferable, WorkerUnavailable) as error:
         if _worker.stopping:
             raise Stopped from error
-        candidates.postpone(tuner, job.key, request, job.fallback, error)
+        retry.postpone(job.state, request, job.fallback, error)
     else:
         if job.hold:
-            _held.append((tuner, job.key, result.choice))
+            job.state.held = result.choice
         else:
-            tuner.adopt(job.key, result.choice)
+            job.state.set_choice(result.choice)
         seconds = result.seconds if result.measured else None
         timings = reporting.timings_of(result.outcomes)
         reporting.report(tuner, job.readable_key, result.choice, timings, seconds)
@@ -286,7 +276,7 @@ def _start_over() -> None:
     global _worker
     waiting, _worker = _worker.jobs, _Worker()
     for job in waiting:
-        job.tuner.cache.pop(job.key, None)
+        job.state.forget()
         job.bench.discard()
 
 

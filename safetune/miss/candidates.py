@@ -1,14 +1,12 @@
 """The configs that a key can be launched with while it has no choice, ranked, and why each.
 
 Whoever needs a config without a choice asks `ranked`: the fallback, the frozen mode, a launch after
-a rejected config, torch.compile. Also when tuning is tried again.
+a rejected config, torch.compile.
 """
 
 from __future__ import annotations
 
 import math
-import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -16,26 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.config import config_digest, config_text
+from safetune.config import config_digest
 from safetune.keys.tuning_key import describe_call
 from safetune.outcome import TRANSIENT, Outcome
-from safetune.settings import Settings
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
     from safetune.store.records import KinChoice
-
-#: Seconds before a tuning that could not be done now is tried again; twice as many after each
-#: time, up to the second.
-RETRY_S = 10.0
-MAX_RETRY_S = 600.0
-
-#: Seconds of a clock that only goes forward.
-clock = time.monotonic
-
-_syncs = 0
 
 #: What the store knows of a key's configs.
 Outcomes = list[tuple[Config, Outcome]]
@@ -237,73 +223,3 @@ def untried(request: TuningRequest, outcomes: Outcomes) -> list[Config]:
     """Return the configs without an outcome, in their order."""
     tried = [config for config, _ in outcomes]
     return [config for config in request.configs if config not in tried]
-
-
-@dataclass
-class Postponed:
-    """A key that could not be tuned for a reason that passes, such as a lack of memory.
-
-    Attributes:
-        config: what is launched meanwhile.
-        needed_bytes: on the device with this `index`, before another try has a point; 0: unknown.
-    """
-
-    config: Config
-    index: int
-    needed_bytes: int = 0
-    delay_s: float = RETRY_S
-
-    def __post_init__(self) -> None:
-        self._from_s = clock() + self.delay_s
-        self._syncs = _syncs
-
-    def due(self, settings: Settings) -> bool:
-        """Whether tuning should be tried again now."""
-        if clock() < self._from_s or (settings.world_size > 1 and self._syncs == _syncs):
-            return False
-        if self.needed_bytes and self.index >= 0:
-            from safetune.inputs import memory_budget  # imports torch
-
-            if memory_budget.device_free(self.index) < self.needed_bytes:
-                self._from_s = clock() + self.delay_s
-                return False
-        return True
-
-    def again(self, config: Config, needed_bytes: int) -> Postponed:
-        """Return what follows when another try has failed, too."""
-        return Postponed(config, self.index, needed_bytes, min(2 * self.delay_s, MAX_RETRY_S))
-
-
-def untuned(request: TuningRequest, store: Store, error: Exception) -> Config:
-    """Return the fallback for a key that cannot be tuned at all, with a warning that says why."""
-    config = fallback(request, store)
-    _warn(request, config, error)
-    return config
-
-
-def postpone(
-    tuner: Autotuner, key: Any, request: TuningRequest, config: Config, error: Exception
-) -> None:
-    """Launch `config` until tuning can be tried again; warns at the first time for a key."""
-    needed_bytes = getattr(error, "needed_bytes", 0)
-    earlier = tuner.postponed.get(key)
-    if earlier is not None:
-        tuner.postpone(key, earlier.again(config, needed_bytes))
-        return
-    tuner.postpone(key, Postponed(config, request.call.index, needed_bytes))
-    _warn(request, config, error, "; it is tried again later")
-
-
-def _warn(request: TuningRequest, config: Config, error: Exception, outlook: str = "") -> None:
-    place = "its first config" if config is request.configs[0] else "the best left"
-    warnings.warn(
-        f"{request.key.kernel.name} is not tuned for {request.key} and runs with {place} "
-        f"({config_text(config)}){outlook}: {error}",
-        stacklevel=3,
-    )
-
-
-def count_sync() -> None:
-    """Let what was postponed before now be tried again in a world of several processes."""
-    global _syncs
-    _syncs += 1

@@ -23,9 +23,9 @@ from safetune.keys import device, encoding
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.tuning_key import TuningKey, readable_key, tuning_key
 from safetune.launch import call_shape
-from safetune.miss import candidates, reporting
+from safetune.launch.key_state import Asked
+from safetune.miss import candidates, reporting, retry
 from safetune.miss.inline import tune_inline, why_not_isolated
-from safetune.miss.sync import remember
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
@@ -34,6 +34,7 @@ from safetune.tuning.requests import Call, TuningRequest, leaves
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
     from safetune.launch.call_shape import CallForm
+    from safetune.launch.key_state import KeyState
 
 logger = logging.getLogger("safetune")
 
@@ -106,70 +107,83 @@ class Miss:
 
 def resolve(
     tuner: Autotuner,
-    key: Any,
+    state: KeyState,
     form: CallForm,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    capture: int = 0,
     find: Callable[..., Config] | None = None,
 ) -> Config:
     """Return the config to launch a call with: stored, or tuned now, or the fallback.
 
-    What is to last is kept under the memory key. Another `find` may take the place of the search.
+    A config that later calls launch too is kept in `state`.
+
+    Args:
+        capture: the number of the CUDA graph capture under way; 0: none.
+        find: takes the place of the search.
 
     Raises:
         NoWorkingConfig: every config failed.
         NoDevice: there is nothing to run the kernel on.
     """
-    rejections = tuner.rejections.get(key)
-    config = None if rejections is None else rejections.choice
-    if config is None:
-        config = (find or _resolve)(tuner, key, args, kwargs)
-    if rejections is None:
-        return config
-    return rejections.applied(config, call_shape.specialisation(tuner, form, config, args, kwargs))
+
+    def specialise(config: Config) -> Any:
+        return call_shape.specialisation(tuner, form, config, args, kwargs)
+
+    known = state.decision(capture, specialise)
+    if known is not None and (known.retry is None or not known.retry.due(Settings.current())):
+        return known.config
+    return state.allowed((find or _find)(tuner, state, args, kwargs), specialise)
 
 
-def _resolve(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+def _find(
+    tuner: Autotuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Config:
     settings = Settings.current()
     if kwargs.get("warmup"):
         return tuner.configs[0]
     if settings.mode is Mode.OFF:
-        return tuner.adopt(key, tuner.configs[0])
-    postponed = tuner.postponed.get(key)
-    if postponed is not None and not postponed.due(settings):
-        return postponed.config
+        return state.set_fallback(tuner.configs[0])
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
     if tunes and tuner.isolation == "inline":
-        return _inline(tuner, key, args, kwargs)
+        return _inline(tuner, state, args, kwargs)
     miss = Miss(tuner, args, kwargs)
     if tunes and (reason := why_not_isolated(miss.call)):
         _warn_once(reason)
-        return _inline(tuner, key, args, kwargs)
+        return _inline(tuner, state, args, kwargs)
     request = miss.request()
     if len(request.configs) == 1:
-        return tuner.adopt(key, request.configs[0])
-    remember(tuner, key, request)
+        return state.set_choice(request.configs[0])
+    state.asked = asked(request)
     lookup = open_lookup(settings)
     choice = stored(miss, request, lookup)
     if choice is not None:
-        return tuner.adopt(key, choice)
+        return state.set_choice(choice)
     if not tunes:
         from safetune.miss import frozen, record
 
         if settings.mode is Mode.RECORD:
             record.remember(miss, request, lookup.store)
-        return tuner.adopt(key, frozen.instead(request, lookup))
+        return state.set_fallback(frozen.instead(request, lookup))
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.miss.background import tune_meanwhile
 
-        return tune_meanwhile(miss, key, request, lookup.store, settings)
-    return _tune(miss, key, request, lookup.store, settings)
+        return tune_meanwhile(miss, state, request, lookup.store, settings)
+    return _tune(miss, state, request, lookup.store, settings)
 
 
-def _inline(tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+def asked(request: TuningRequest) -> Asked:
+    """Return what `safetune.sync` needs to know of a request, without the call's arguments."""
+    configs = {config_digest(config): config for config in request.configs}
+    return Asked(request.key, request.declared, configs)
+
+
+def _inline(
+    tuner: Autotuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Config:
     with contextlib.suppress(Exception):  # tuning raises it, or needs nothing of it
-        remember(tuner, key, Miss(tuner, args, kwargs).request())
-    return tuner.adopt(key, tune_inline(tuner, args, kwargs))
+        state.asked = asked(Miss(tuner, args, kwargs).request())
+    return state.set_choice(tune_inline(tuner, args, kwargs))
 
 
 @contextlib.contextmanager
@@ -211,7 +225,9 @@ def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     return config
 
 
-def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: Settings) -> Config:
+def _tune(
+    miss: Miss, state: KeyState, request: TuningRequest, store: Store, settings: Settings
+) -> Config:
     from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
 
@@ -222,19 +238,17 @@ def _tune(miss: Miss, key: Any, request: TuningRequest, store: Store, settings: 
             budget = WaitBudget(settings.wait_s)
             result = tune(request, store, observe, warn_of_grid, wait_budget=budget)
     except KernelNotTransferable as error:
-        return tuner.adopt(key, candidates.untuned(request, store, error))
+        return state.set_fallback(retry.untuned(request, store, error))
     except (WorkerUnavailable, NoWorkingConfig) as error:
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
-        config = candidates.fallback(request, store)
-        candidates.postpone(tuner, key, request, config, error)
-        return config
+        return retry.postpone(state, request, candidates.fallback(request, store), error)
     reporting.log_result(request, result)
     tuner.tuning_phases = dict(result.phases)
     seconds = result.seconds if result.measured else None
     timings = reporting.timings_of(result.outcomes)
     reporting.report(tuner, miss.readable_key(), result.choice, timings, seconds)
-    return tuner.adopt(key, result.choice)
+    return state.set_choice(result.choice)
 
 
 @functools.cache

@@ -13,42 +13,23 @@ import logging
 import sys
 import time
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_record
 from safetune.errors import StoreError
 from safetune.keys import encoding
-from safetune.keys.tuning_key import TuningKey
-from safetune.miss import candidates
+from safetune.launch.key_state import Asked, KeyState, Reason, all_states
+from safetune.miss import retry
 from safetune.settings import Mode, Settings
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.tuning.requests import TuningRequest, key_record
-
-if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+from safetune.tuning.requests import key_record
 
 logger = logging.getLogger("safetune")
-
-
-@dataclass(frozen=True)
-class Known:
-    """A key that this process has launched, without the arguments of any call."""
-
-    key: TuningKey
-    declared: str
-    configs: Mapping[str, Config]
-
-    @property
-    def identity(self) -> str:
-        """What two processes must share to launch the same config."""
-        return f"{self.key.digest} {self.declared}"
 
 
 class Candidate(NamedTuple):
@@ -72,15 +53,6 @@ class Candidate(NamedTuple):
         return self.strength, self.generation
 
 
-_known: weakref.WeakKeyDictionary[Autotuner, dict[Any, Known]] = weakref.WeakKeyDictionary()
-
-
-def remember(tuner: Autotuner, key: Any, request: TuningRequest) -> None:
-    """Note what a memory key stands for, so that `sync` can put another config in its place."""
-    configs = {config_digest(config): config for config in request.configs}
-    _known.setdefault(tuner, {})[key] = Known(request.key, request.declared, configs)
-
-
 def sync(group: Any = None) -> None:
     """Take over what other processes have chosen, and agree with them on what to launch.
 
@@ -95,44 +67,51 @@ def sync(group: Any = None) -> None:
     Args:
         group: a process group of torch.distributed; all ranks if None.
     """
-    from safetune.miss.background import (
-        adopt_held,  # a process whose choices are stored never needs it
-    )
-
-    candidates.count_sync()
-    adopt_held()
+    retry.count_sync()
+    states = list(all_states())
+    for state in states:
+        if state.held is not None:
+            state.set_choice(state.held)
     settings = Settings.current()
-    known = [] if settings.mode is Mode.OFF else list(_all_known())
+    known = [] if settings.mode is Mode.OFF else _asked(states)
     mine = _candidates(settings, known)
     agreed = _agreed(mine, group)
-    for tuner, key, each in known:
-        winner = agreed.get(each.identity)
+    for state, asked in known:
+        winner = agreed.get(asked.identity)
         if winner is None:
             continue
-        config = each.configs.get(winner.config)
+        config = asked.configs.get(winner.config)
         if config is None:
-            _warn_of_unknown(each)
-        elif winner.strength or winner != mine.get(each.identity):
-            tuner.postponed.pop(key, None)
-            tuner.adopt(key, config)
-    _store(settings, known, mine, agreed)
+            _warn_of_unknown(asked)
+        elif winner.strength:
+            state.set_choice(config)
+        elif winner != mine.get(asked.identity):
+            _replace(state, config)
+    _store(settings, [asked for _, asked in known], mine, agreed)
 
 
-def _all_known() -> Iterator[tuple[Autotuner, Any, Known]]:
-    for tuner, keys in list(_known.items()):
-        for key, known in list(keys.items()):
-            yield tuner, key, known
+def _asked(states: Iterable[KeyState]) -> list[tuple[KeyState, Asked]]:
+    return [(state, state.asked) for state in states if state.asked is not None]
+
+
+def _replace(state: KeyState, config: Config) -> None:
+    """Launch another rank's config, which is not in any store, for the same reason as before."""
+    decision = state.decision()
+    if decision is not None and decision.reason is Reason.CHOICE:
+        state.set_choice(config)
+    else:
+        state.set_fallback(config)
 
 
 def _candidates(
-    settings: Settings, known: Iterable[tuple[Autotuner, Any, Known]]
+    settings: Settings, known: Iterable[tuple[KeyState, Asked]]
 ) -> dict[str, Candidate]:
     from safetune.store.shared import local_copy  # no launch needs these
     from safetune.store.shared.record import space_of
 
     found: dict[str, Candidate] = {}
     lookup, now, spaces = None, time.time(), set()
-    for tuner, key, each in known:
+    for state, each in known:
         lookup = lookup or open_lookup(settings)
         shared, space = lookup.store.shared, space_of(each.key)
         if shared is not None and space not in spaces:
@@ -148,21 +127,9 @@ def _candidates(
             found[each.identity] = Candidate(
                 strength, choice.generation, choice.config_digest, *numbers
             )
-        elif (launched := _launched(tuner, key)) is not None:
-            found.setdefault(each.identity, Candidate(0, 0, config_digest(launched)))
+        elif (decision := state.decision(capture=None)) is not None:
+            found.setdefault(each.identity, Candidate(0, 0, config_digest(decision.config)))
     return found
-
-
-def _launched(tuner: Autotuner, key: Any) -> Config | None:
-    if key in tuner.postponed:
-        return tuner.postponed[key].config
-    rejections = tuner.rejections.get(key)
-    config: Config | None = tuner.cache.get(key)
-    if config is None and rejections is not None:
-        config = rejections.choice
-    if config is None and key in tuner.captured:
-        config = tuner.captured[key].config
-    return config
 
 
 def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
@@ -204,7 +171,7 @@ def _gathered(distributed: Any, text: str, group: Any) -> Sequence[str]:
 
 def _store(
     settings: Settings,
-    known: Iterable[tuple[Autotuner, Any, Known]],
+    known: Iterable[Asked],
     mine: Mapping[str, Candidate],
     agreed: Mapping[str, Candidate],
 ) -> None:
@@ -212,7 +179,7 @@ def _store(
     if settings.mode is Mode.FROZEN:
         return
     taken = []
-    for _, _, each in known:
+    for each in known:
         winner = agreed.get(each.identity)
         if winner is None or not winner.strength or winner == mine.get(each.identity):
             continue
@@ -228,7 +195,7 @@ def _store(
             logger.warning("%s; what was agreed on holds for this process only", error)
 
 
-def _stored(known: Known, winner: Candidate, config: Config) -> StoredChoice:
+def _stored(known: Asked, winner: Candidate, config: Config) -> StoredChoice:
     choice = ChoiceRecord(
         key=known.key.digest,
         generation=winner.generation,
@@ -242,7 +209,7 @@ def _stored(known: Known, winner: Candidate, config: Config) -> StoredChoice:
     return StoredChoice(key_record(known.key), choice)
 
 
-def _warn_of_unknown(known: Known) -> None:
+def _warn_of_unknown(known: Asked) -> None:
     warnings.warn(
         f"{known.key.kernel.name}: another rank launches a config for {known.key} that is not left "
         "by pruning here; this rank keeps its own",

@@ -24,7 +24,8 @@ from triton.runtime.autotuner import Config
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
 from safetune.isolation import backend
-from safetune.miss import candidates, sync
+from safetune.launch.key_state import Decision, KeyState, Reason
+from safetune.miss import candidates
 from safetune.miss import resolve as miss_resolve
 from safetune.miss.frozen import instead
 from safetune.miss.inline import why_not_isolated
@@ -61,24 +62,35 @@ class CapturedMiss:
     config: Config
     capture: int
     graph: str
-    _tuner: weakref.ref[Autotuner] = field(repr=False, compare=False)
-    _memory_key: Any = field(repr=False, compare=False)
+    _state: weakref.ref[KeyState] = field(repr=False, compare=False)
 
     @property
     def choice(self) -> Config | None:
-        """What the key is launched with now; None while there is no choice for it here."""
-        tuner = self._tuner()
-        if tuner is None:
-            return None
-        rejections = tuner.rejections.get(self._memory_key)
-        known = tuner.cache.get(self._memory_key)
-        return known if known is not None or rejections is None else rejections.choice
+        """The key's choice now; None while there is none in this process."""
+        decision = self._decision()
+        return None if decision is None or decision.reason is not Reason.CHOICE else decision.config
 
     @property
     def outdated(self) -> bool:
         """Whether capturing the graph again would give it another config."""
-        choice = self.choice
-        return choice is not None and choice != self.config
+        decision = self._decision()
+        return decision is not None and decision.lasting and decision.config != self.config
+
+    def _decision(self) -> Decision | None:
+        state = self._state()
+        return None if state is None else state.decision()
+
+    def warn_outdated(self, choice: Config) -> None:
+        """Log that the graph keeps its config although the key has another choice now."""
+        logger.warning(
+            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that: "
+            "capture it again",
+            self.kernel,
+            self.key,
+            config_text(choice),
+            self.graph,
+            config_text(self.config),
+        )
 
 
 _lock = threading.Lock()
@@ -123,31 +135,32 @@ def under_way() -> int:
 
 def resolve(
     tuner: Autotuner,
-    key: Any,
+    state: KeyState,
     form: CallForm,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     capture: int,
 ) -> Config:
-    """Return the config for a call that this capture has none for: stored, or the fallback.
+    """Return the config for a call that this capture has no config for: stored, or the fallback.
 
-    The fallback is not kept for the calls that are not captured, as the next one of them tunes; in
-    the modes that never tune, it is theirs as well.
+    Calls outside the capture do not launch the fallback, as the next such call tunes; in the modes
+    that never tune, they launch it too.
 
     Raises:
         CaptureMiss: there is no choice, and the policy is `error`.
     """
     if Settings.current().mode is Mode.OFF:
-        return miss_resolve.resolve(tuner, key, form, args, kwargs)
-    known = tuner.captured.get(key)
+        return miss_resolve.resolve(tuner, state, form, args, kwargs)
     find = functools.partial(_find, capture=capture)
-    if known is not None and known.capture == capture:  # a graph has one config for a key
-        find = functools.partial(_again, known.config)
-    return miss_resolve.resolve(tuner, key, form, args, kwargs, find)
+    return miss_resolve.resolve(tuner, state, form, args, kwargs, capture, find)
 
 
 def _find(
-    tuner: Autotuner, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capture: int
+    tuner: Autotuner,
+    state: KeyState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    capture: int,
 ) -> Config:
     settings = Settings.current()
     lookup: Lookup | None = None
@@ -155,13 +168,13 @@ def _find(
     missed = miss_resolve.Miss(tuner, args, kwargs)
     request = missed.request()
     if len(request.configs) == 1:
-        return tuner.adopt(key, request.configs[0])
-    sync.remember(tuner, key, request)
+        return state.set_choice(request.configs[0])
+    state.asked = miss_resolve.asked(request)
     if not tunes or not (tuner.isolation == "inline" or why_not_isolated(missed.call)):
         lookup = open_lookup(settings)
         stored = miss_resolve.stored(missed, request, lookup)
         if stored is not None:
-            return tuner.adopt(key, stored)
+            return state.set_choice(stored)
     if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
         raise CaptureMiss(
             f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned while "
@@ -179,19 +192,14 @@ def _find(
         config=config,
         capture=capture,
         graph=_watched.get(capture) or f"capture {capture}",
-        _tuner=weakref.ref(tuner),
-        _memory_key=key,
+        _state=weakref.ref(state),
     )
-    tuner.captured[key] = captured
+    state.captured = captured
     store = None if lookup is None or settings.mode is Mode.FROZEN else lookup.store
     record(captured, missed, request, store)
-    if not tunes:  # which the log has said
-        return tuner.adopt(key, config)
+    if not tunes:  # the log has a line about it
+        return state.set_fallback(config)
     _tell(tuner, captured)
-    return config
-
-
-def _again(config: Config, *_: Any) -> Config:
     return config
 
 
@@ -231,22 +239,6 @@ def watch(capture: int, name: str) -> None:
 def unwatch(capture: int) -> None:
     """End what `watch` began."""
     _watched.pop(capture, None)
-
-
-def adopted(tuner: Autotuner, key: Any, config: Config) -> None:
-    """Say of which graph a new choice comes too late for."""
-    captured = tuner.captured.get(key)
-    if captured is not None and config != captured.config:
-        tuner.captured.pop(key, None)  # another thread may be about to say it, too
-        logger.warning(
-            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that: "
-            "capture it again",
-            captured.kernel,
-            captured.key,
-            config_text(config),
-            captured.graph,
-            config_text(captured.config),
-        )
 
 
 def _tell(tuner: Autotuner, captured: CapturedMiss) -> None:

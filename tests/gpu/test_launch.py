@@ -53,7 +53,7 @@ class Strided:
         self.jit.device_caches.default_factory = counting
 
     def _choose(self, key: Any, *_: Any) -> triton.Config:
-        return self.tuner.adopt(key, self.tuner.configs[len(self.tuner.cache) % 2])
+        return self.tuner.states.of(key).set_choice(self.tuner.configs[len(self.tuner.cache) % 2])
 
     def __call__(self, x: Any, y: Any, out: Any, n: int, *strides: int, named: bool = False) -> Any:
         grid = lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),)  # noqa: E731

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 
 from safetune import safetune
+from safetune.launch.key_state import KeyState, KeyStates
 from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -148,12 +149,12 @@ def test_in_the_background(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     kernel = safetune(configs=timed.configs, key=["n"], do_bench=timed.bench)(asserting_kernel)
     written: queue.Queue[Any] = queue.Queue()
 
-    class Swaps(dict):  # type: ignore[type-arg]
-        def __setitem__(self, key: Any, config: Any) -> None:
-            super().__setitem__(key, config)
+    class Swaps(KeyStates):
+        def publish(self, state: KeyState, config: Any, choice: Any) -> None:
+            super().publish(state, config, choice)
             written.put(config.kwargs["BLOCK"])
 
-    kernel.cache = Swaps()
+    kernel.states = Swaps(kernel)
     a = torch.randn(10_000, device=device)
     out = torch.zeros_like(a)
     grid = lambda meta: (triton.cdiv(10_000, meta["BLOCK"]),)  # noqa: E731

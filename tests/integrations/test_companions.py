@@ -175,6 +175,37 @@ class TestReached:
         assert printed == ["{'BLOCK': 16}", "[]", "1"]
         assert report[0] == "1 kernels, 4 launches: 1 tunings, 0 keys looked up, 3 hits"
 
+    def test_a_fallback_is_never_in_the_library_s_cache(self, run: Run) -> None:
+        """It stayed there for good, while the choice of the background tuning was launched."""
+        printed, _ = run(
+            "import os; os.environ['SAFETUNE_MODE'] = 'background'\n"
+            + START
+            + "from safetune.miss import background\n"
+            "import builtins\n"
+            "def note(arguments): builtins.block = arguments['BLOCK']\n"
+            "def slow_first(launch, quantiles):\n"
+            "    launch()\n"
+            "    return [2.0 if builtins.block == 16 else 1.0] * 3\n"
+            "for config in CONFIGS: config.pre_hook = note\n"
+            "kernel = known(do_bench=slow_first)\n"
+            "add(kernel)\n"
+            "print(kernel.best_config.kwargs, kernel.cache)\n"
+            "(state,) = installation.tuners[0].states\n"
+            "background.wait(state)\n"
+            "add(kernel)\n"
+            "(chosen,) = kernel.cache.values()\n"
+            "print(kernel.best_config.kwargs, chosen.kwargs)\n"
+            "state.set_choice(CONFIGS[0])\n"
+            "add(kernel, times=2)\n"
+            "(chosen,) = kernel.cache.values()\n"
+            "print(kernel.best_config.kwargs, chosen.kwargs)\n"
+        )
+        assert printed == [
+            "{'BLOCK': 16} {}",
+            "{'BLOCK': 32} {'BLOCK': 32}",
+            "{'BLOCK': 16} {'BLOCK': 16}",
+        ]
+
 
 class TestLeft:
     def test_a_config_that_the_library_knows_is_launched(self, run: Run) -> None:

@@ -132,7 +132,7 @@ class Tuned:
         self.watch()
 
     def _choose(self, key: Any, form: Any, args: Any, kwargs: Any) -> triton.Config:
-        return self.tuner.adopt(key, next(self._turn))
+        return self.tuner.states.of(key).set_choice(next(self._turn))
 
     def watch(self) -> None:
         create_binder = self.jit.device_caches.default_factory

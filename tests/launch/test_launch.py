@@ -388,7 +388,7 @@ class TestChanges:
     def test_another_choice(self, kernel: Tuned, machine: Machine) -> None:
         call(kernel)
         (key,) = kernel.tuner.cache
-        kernel.tuner.adopt(key, CONFIGS[3])
+        kernel.tuner.states.of(key).set_choice(CONFIGS[3])
         call(kernel)
         call(kernel)
         assert kernel.tuner.best_config is CONFIGS[3]
@@ -444,7 +444,7 @@ class TestChanges:
         configs = [triton.Config({"BLOCK": 1 << place}) for place in range(count)]
         tuner = safetune(configs=configs, key=["n"])(machine.kernel_of(kernels.scale))
         del configs
-        tuner._miss = lambda key, *_: tuner.adopt(key, tuner.configs[0])
+        tuner._miss = lambda key, *_: tuner.states.of(key).set_choice(tuner.configs[0])
         for block in (16, 32, 64, 128, 256, 512):
             tuner.configs = [triton.Config({"BLOCK": block << place}) for place in range(count)]
             tuner.cache.clear()
@@ -459,7 +459,7 @@ class TestChanges:
         """It counts once the choices are cleared."""
         configs = [triton.Config({"BLOCK": 16 << place}) for place in range(count)]
         kernel = tuned(machine.kernel_of(kernels.scale), configs, key=["n"])
-        kernel.tuner._miss = lambda key, *_: kernel.tuner.adopt(key, configs[0])
+        kernel.tuner._miss = lambda key, *_: kernel.tuner.states.of(key).set_choice(configs[0])
         call(kernel)
         configs[0].kwargs["BLOCK"] = 128
         kernel.tuner.cache.clear()
@@ -499,7 +499,7 @@ class TestChanges:
                 call(kernel)
                 assert tuner.best_config is tuner.cache[key] is CONFIGS[number - 1]
                 assert machine.launches[-1][BLOCK] == tuner.best_config.kwargs["BLOCK"]
-            maker.adopt(key, CONFIGS[number])
+            maker.states.of(key).set_choice(CONFIGS[number])
 
     @pytest.mark.parametrize(
         "kept",
@@ -902,7 +902,7 @@ def test_threads_launch_their_own(kernel: Tuned, machine: Machine) -> None:
     def change() -> None:
         while not over.is_set():
             for key, config in list(kernel.tuner.cache.items()):
-                kernel.tuner.adopt(key, CONFIGS[config is CONFIGS[0]])
+                kernel.tuner.states.of(key).set_choice(CONFIGS[config is CONFIGS[0]])
 
     threads = [threading.Thread(target=work, args=(n,)) for n in sizes]
     changer = threading.Thread(target=change)

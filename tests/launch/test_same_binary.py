@@ -163,7 +163,7 @@ def _happen(event: str, kernel: Tuned) -> None:
     tuner, hooks = kernel.tuner, knobs.runtime.launch_enter_hook
     if event == "choose":
         for number, key in enumerate(list(tuner.cache)):
-            tuner.adopt(key, CONFIGS[number % len(CONFIGS)])
+            tuner.states.of(key).set_choice(CONFIGS[number % len(CONFIGS)])
     elif event == "clear":
         tuner.cache.clear()
     elif event == "debug":

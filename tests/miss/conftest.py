@@ -14,6 +14,7 @@ import triton.language as tl
 
 from safetune import safetune
 from safetune.config import config_digest, config_record
+from safetune.launch.key_state import KeyState, KeyStates
 from safetune.miss.resolve import Miss
 from safetune.store.packs import exchange, pack_format
 from safetune.store.packs.packs import read_pack
@@ -30,16 +31,17 @@ def copy_kernel(dst, src, n, FLAG: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
 
 
-class Swaps(dict):
-    """A tuner's memory that tells of every write."""
+class Swaps(KeyStates):
+    """A tuner's states that report every config that a key launches from then on."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tuner: Any) -> None:
+        super().__init__(tuner)
         self._written: queue.Queue[Any] = queue.Queue()
 
-    def __setitem__(self, key: Any, config: Any) -> None:
-        super().__setitem__(key, config)
-        self._written.put(config)
+    def publish(self, state: KeyState, config: Any, choice: Any) -> None:
+        super().publish(state, config, choice)
+        if config is not None:
+            self._written.put(config)
 
     def next(self) -> Any:
         """Return the config that is written next, now or soon."""
@@ -62,7 +64,7 @@ class Copies:
         ]
         options.setdefault("key", ["n"])
         self.tuner = safetune(configs=configs, **options)(copy_kernel)
-        self.tuner.cache = self.swaps = Swaps()
+        self.tuner.states = self.swaps = Swaps(self.tuner)
 
     def __call__(self, n: int = 100, flag: int = 0, grid: Any = None) -> int:
         """Copy n elements, check the result, and return the BLOCK that did it."""

@@ -210,8 +210,8 @@ def test_no_tensor_is_kept_once_it_is_tuned(copies: Any) -> None:
     """Though no other call comes, for which the thread would let go of the last one."""
     made, dst, src = copies(None, None), torch.zeros(100), torch.ones(100)
     made.tuner[(7,)](dst, src, 100, FLAG=0)
-    (key,) = made.tuner.cache
-    background.wait(made.tuner, key)
+    (state,) = made.tuner.states
+    background.wait(state)
     references = [weakref.ref(each) for each in (dst, src)]
     del dst, src
     assert [reference() for reference in references] == [None, None]
@@ -444,16 +444,17 @@ pid = os.fork()
 open(gate, "w").close()
 if pid == 0:
     caller = os.getpid()
-    known = len(kernel.cache)
+    from safetune.launch.key_state import KeyStates
+    known = len(kernel.states.hits)
     swapped = threading.Event()
-    class Swaps(dict):
-        def __setitem__(self, key, config):
-            if key in self:
+    class Swaps(KeyStates):
+        def publish(self, state, config, choice):
+            super().publish(state, config, choice)
+            if choice is not None:
                 swapped.set()
-            super().__setitem__(key, config)
-    kernel.cache = Swaps(kernel.cache)
+    kernel.states = Swaps(kernel)
     run(kernel, 100)
-    here = len(kernel.cache)
+    here = len(kernel.states.hits)
     print(json.dumps([known, here, swapped.wait(60)]), flush=True)
     sys.exit()
 _, status = os.waitpid(pid, 0)

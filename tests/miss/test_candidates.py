@@ -17,7 +17,7 @@ import triton.language as tl
 from safetune import safetune, sync
 from safetune.inputs import memory_budget
 from safetune.isolation import fork_server
-from safetune.miss import candidates
+from safetune.miss import candidates, retry
 from safetune.miss.candidates import distance
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Timing, Verdict
@@ -185,7 +185,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(candidates, "clock", made)
+    monkeypatch.setattr(retry, "clock", made)
     return made
 
 
@@ -241,13 +241,13 @@ class TestALackOfMemory:
             warnings.simplefilter("always")
             assert [made(), made()] == [16, 16]
             first = memory.tries
-            clock.now += candidates.RETRY_S - 1
+            clock.now += retry.RETRY_S - 1
             assert made() == 16
             assert memory.tries == first, "not yet"
             clock.now += 1
             assert made() == 16
             assert memory.tries == 2 * first, "tried again, in vain"
-            clock.now += 2 * candidates.RETRY_S - 1
+            clock.now += 2 * retry.RETRY_S - 1
             made()
             assert memory.tries == 2 * first, "less often each time"
             assert store.choices() == []
@@ -287,7 +287,7 @@ class TestALackOfMemory:
             made()
         first = memory.tries
         memory.free()
-        clock.now += 10 * candidates.RETRY_S
+        clock.now += 10 * retry.RETRY_S
         made()
         assert memory.tries == first
         sync()
@@ -308,7 +308,7 @@ def test_no_process_can_be_started(
             made()
     made()
     assert made.tuner.cache == {}
-    clock.now += candidates.RETRY_S
+    clock.now += retry.RETRY_S
     made()
     assert len(made.tuner.cache) == 1
 
@@ -318,19 +318,18 @@ def test_memory_that_is_known_to_be_needed_is_waited_for(
 ) -> None:
     free = [10]
     monkeypatch.setattr(memory_budget, "device_free", lambda index: free[0])
-    config = triton.Config({})
     settings = Settings.current()
-    postponed = candidates.Postponed(config, index=0, needed_bytes=11)
-    clock.now += candidates.RETRY_S
+    postponed = retry.Retry(index=0, needed_bytes=11)
+    clock.now += retry.RETRY_S
     assert not postponed.due(settings)
     free[0] = 11
     assert not postponed.due(settings), "asked the driver a moment ago"
-    clock.now += candidates.RETRY_S
+    clock.now += retry.RETRY_S
     assert postponed.due(settings)
     later = postponed
     for _ in range(20):
-        later = later.again(config, 0)
-    assert later.delay_s == candidates.MAX_RETRY_S
+        later = later.again(0)
+    assert later.delay_s == retry.MAX_RETRY_S
 
 
 def test_offline_tuning_needs_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +365,6 @@ def test_a_tuning_that_says_how_much_memory_it_needs(
             patched.setattr(bench.LaunchBench, "__init__", full)
             with pytest.warns(UserWarning, match="tried again later: the card is full"):
                 assert made() == 16
-        (postponed,) = made.tuner.postponed.values()
-        assert postponed.needed_bytes == 123
+        (state,) = made.tuner.states
+        assert state.decision().retry.needed_bytes == 123
         assert made.tuner.cache == {}

@@ -1,0 +1,382 @@
+"""The state of each key of one tuner: untried, a choice, a fallback, or only captured in a graph.
+
+`KeyState.decision` alone says which config a key launches now, and why. Two dictionaries follow
+from the states, and every change updates them: `KeyStates.hits`, which the path of a known launch
+reads, and `KeyStates.choices`, which users see as `tuner.cache`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from triton.runtime.autotuner import Config
+
+from safetune import forks
+
+if TYPE_CHECKING:
+    from safetune.keys.tuning_key import TuningKey
+    from safetune.settings import Settings
+
+#: Computes what decides which binary of a config a call needs: see `call_shape.specialisation`.
+Specialise = Callable[[Config], Any]
+
+#: Held while a state and the two dictionaries change together, and no longer: a call under capture
+#: must not wait for a thread that tunes the key. Also held around a fork.
+_changing = threading.Lock()
+
+
+class Reason(Enum):
+    """Why a key launches a config."""
+
+    CHOICE = "choice"
+    FALLBACK = "fallback"
+    CAPTURED = "captured"
+    REJECTED = "rejected"
+
+
+class Retry(Protocol):
+    """When tuning is tried again for a key that has a fallback."""
+
+    def due(self, settings: Settings) -> bool:
+        """Whether tuning should be tried again now."""
+
+
+class Captured(Protocol):
+    """A launch without a choice that a CUDA graph has captured."""
+
+    @property
+    def config(self) -> Config:
+        """What the graph launches at every replay."""
+
+    @property
+    def capture(self) -> int:
+        """The driver's number of the capture."""
+
+    def warn_outdated(self, choice: Config) -> None:
+        """Log that the graph keeps its config although the key has another choice now."""
+
+
+class Owner(Protocol):
+    """The tuner that the states belong to."""
+
+    def forget_launches(self) -> None:
+        """Drop every generated launch, as a config may have changed."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The config that a key launches now.
+
+    Attributes:
+        reason: REJECTED for a config in place of one that cannot be launched with these arguments.
+        retry: for a fallback that lasts until tuning is tried again.
+    """
+
+    config: Config
+    reason: Reason
+    retry: Retry | None = None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the next launch needs neither the store nor a tuning."""
+        return self.retry is None and self.reason is not Reason.CAPTURED
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The tuning key behind a memory key, without the arguments of any call.
+
+    Attributes:
+        declared: digest over the declared list of configs.
+        configs: those that pruning left, by digest.
+    """
+
+    key: TuningKey
+    declared: str
+    configs: Mapping[str, Config]
+
+    @property
+    def identity(self) -> str:
+        """The key and the list of configs: processes that share both launch the same config."""
+        return f"{self.key.digest} {self.declared}"
+
+
+class KeyState:
+    """One memory key of one tuner.
+
+    Attributes:
+        lock: held by the thread that looks for a choice, so that a key is tuned once.
+        held: a choice that waits for `safetune.sync`, which all ranks call together.
+        asked: the tuning key and configs behind the memory key, for `safetune.sync`.
+    """
+
+    def __init__(self, key: Any, states: KeyStates) -> None:
+        self.key = key
+        self.lock = threading.RLock()
+        self.held: Config | None = None
+        self.asked: Asked | None = None
+        self.captured: Captured | None = None
+        self._states = states
+        self._choice: Config | None = None
+        self._fallback: Config | None = None
+        self._retry: Retry | None = None
+        self._rejected: dict[Any, list[Config]] = {}
+        self._substitutes: dict[Any, Config | Exception] = {}
+
+    def decision(
+        self, capture: int | None = 0, specialise: Specialise | None = None
+    ) -> Decision | None:
+        """Return the config that this key launches now; None where a call has to look for one.
+
+        Args:
+            capture: the number of the capture under way, 0 outside of one. A captured config counts
+                for its own capture; None counts that of any.
+            specialise: given for one call, whose arguments may not allow every config.
+
+        Raises:
+            Exception: the last error of the launch, where no config can be launched for the call.
+        """
+        found = self._for_every_call(capture)
+        if found is None or specialise is None:
+            return found
+        config = self.allowed(found.config, specialise)
+        return found if config is found.config else replace(found, config=config, reason=_REJECTED)
+
+    def _for_every_call(self, capture: int | None) -> Decision | None:
+        choice, fallback, retry, captured = (
+            self._choice,
+            self._fallback,
+            self._retry,
+            self.captured,
+        )
+        if choice is not None:
+            return Decision(choice, Reason.CHOICE)
+        if fallback is not None and (retry is None or not capture):
+            return Decision(fallback, Reason.FALLBACK, retry)
+        if captured is not None and capture in (None, captured.capture):
+            return Decision(captured.config, Reason.CAPTURED)
+        return None
+
+    def allowed(self, config: Config, specialise: Specialise) -> Config:
+        """Return `config`, or the one in its place for a call that cannot launch it.
+
+        Raises:
+            Exception: the last error, where none can be launched.
+        """
+        if not self._rejected:
+            return config
+        specialisation = specialise(config)
+        if config not in self._rejected.get(specialisation, ()):
+            return config
+        substitute = self._substitutes.get(specialisation, config)
+        if isinstance(substitute, Exception):
+            raise without_frames(substitute)
+        return substitute
+
+    @property
+    def has_rejections(self) -> bool:
+        """Whether a config could not be launched for some arguments."""
+        return bool(self._rejected)
+
+    def set_choice(self, config: Config) -> Config:
+        """Launch `config` as the key's choice from here on; return it."""
+        with _changing:
+            self._choice, self._fallback, self._retry, self.held = config, None, None, None
+            outdated = self.captured
+            if outdated is not None and outdated.config != config:
+                self.captured = None  # another thread may set a choice too: one of them warns
+            else:
+                outdated = None
+            self._states.publish(self, self._choice, self._choice)
+        if outdated is not None:
+            outdated.warn_outdated(config)
+        return config
+
+    def set_fallback(self, config: Config, retry: Retry | None = None) -> Config:
+        """Launch `config` for want of a choice, until tuning is tried again; return it."""
+        with _changing:
+            self._fallback, self._retry = config, retry
+            if self._choice is None:
+                self._states.publish(self, config if retry is None else None, None)
+        return config
+
+    def forget(self) -> None:
+        """Have the next call look for a config; what graphs have captured stays known."""
+        with _changing:
+            self._choice = self._fallback = self._retry = self.held = None
+            self._rejected, self._substitutes = {}, {}
+            self._states.publish(self, None, None)
+
+    def reject(self, specialisation: Any, config: Config) -> list[Config]:
+        """Note that a call cannot launch `config`; return all that such calls cannot launch."""
+        with _changing:
+            rejected = self._rejected.setdefault(specialisation, [])
+            if config not in rejected:
+                rejected.append(config)
+            lasting = self._fallback if self._retry is None else None
+            self._states.publish(self, self._choice or lasting, self._choice)
+        return rejected
+
+    def substitute(self, specialisation: Any, found: Config | Exception) -> None:
+        """Note what such calls launch instead, or the error, where they can launch none."""
+        self._substitutes[specialisation] = found
+
+    def launches_always(self, config: Config) -> bool:
+        """Whether no call has been unable to launch `config`."""
+        return not any(config in rejected for rejected in self._rejected.values())
+
+
+_REJECTED = Reason.REJECTED
+
+
+class KeyStates:
+    """The states of all keys of one tuner, and the dictionaries that follow from them.
+
+    Attributes:
+        tuner: whose keys these are. A shallow copy of it shares them.
+        hits: the config of each key that every call launches without a miss.
+        choices: the chosen config of each key; as `tuner.cache`, open to users.
+    """
+
+    def __init__(self, tuner: Owner) -> None:
+        self.tuner = tuner
+        self.hits: dict[Any, Config] = {}
+        self.choices = Choices(self)
+        self._states: dict[Any, KeyState] = {}
+        _all[self] = None
+
+    def of(self, key: Any) -> KeyState:
+        """Return the state of a key, untried if it is new."""
+        state = self._states.get(key)
+        return state or self._states.setdefault(key, KeyState(key, self))
+
+    def decision(self, key: Any) -> Decision | None:
+        """Return the config that a key launches now; None for an untried one."""
+        state = self._states.get(key)
+        return None if state is None else state.decision()
+
+    def __iter__(self) -> Iterator[KeyState]:
+        return iter(list(self._states.values()))
+
+    def clear(self) -> None:
+        """Make every key untried."""
+        for state in self:
+            state.forget()
+        self.tuner.forget_launches()
+
+    def replace_choices(self, choices: Mapping[Any, Config]) -> None:
+        """Make these the choices, and every other key untried."""
+        choices = dict(choices)
+        self.clear()
+        self.choices.update(choices)
+
+    def publish(self, state: KeyState, config: Config | None, choice: Config | None) -> None:
+        """Bring the dictionaries up to date with one state; called while `_changing` is held."""
+        key = state.key
+        if choice is None:
+            dict.pop(self.choices, key, None)
+        else:
+            dict.__setitem__(self.choices, key, choice)
+        before = self.hits.get(key)
+        if config is None or not state.launches_always(config):
+            self.hits.pop(key, None)
+            config = None
+        else:
+            self.hits[key] = config
+        if before is not None and before is not config:
+            self.tuner.forget_launches()
+
+    def start_over(self) -> None:
+        """In a forked child: drop the locks of threads that it does not have."""
+        for state in self:
+            state.lock = threading.RLock()
+        self.tuner.forget_launches()  # Triton refuses each launch
+
+    def __getstate__(self) -> tuple[Owner, dict[Any, Config]]:
+        return self.tuner, dict(self.choices)
+
+    def __setstate__(self, state: tuple[Owner, dict[Any, Config]]) -> None:
+        tuner, choices = state
+        self.__init__(tuner)  # type: ignore[misc]
+        self.choices.update(choices)
+
+
+class Choices(dict[Any, Config]):
+    """`tuner.cache`: the choice of each key, never a fallback. A write changes the key's state."""
+
+    def __init__(self, states: KeyStates) -> None:
+        super().__init__()
+        self._states = states
+
+    def __setitem__(self, key: Any, config: Config) -> None:
+        self._states.of(key).set_choice(config)
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._states.of(key).forget()
+
+    def clear(self) -> None:
+        """Make every key untried, those with a fallback too."""
+        self._states.clear()
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove a choice and return it."""
+        if key not in self and default:
+            return default[0]
+        config = self[key]
+        del self[key]
+        return config
+
+    def popitem(self) -> tuple[Any, Config]:
+        """Remove the newest choice and return it with its key."""
+        for key in reversed(self):
+            return key, self.pop(key)
+        raise KeyError("popitem(): dictionary is empty")
+
+    def __ior__(self, other: Any) -> Choices:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy belongs to no tuner, and can be written to a file
+
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+    update = MutableMapping.update  # type: ignore[assignment]
+
+
+#: Ordered: where two tuners have one key, `safetune.sync` asks the older one first.
+_all: weakref.WeakKeyDictionary[KeyStates, None] = weakref.WeakKeyDictionary()
+
+
+def all_states() -> Iterator[KeyState]:
+    """Yield the state of every key of every tuner of this process, oldest tuner first."""
+    for states in list(_all):
+        yield from states
+
+
+def without_frames(error: Exception) -> Exception:
+    """Return a copy to keep: a traceback would keep its frames, and with them tensors."""
+    copied = type(error).__new__(type(error))
+    copied.__dict__.update(error.__dict__)
+    copied.args = error.args
+    return copied
+
+
+def _after_fork_in_child() -> None:
+    _changing.release()
+    for states in list(_all):
+        states.start_over()
+
+
+forks.register(
+    "launches",
+    before=_changing.acquire,
+    after_in_parent=_changing.release,
+    after_in_child=_after_fork_in_child,
+)

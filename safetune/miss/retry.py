@@ -1,0 +1,96 @@
+"""A key that cannot be tuned now: its fallback, a warning that says why, and when to try again."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from triton.runtime.autotuner import Config
+
+from safetune.config import config_text
+from safetune.miss.candidates import fallback
+from safetune.settings import Settings
+from safetune.store.local.store import Store
+from safetune.tuning.requests import TuningRequest
+
+if TYPE_CHECKING:
+    from safetune.launch.key_state import KeyState
+
+#: Seconds before a tuning that could not be done now is tried again; twice as many after each
+#: failure, up to the second number.
+RETRY_S = 10.0
+MAX_RETRY_S = 600.0
+
+#: Seconds of a clock that only goes forward.
+clock = time.monotonic
+
+_syncs = 0
+
+
+@dataclass
+class Retry:
+    """When tuning is tried again after a failure that may pass, such as a lack of memory.
+
+    Attributes:
+        index: the device's index in this process; -1 in the interpreter.
+        needed_bytes: free memory on the device without which another try is pointless; 0: unknown.
+    """
+
+    index: int
+    needed_bytes: int = 0
+    delay_s: float = RETRY_S
+
+    def __post_init__(self) -> None:
+        self._from_s = clock() + self.delay_s
+        self._syncs = _syncs
+
+    def due(self, settings: Settings) -> bool:
+        """Whether tuning should be tried again now."""
+        if clock() < self._from_s or (settings.world_size > 1 and self._syncs == _syncs):
+            return False
+        if self.needed_bytes and self.index >= 0:
+            from safetune.inputs import memory_budget  # imports torch
+
+            if memory_budget.device_free(self.index) < self.needed_bytes:
+                self._from_s = clock() + self.delay_s
+                return False
+        return True
+
+    def again(self, needed_bytes: int) -> Retry:
+        """Return the retry after another failure."""
+        return Retry(self.index, needed_bytes, min(2 * self.delay_s, MAX_RETRY_S))
+
+
+def untuned(request: TuningRequest, store: Store, error: Exception) -> Config:
+    """Return the fallback for a key that cannot be tuned at all, with a warning that says why."""
+    config = fallback(request, store)
+    _warn(request, config, error)
+    return config
+
+
+def postpone(state: KeyState, request: TuningRequest, config: Config, error: Exception) -> Config:
+    """Launch `config` until tuning can be tried again; warns at the first failure for a key."""
+    needed_bytes = getattr(error, "needed_bytes", 0)
+    decision = state.decision()
+    if decision is not None and isinstance(decision.retry, Retry):
+        return state.set_fallback(config, decision.retry.again(needed_bytes))
+    state.set_fallback(config, Retry(request.call.index, needed_bytes))
+    _warn(request, config, error, "; it is tried again later")
+    return config
+
+
+def _warn(request: TuningRequest, config: Config, error: Exception, outlook: str = "") -> None:
+    which = "its first config" if config is request.configs[0] else "the best left"
+    warnings.warn(
+        f"{request.key.kernel.name} is not tuned for {request.key} and runs with {which} "
+        f"({config_text(config)}){outlook}: {error}",
+        stacklevel=3,
+    )
+
+
+def count_sync() -> None:
+    """Let a fallback from before now be tuned again in a world of several processes."""
+    global _syncs
+    _syncs += 1

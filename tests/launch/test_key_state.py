@@ -1,0 +1,282 @@
+"""What one key launches, and that `tuner.cache`, which users may write to, always agrees."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import triton
+
+from safetune.launch.key_state import Choices, Decision, KeyState, KeyStates, Reason
+from safetune.settings import Settings
+
+FIRST, SECOND, THIRD = (triton.Config({"BLOCK": 16 << number}) for number in range(3))
+SOON_S = 60.0
+
+
+class Tuner:
+    """Counts how often the launches that it knows are dropped."""
+
+    forgotten = 0
+
+    def forget_launches(self) -> None:
+        self.forgotten += 1
+
+
+class Later:
+    def due(self, settings: Settings) -> bool:
+        return False
+
+
+class Graph:
+    """A captured launch."""
+
+    def __init__(self, config: triton.Config, capture: int) -> None:
+        self.config, self.capture = config, capture
+        self.warned: list[triton.Config] = []
+
+    def warn_outdated(self, choice: triton.Config) -> None:
+        self.warned.append(choice)
+
+
+@pytest.fixture
+def tuner() -> Tuner:
+    return Tuner()
+
+
+@pytest.fixture
+def states(tuner: Tuner) -> KeyStates:
+    return KeyStates(tuner)
+
+
+@pytest.fixture
+def state(states: KeyStates) -> KeyState:
+    return states.of("key")
+
+
+def launched(state: KeyState, capture: int | None = 0) -> Any:
+    decision = state.decision(capture)
+    return None if decision is None else (decision.config, decision.reason, decision.lasting)
+
+
+class TestDecision:
+    def test_an_untried_key_launches_nothing(self, states: KeyStates, state: KeyState) -> None:
+        assert launched(state) is None
+        assert states.decision("never seen") is None
+        assert states.hits == states.choices == {}
+
+    def test_a_choice_ends_a_fallback(self, states: KeyStates, state: KeyState) -> None:
+        state.set_fallback(FIRST)
+        assert launched(state) == (FIRST, Reason.FALLBACK, True)
+        assert states.hits == {"key": FIRST}
+        state.set_choice(SECOND)
+        assert launched(state) == (SECOND, Reason.CHOICE, True)
+        assert states.hits == states.choices == {"key": SECOND}
+
+    def test_a_fallback_never_takes_the_place_of_a_choice(
+        self, states: KeyStates, state: KeyState
+    ) -> None:
+        """A background tuning that fails after `safetune.sync` has brought a choice."""
+        state.set_choice(FIRST)
+        state.set_fallback(SECOND, Later())
+        assert launched(state) == (FIRST, Reason.CHOICE, True)
+        assert states.hits == {"key": FIRST}
+
+    def test_a_fallback_is_never_in_cache(self, states: KeyStates, state: KeyState) -> None:
+        state.set_fallback(FIRST)
+        assert states.choices == {}
+        state.set_fallback(FIRST, Later())
+        assert states.choices == {}
+
+    def test_a_fallback_that_is_tried_again_is_a_miss_each_time(
+        self, states: KeyStates, state: KeyState
+    ) -> None:
+        state.set_fallback(FIRST)
+        state.set_fallback(FIRST, Later())
+        assert launched(state) == (FIRST, Reason.FALLBACK, False)
+        assert states.hits == {}
+        assert launched(state, capture=7) is None, "a graph would keep it"
+
+    def test_a_captured_config_counts_for_its_own_capture(
+        self, states: KeyStates, state: KeyState
+    ) -> None:
+        state.captured = Graph(FIRST, 7)
+        assert launched(state) is None
+        assert launched(state, capture=8) is None
+        assert launched(state, capture=7) == (FIRST, Reason.CAPTURED, False)
+        assert launched(state, capture=None) == (FIRST, Reason.CAPTURED, False)
+        assert states.hits == {}
+
+    def test_a_choice_that_a_graph_does_not_have_is_reported_once(self, state: KeyState) -> None:
+        graph = state.captured = Graph(FIRST, 7)
+        state.set_choice(FIRST)
+        assert graph.warned == []
+        state.set_choice(SECOND)
+        state.set_choice(THIRD)
+        assert graph.warned == [SECOND]
+
+    def test_a_rejected_config_has_a_substitute_for_those_arguments_alone(
+        self, states: KeyStates, state: KeyState
+    ) -> None:
+        state.set_choice(FIRST)
+        assert state.reject("odd", FIRST) == [FIRST]
+        state.substitute("odd", SECOND)
+        odd, even = state.decision(0, lambda _: "odd"), state.decision(0, lambda _: "even")
+        assert odd == Decision(SECOND, Reason.REJECTED)
+        assert even == Decision(FIRST, Reason.CHOICE)
+        assert states.hits == {}, "not every call can launch it"
+        assert states.choices == {"key": FIRST}
+        state.set_choice(THIRD)
+        assert states.hits == {"key": THIRD}
+        state.set_choice(FIRST)
+        assert states.hits == {}, "it is still rejected"
+
+    def test_an_error_is_raised_where_no_config_can_be_launched(self, state: KeyState) -> None:
+        state.set_choice(FIRST)
+        state.reject("odd", FIRST)
+        state.substitute("odd", ValueError("too large"))
+        with pytest.raises(ValueError, match="too large"):
+            state.decision(0, lambda _: "odd")
+
+    def test_specialisations_are_computed_only_where_one_was_rejected(
+        self, state: KeyState
+    ) -> None:
+        state.set_choice(FIRST)
+        assert state.decision(0, lambda _: pytest.fail("not needed")) is not None
+
+    def test_launches_are_forgotten_when_a_known_one_changes(
+        self, tuner: Tuner, state: KeyState
+    ) -> None:
+        state.set_choice(FIRST)
+        state.set_choice(FIRST)
+        assert tuner.forgotten == 0
+        state.set_choice(SECOND)
+        assert tuner.forgotten == 1
+        state.reject("odd", SECOND)
+        assert tuner.forgotten == 2
+
+
+def _delete(cache: Any) -> None:
+    del cache["a"]
+
+
+def _merge(cache: Any) -> None:
+    cache |= {"a": THIRD, "c": THIRD}
+
+
+#: For each method of `dict` that changes it: a call, to be made on {"a": FIRST, "b": SECOND}.
+MUTATORS: dict[str, Callable[[Any], Any]] = {
+    "__setitem__": lambda cache: cache.__setitem__("a", THIRD),
+    "__delitem__": _delete,
+    "__ior__": _merge,
+    "clear": lambda cache: cache.clear(),
+    "pop": lambda cache: cache.pop("a"),
+    "popitem": lambda cache: cache.popitem(),
+    "setdefault": lambda cache: (cache.setdefault("a", THIRD), cache.setdefault("c", THIRD)),
+    "update": lambda cache: cache.update({"a": THIRD}, c=THIRD),
+}
+
+#: Those that leave a dictionary as it is.
+READERS = {
+    *("__class_getitem__", "__contains__", "__eq__", "__ge__", "__getitem__", "__gt__", "__iter__"),
+    *("__le__", "__len__", "__lt__", "__ne__", "__or__", "__repr__", "__reversed__", "__ror__"),
+    *("__sizeof__", "copy", "fromkeys", "get", "items", "keys", "values"),
+}
+
+
+class TestCache:
+    def test_every_method_of_dict_is_known_here(self) -> None:
+        """One that a new Python adds could change the dictionary and not the states."""
+        own = {name for name in vars(dict) if name not in vars(object)} | {"__repr__", "__eq__"}
+        own |= {name for name in READERS if name in vars(dict)}
+        assert own == READERS | set(MUTATORS)
+        assert set(MUTATORS) <= vars(Choices).keys()
+
+    @pytest.mark.parametrize("name", MUTATORS)
+    def test_a_write_goes_through_to_the_states(
+        self, name: str, states: KeyStates, tuner: Tuner
+    ) -> None:
+        states.choices.update({"a": FIRST, "b": SECOND})
+        plain = {"a": FIRST, "b": SECOND}
+        assert MUTATORS[name](states.choices) == MUTATORS[name](plain)
+        assert states.choices == states.hits == plain
+        assert list(states.choices) == list(plain)
+        known = {state.key: launched(state) for state in states}
+        assert {key: found[0] for key, found in known.items() if found} == plain
+        assert tuner.forgotten or name == "setdefault"
+
+    def test_a_missing_key_is_an_error_as_in_a_dict(self, states: KeyStates) -> None:
+        states.of("key").set_fallback(FIRST)
+        for remove in (lambda cache: cache.pop("key"), lambda cache: cache.__delitem__("key")):
+            with pytest.raises(KeyError, match="key"):
+                remove(states.choices)
+        with pytest.raises(KeyError, match="empty"):
+            states.choices.popitem()
+        assert states.choices.pop("key", None) is None
+        assert states.hits == {"key": FIRST}
+
+    def test_clear_forgets_fallbacks_and_rejections_too(self, states: KeyStates) -> None:
+        states.of("a").set_fallback(FIRST)
+        states.of("b").set_fallback(FIRST, Later())
+        states.of("c").set_choice(FIRST)
+        states.of("c").reject("odd", FIRST)
+        states.choices.clear()
+        assert [launched(state) for state in states] == [None] * 3
+        assert not any(state.has_rejections for state in states)
+        assert states.hits == {}
+
+    def test_assigned_choices_replace_all_others(self, states: KeyStates) -> None:
+        states.of("a").set_choice(FIRST)
+        states.of("b").set_fallback(FIRST)
+        states.replace_choices({"c": SECOND})
+        assert states.choices == states.hits == {"c": SECOND}
+        states.replace_choices(states.choices)
+        assert states.choices == {"c": SECOND}
+
+    @pytest.mark.parametrize(
+        "copied",
+        [copy.copy, copy.deepcopy, dict.copy, lambda cache: pickle.loads(pickle.dumps(cache))],
+        ids=["copy", "deepcopy", "dict.copy", "pickle"],
+    )
+    def test_a_copy_is_a_plain_dict(self, states: KeyStates, copied: Any) -> None:
+        states.of("a").set_choice(FIRST)
+        found = copied(states.choices)
+        assert type(found) is dict
+        assert found == {"a": FIRST}
+
+    def test_a_pickled_tuner_keeps_its_choices(self, states: KeyStates) -> None:
+        """Though the lock of a key cannot be pickled."""
+        states.of("a").set_choice(FIRST)
+        states.of("b").set_fallback(SECOND)
+        found = pickle.loads(pickle.dumps(states))
+        assert found.choices == found.hits == {"a": FIRST}
+        assert found.tuner is not states.tuner
+
+
+def test_a_fork_gets_locks_that_no_thread_holds(states: KeyStates, state: KeyState) -> None:
+    """Else the child's first miss of a key that was being tuned waits for ever."""
+    state.set_fallback(FIRST)
+    held, over = threading.Event(), threading.Event()
+
+    def tune() -> None:
+        with state.lock:
+            held.set()
+            over.wait(SOON_S)
+
+    thread = threading.Thread(target=tune)
+    thread.start()
+    assert held.wait(SOON_S)
+    pid = os.fork()
+    if pid == 0:
+        free = state.lock.acquire(blocking=False)
+        state.set_choice(SECOND)
+        os._exit(0 if free and states.hits == {"key": SECOND} else 1)
+    _, status = os.waitpid(pid, 0)
+    over.set()
+    thread.join(SOON_S)
+    assert status == 0
