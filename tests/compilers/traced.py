@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from safetune import safetune
@@ -52,22 +53,26 @@ def load(path: Path, text: str) -> Any:
 class _Driver:
     """A driver with one device, to which nothing is ever sent."""
 
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
     def get_current_device(self) -> int:
         return 0
 
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
-        return GPUTarget("cuda", 90, 32)
+    def get_current_target(self) -> GPUTarget:
+        return self._target
 
 
 @contextmanager
-def a_gpu_to_trace_for() -> Iterator[None]:
+def a_gpu_to_trace_for(capability: int = 90) -> Iterator[None]:
     """Have torch and safetune believe in a GPU; good for tracing only."""
     from torch.utils import _triton
 
     detected = mock.patch.object(device, "detect", return_value=(H100, TOOLCHAIN))
-    driver = launching_on(FakeBackend(), "cuda", _Driver())
+    driver = launching_on(FakeBackend(), "cuda", _Driver(capability))
     believed = mock.patch.object(_triton, "has_triton", return_value=True)
     with detected, driver, believed:
         yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import driver
 
 from safetune import safetune
 from tests.compilers import traced
@@ -86,17 +84,10 @@ def scratch_of(kernel: Any, capability: int, **options: int) -> list[int]:
 
 def resolved(capability: int) -> dict[int, int]:
     """Return the bytes that a resolved `branch_kernel` says, by the BLOCK that is its choice."""
-    driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        )
-    )
     branch_kernel.device_caches.clear()
     found, x = {}, torch.zeros(64, 64, dtype=torch.float16)
     tuner = safetune(configs=traced.configs(32, 64), key=["M"])(branch_kernel)
-    with traced.a_gpu_to_trace_for():
+    with traced.a_gpu_to_trace_for(capability):
         for config in tuner.configs:
             traced.choose(tuner, config, x, x, 64, 64)
             record = tuner.resolve(x, x, 64, 64, grid=(1,))
