@@ -1,6 +1,6 @@
-"""LayerNorm, RMSNorm and GroupNorm as Triton kernels, forward and backward, in place of FLA's.
+"""LayerNorm, RMSNorm and GroupNorm as Triton kernels, forward and backward; they replace FLA's.
 
-`safetune.kernels.layer_norm` is the function here; its kernels are in the module of the same name,
+`safetune.kernels.layer_norm` is the function. The kernels are in the module of the same name:
 `from safetune.kernels.layer_norm import ...`.
 """
 

@@ -1,7 +1,7 @@
-"""The configs that the layer-norm kernels are tuned over, and what tiles and grids they make.
+"""The configs of the layer-norm kernels, and the tiles and grids that follow from them.
 
-A config fixes how many elements a tile has, not how many rows, so that every config is valid for
-every number of columns: a tile is as many whole rows as fit, or else a slice of one row.
+A config sets the number of elements of a tile, not the number of rows, so that every config is
+valid for every number of columns: a tile is as many whole rows as fit, or else a slice of one row.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 import triton
 from triton import Config
 
-#: A row is cut in multiples of this, so that slices begin where vectors of 16 bytes do.
+#: Rows are cut at multiples of this, so that slices begin on 16-byte boundaries.
 SLICE_ALIGNMENT = 128
 
-#: A tile of several rows has no more elements: its threads would each need columns of their own.
+#: The most elements in a tile of several rows: above it, each thread would need its own columns.
 TALL_TILE = 4096
 
-#: Rows are not cut in slices shorter than this; and only the longer ones are cut at all.
+#: The least length of a slice; a row of at most this length is never cut.
 LONG_SLICE = 8192
 
-#: Four warps with more than three stages are for longer rows. Up to here they look fastest on an
-#: H100 when a launch is timed by itself, and are 3 % slower in one backward pass after another.
+#: The longest row for which four warps with more than three stages are pruned. On an H100 such a
+#: config looks fastest when a launch is timed alone, but is 3 % slower in repeated backward passes.
 SHORT_ROW = 256
 
-#: The most elements in a tile of the backward kernel: a program keeps sums of so many columns.
+#: The most elements in a tile of the backward kernel: a program keeps sums of its columns.
 WIDEST_TILE = 16384
 
 
@@ -59,10 +59,11 @@ def _finalize_config(tile_programs: int, tile_columns: int, num_warps: int) -> C
     )
 
 
-# Each list has, for every number of columns and both norms, the fastest of an H100 or one within
-# 1 % of it (benchmarks/norms.py --sweep), and two that any card can launch. The first config runs
-# when nothing is tuned, so it works for any columns and dtypes. 16 elements per thread stay in
-# registers, with the eight of each that the backward pass needs; 32 do if they are loaded again.
+# For every number of columns and both norms, each list has the fastest config on an H100 or a
+# config within 1 % of it (benchmarks/norms.py --sweep), and two configs that any card can launch.
+# The first config runs when nothing is tuned, so it works for any columns and dtypes. The backward
+# pass needs eight values for each element: with 16 elements per thread they stay in registers, with
+# 32 they do if the elements are loaded again.
 FORWARD_CONFIGS = [
     _forward_config(num_warps=8),
     _forward_config(num_warps=4, elements_per_thread=8),
@@ -75,8 +76,8 @@ FORWARD_CONFIGS = [
     _forward_config(num_warps=32, elements_per_thread=32),
 ]
 
-# Stages are rows in shared memory, of which not all cards have enough for long ones: the configs of
-# one stage need next to none. 128 registers for 256 threads let a second program on a
+# Stages are rows in shared memory, and not all cards have enough of it for long rows; configs with
+# one stage need almost none. With 128 registers for 256 threads, two programs fit on a
 # multiprocessor.
 BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=1),
@@ -120,16 +121,16 @@ def slice_columns(tile_elements, columns):
 
 
 def slice_count(tile_elements: int, columns: int) -> int:
-    """Return how many tiles make one row; 1 where a tile has whole rows."""
+    """Return the number of tiles of a row; 1 if a tile has whole rows."""
     return triton.cdiv(columns, slice_columns(tile_elements, columns))
 
 
 def programs_per_sm(columns: int) -> float:
-    """Return how many programs of the backward kernel go on one multiprocessor, slices as one.
+    """Return the number of programs of the backward kernel per multiprocessor; slices count once.
 
-    As many as keep enough loads under way; each has partial sums of its own, so long rows get few.
-    Up to 1024 columns the numbers are those that were fastest on an H100 (benchmarks/norms.py
-    --sweep): rows of 512 columns are slower with two, shorter ones with more.
+    Enough programs keep the memory busy, but each has partial sums of its own, so long rows get
+    few. Up to 1024 columns the numbers are the fastest on an H100 (benchmarks/norms.py --sweep):
+    rows of 512 columns are slower with two programs, shorter rows with more.
     """
     if columns > LONG_SLICE:
         return 1 / max(2, triton.cdiv(columns, WIDEST_TILE))

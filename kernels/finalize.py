@@ -1,4 +1,4 @@
-"""The kernel that adds up the partial sums which the backward kernels leave."""
+"""The kernel that adds up the partial sums of the backward kernels."""
 
 from __future__ import annotations
 

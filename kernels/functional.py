@@ -1,6 +1,6 @@
-"""The two passes over rows, without autograd, with the names and arguments of FLA's.
+"""The forward and backward pass over rows, without autograd, with FLA's names and arguments.
 
-`layer_norm_fwd` and `layer_norm_bwd` can be put in the place of their namesakes in
+`layer_norm_fwd` and `layer_norm_bwd` can replace the functions of the same names in
 `fla.modules.layernorm`.
 """
 
@@ -44,12 +44,12 @@ def layer_norm_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return (y, mean, rstd, residual_out) for `x` of shape [tokens * num_groups, columns].
 
-    mean is None for RMS norm; mean and rstd are fp32 [tokens * num_groups]. residual_out is what
-    was normalized: x + residual in the dtype of `residual`, else `x` in `residual_dtype`, which is
-    `x` itself where that is its dtype.
+    mean is None for RMS norm; mean and rstd are fp32 [tokens * num_groups]. residual_out is the
+    normalized tensor: x + residual in the dtype of `residual`; without a residual, `x` in
+    `residual_dtype` (`x` itself if that is its dtype).
 
     Raises:
-        InvalidOperand: a shape, dtype or device does not go with `x`, or the rows are too long.
+        InvalidOperand: a shape, dtype or device does not match `x`, or the rows are too long.
     """
     check_operands(x, num_groups, {"residual": residual}, {"weight": weight, "bias": bias})
     x, weight, bias, residual = _contiguous(x, weight, bias, residual)
@@ -82,13 +82,13 @@ def layer_norm_bwd(
     """Return (dx, dw, db, dres_in), and y after them if `recompute_output`.
 
     Args:
-        x: what the forward pass normalized, its residual_out.
-        dres: the gradient of residual_out where something else reads that too.
-        has_residual: the forward pass added a residual, so dres_in is wanted: `dx` itself unless
-            `x_dtype`, the dtype of dx, is another than that of the residual.
+        x: residual_out of the forward pass, the tensor that was normalized.
+        dres: the gradient of residual_out, if something else reads residual_out.
+        has_residual: the forward pass added a residual, so dres_in is needed. It is `dx` itself
+            unless `x_dtype`, the dtype of dx, differs from that of the residual.
 
     Raises:
-        InvalidOperand: a shape, dtype or device does not go with `x`, or the rows are too long.
+        InvalidOperand: a shape, dtype or device does not match `x`, or the rows are too long.
     """
     check_operands(
         x,
@@ -125,12 +125,12 @@ def layer_norm_bwd(
 
 
 def _checked_statistics(mean: Tensor | None, rstd: Tensor | None, is_rms_norm: bool) -> Tensor:
-    """Return rstd; raise `InvalidOperand` for what layer_norm_fwd does not return."""
+    """Return rstd; raise `InvalidOperand` unless layer_norm_fwd can have returned both."""
     if rstd is None or (mean is None and not is_rms_norm):
         missing = "rstd" if rstd is None else "mean"
-        raise InvalidOperand(f"{missing} is None; pass what layer_norm_fwd returned")
-    if rstd.dtype.itemsize < 4:  # all sums would be of that dtype
-        raise InvalidOperand(f"rstd is of {rstd.dtype}; pass what layer_norm_fwd returned")
+        raise InvalidOperand(f"{missing} is None; pass the {missing} that layer_norm_fwd returned")
+    if rstd.dtype.itemsize < 4:  # all sums would have that dtype
+        raise InvalidOperand(f"rstd is of {rstd.dtype}; pass the rstd that layer_norm_fwd returned")
     return rstd
 
 

@@ -1,35 +1,15 @@
-"""Which program owns which rows in a persistent kernel: decided on the host, for every tile height.
+"""The grid plan of a persistent kernel: which program owns which rows, for every tile height.
 
 The layer-norm backward kernel keeps sums over rows in registers, so it launches a fixed number of
-programs and gives each a run of consecutive rows. The rule here makes three things true by
-construction, for any number of rows:
+programs and gives each a run of consecutive rows. For any number of rows
 
 - every row belongs to exactly one program, so no two programs store the same element;
-- every program owns at least one row, so none is idle and every partial sum is written;
-- the number of programs, and so the size of the partial sums, is bounded by the machine.
+- every program owns at least one row, so every partial sum is written;
+- the device bounds the number of programs, and so the size of the partial sums.
 
-Proof. With `share, longer = divmod(rows, programs)`, program j of a group gets the rows from
-`j * share + min(j, longer)` on, `share + 1` of them if `j < longer` and else `share`. Where the run
-of j ends, that of j + 1 begins; the first begins at row 0, and the last ends at
-`programs * share + longer = rows`. So the runs partition the rows. As `programs <= rows`, each run
-has a row. Groups have no row in common. And `programs * groups` is at most
-`max(sm_count * programs_per_sm, groups)`.
-
-A program walks its run in tiles of any height and masks what it loads and stores by the end of its
-run: no height is a parameter of the plan. Only the last tile of a run is cut short. That costs idle
-lanes and not a byte of traffic; to align runs with tiles would cost balance, up to a whole tile of
-the tallest config on each program.
-
-In turns. Runs make each program read far from all others. The other order has all programs side by
-side: of the first `rounds = rows // (programs * height)` times that many tiles, tile t is that of
-program `t % programs`, and the rows that are left over, fewer than a tile for each program, are
-shared out in runs as above. Whole tiles at multiples of the height do not overlap, and end at
-`rounds * programs * height`, where the runs begin that partition the rest. Where there is a round,
-each program has a tile of it, and where there is none, all rows are shared out in runs. So for any
-height each row has one owner, and none is idle. Programs differ by one row at the most.
-
-What this replaces: fla-org/flash-linear-attention#796 and #1249, where a program's rows were
-`cdiv(rows, programs)`, unrelated to the tile height, and tiles ran into the next program's rows.
+docs/kernels.md has the proof, and the other order, in turns. A program masks its loads and stores
+with the end of its run, and only the last tile of a run is cut short. That wastes lanes but no
+bytes; runs aligned with tiles would differ by up to a whole tile of the tallest config.
 """
 
 from __future__ import annotations
@@ -37,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Partial sums may move this much of what the rows themselves move, where there is a choice.
+#: The bytes that partial sums may move, relative to those of the rows, above one program per SM.
 PARTIALS_SHARE = 0.06
 
 
@@ -50,7 +30,7 @@ class GridPlan:
     Attributes:
         rows: rows in each group.
         groups: independent groups; program p works on group `p // programs_per_group`.
-        programs_per_group: how many programs share the rows of one group; 0 without rows.
+        programs_per_group: the number of programs that share the rows of a group; 0 without rows.
     """
 
     rows: int
@@ -67,9 +47,9 @@ class GridPlan:
         return self._run(program, 0)
 
     def owned_tiles(self, program: int, height: int, in_turns: bool = False) -> Iterator[range]:
-        """Yield the rows of each tile that one program walks, in order: all that it owns.
+        """Yield the rows of each tile of one program, in order.
 
-        Those of `owned_rows`, or, with `in_turns`, tiles side by side with the other programs'.
+        They are tiles of `owned_rows`, or, with `in_turns`, tiles beside the other programs' tiles.
         """
         programs = self.programs_per_group
         rounds = self.rows // (programs * height) if in_turns else 0
@@ -102,11 +82,11 @@ def plan_grid(
         rows: rows in each group, 0 or more.
         groups: independent groups, at least 1.
         sm_count: multiprocessors of the device.
-        programs_per_sm: how many programs one multiprocessor is given at most; below 1 where
-            several multiprocessors work on one row.
-        row_bytes: what is read and written of each row.
-        partial_bytes: what is written, and read again, of each program's partial sums. More
-            programs than keep the multiprocessors busy are not worth more than `PARTIALS_SHARE`.
+        programs_per_sm: the most programs on a multiprocessor; below 1 if several multiprocessors
+            work on one row.
+        row_bytes: bytes read and written per row.
+        partial_bytes: bytes written and read again per program for its partial sums. More than
+            one program per multiprocessor may cost at most `PARTIALS_SHARE`.
 
     Raises:
         ValueError: a count is out of range.

@@ -1,7 +1,7 @@
-"""What one launch of each layer-norm kernel takes: outputs allocated, grid and arguments built.
+"""The launch of each layer-norm kernel: it allocates outputs and builds the grid and arguments.
 
-The launchers in `functional` and those in `workloads` both build their launches here, so
-what is tuned offline is what runs.
+`functional` and `workloads` both build their launches here, so offline tuning tunes the launches
+that run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from safetune.errors import InvalidOperand
 from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 
-#: A tile is a slice of a row at the least, and the code has a copy of each slice's.
+#: The code of a kernel is unrolled over the slices of a row, so their number has a limit.
 MAX_COLUMNS = 2**18
 
-#: The interpreter runs programs one after the other, so a few are enough to have several.
+#: The interpreter runs programs one after another, so two are enough.
 INTERPRETER_SM_COUNT = 2
 
 
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 
 class ForwardOutputs(NamedTuple):
-    """What the forward kernel writes; `mean` is None for RMS norm, `residual` where not stored."""
+    """The outputs of the forward kernel; `mean` is None for RMS norm, `residual` if not stored."""
 
     y: torch.Tensor
     mean: torch.Tensor | None
@@ -41,10 +41,10 @@ class ForwardOutputs(NamedTuple):
 
 
 class BackwardOutputs(NamedTuple):
-    """What the backward kernel writes.
+    """The outputs of the backward kernel.
 
-    `weight_partials` and `bias_partials` hold one row of sums per program; `residual` is None where
-    the gradient of the residual input is `x`, `y` where it is not recomputed.
+    `weight_partials` and `bias_partials` have one row of sums per program. `residual` is None if
+    the gradient of the residual input is `x`; `y` is None if it is not recomputed.
     """
 
     x: torch.Tensor
@@ -64,7 +64,7 @@ def check_operands(
     vectors: dict[str, Any],
     statistics: dict[str, Any] = _NO_OPERANDS,
 ) -> None:
-    """Raise `InvalidOperand` naming the operand that does not go with `x`, and why."""
+    """Raise `InvalidOperand` with the operand that does not match `x`, and the reason."""
     if x.ndim != 2 or num_groups < 1 or x.shape[0] % num_groups:
         raise InvalidOperand(
             f"x has shape {tuple(x.shape)}; it must be [tokens * num_groups, columns] "
@@ -74,7 +74,7 @@ def check_operands(
     if not 1 <= shape[1] <= MAX_COLUMNS:
         raise InvalidOperand(f"x has rows of {shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
     check_kind("x", x, device)
-    # Every launch comes through here, so this is written for the host's time.
+    # Every launch runs this, so it is written for speed on the host.
     for operands, wanted in (
         (matrices, shape),
         (vectors, (num_groups * shape[1],)),
@@ -92,9 +92,9 @@ def check_operands(
 
 
 def check_kind(name: str, operand: torch.Tensor, device: torch.device) -> None:
-    """Raise `InvalidOperand` for what is no float tensor on the device of x.
+    """Raise `InvalidOperand` unless the operand is a float tensor on the device of x.
 
-    A kernel would be given an address of another device's memory, or of none (meta).
+    Otherwise a kernel would get an address of another device's memory, or of a meta tensor.
     """
     if not operand.is_floating_point():
         raise InvalidOperand(f"{name} is of {operand.dtype}; it must be of a float dtype")
@@ -102,8 +102,8 @@ def check_kind(name: str, operand: torch.Tensor, device: torch.device) -> None:
         raise InvalidOperand(f"{name} is on {operand.device} and x on {device}; move one of them")
 
 
-#: Functions that kernels call as well take 5 to 12 us from Python, `triton.cdiv` among them: every
-#: launch computes a grid.
+#: Every launch computes a grid, and constexpr functions such as `triton.cdiv` take 5 to 12 us when
+#: they are called from Python.
 _tile_rows = functools.cache(tile_rows)
 _slice_count = functools.cache(slice_count)
 _programs_per_sm = functools.cache(programs_per_sm)
@@ -149,9 +149,10 @@ def forward_launch(
 
 
 def backward_plan(x: torch.Tensor, num_groups: int, multiprocessors: int | None = None) -> GridPlan:
-    """Return which program of the backward kernel owns which rows of `x`.
+    """Return the grid plan of the backward kernel for `x`.
 
-    For so many multiprocessors; default: those of the device of `x`.
+    Args:
+        multiprocessors: their number; default: that of the device of `x`.
     """
     rows, columns = x.shape
     count = multiprocessors or sm_count(x.device)
@@ -248,7 +249,7 @@ def finalize_launch(
 
 
 def sm_count(device: torch.device) -> int:
-    """Return how many multiprocessors the grid policy plans for."""
+    """Return the number of multiprocessors that the grid policy plans for."""
     if device.type == "cpu":
         return INTERPRETER_SM_COUNT
     return _gpu_sm_count(device)

@@ -33,7 +33,7 @@ class _Norm(nn.Module):
         super().__init__()
         if weight_offset and not elementwise_affine:
             raise InvalidOperand(
-                f"weight_offset={weight_offset} needs a weight; elementwise_affine=False has none"
+                f"weight_offset={weight_offset} needs a weight; use elementwise_affine=True"
             )
         self.hidden_size = hidden_size
         self.elementwise_affine = elementwise_affine
@@ -56,7 +56,7 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """Return the arguments, those that have their default left out."""
+        """Return the arguments that differ from their defaults."""
         parts = [str(self.hidden_size)]
         if not self.elementwise_affine:
             parts.append("elementwise_affine=False")
@@ -91,7 +91,7 @@ class _Norm(nn.Module):
 
 
 class _NormLinear(_Norm):
-    """The same state; `forward` is the norm and the linear map that the caller gives."""
+    """The same state; `forward` is the norm followed by the caller's linear map."""
 
     def forward(  # type: ignore[override]
         self,
@@ -153,7 +153,7 @@ class _Grouped(_Norm):
         self.is_rms_norm = is_rms_norm
 
     def extra_repr(self) -> str:
-        """Return the arguments in FLA's order, those that have their default left out."""
+        """Return the arguments that differ from their defaults, in FLA's order."""
         text = super().extra_repr()
         if self.is_rms_norm:
             text = text.replace("eps=", "is_rms_norm=True, eps=")

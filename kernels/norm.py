@@ -1,6 +1,6 @@
 """LayerNorm, RMSNorm and GroupNorm as differentiable functions; names and arguments are FLA's.
 
-Plain tensors go through an `autograd.Function`; what `torch.compile` traces, and tensor subclasses,
+Plain tensors go through an `autograd.Function`. Traces by `torch.compile` and tensor subclasses go
 through the operators of `ops`, which cost about twice the host time.
 """
 
@@ -68,7 +68,7 @@ class LayerNormFunction(torch.autograd.Function):
         ctx: Any, dy: Tensor | None, dres: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight, bias and residual."""
-        # Only where a gradient of these may be asked for: to refuse that takes the host 4 us.
+        # Only if a caller may ask for their gradients: the refusal takes the host 4 us.
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dy, dres)
 
 
@@ -94,7 +94,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor
     )
     shaped = in_shape(dx, ctx.shape)
     if dres_in is dx:
-        # As one object: autograd takes two for memory of their own, and adds to each in place.
+        # One object: with two, autograd would assume separate memory, and add to each in place.
         dres_in = shaped
     elif dres_in is not None:
         dres_in = in_shape(dres_in, ctx.shape)
@@ -102,10 +102,10 @@ def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor
 
 
 def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return them so that whoever asks for their gradients is refused.
+    """Return gradients whose own gradients raise `TracingError`.
 
-    `torch.autograd.function.once_differentiable` refuses only where the incoming gradients have
-    some of their own, which those of a sum have not: what depends on x would be lost.
+    `torch.autograd.function.once_differentiable` raises only if the incoming gradients require
+    gradients, which those of a sum do not: the part that depends on x would be lost silently.
     """
     with torch.no_grad():
         found = _gradients(ctx, *incoming)
@@ -117,7 +117,7 @@ def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, 
 
 
 class _Refusal(torch.autograd.Function):
-    """Hands a gradient on that must not be differentiated with regard to what it is made of."""
+    """The identity for a gradient; its backward raises `TracingError`."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
@@ -147,18 +147,18 @@ def group_norm(
 
     Args:
         x: [..., channels], any layout.
-        weight, bias: [channels], or None for none.
-        residual: of the shape of `x`, in a dtype of its own.
+        weight, bias: [channels], or None.
+        residual: of the shape of `x`, in any float dtype.
         prenorm: return (y, residual_out): x + residual in the dtype of `residual`; without a
             residual `x`, in fp32 if `residual_in_fp32`.
         is_rms_norm: do not subtract the mean.
         weight_offset: multiply by weight + weight_offset, added in fp32; 1.0 for Gemma.
-        deterministic: run the first config of each kernel that is not pruned on a fixed number of
-            programs, so that tuning and the GPU's model do not change a bit of the result. Default:
-            what `torch.are_deterministic_algorithms_enabled()` says.
+        deterministic: run the first config of each kernel that is not pruned, with a fixed number
+            of programs, so that the result does not depend on tuning or on the GPU's model.
+            Default: `torch.are_deterministic_algorithms_enabled()`.
 
     Raises:
-        InvalidOperand: a shape, dtype or device does not go with `x`, or a row is too long.
+        InvalidOperand: a shape, dtype or device does not match `x`, or a row is too long.
         TracingError: in forward-mode AD.
     """
     refuse_tangents(x, weight, bias, residual)

@@ -1,7 +1,7 @@
-"""A norm and the linear map of its result, which is not kept: the backward pass makes it again.
+"""A norm followed by a linear map; the backward pass recomputes the norm instead of keeping it.
 
-As in `fla.modules.layernorm`. One operator, in eager code too: beside a matrix product its host
-time does not count.
+As in `fla.modules.layernorm`. One operator, in eager code too, because its host time is small
+beside a matrix product.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def norm_linear_forward(
     num_groups: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, and the others of `safetune::layer_norm`.
+    """Return the output, and residual_out, mean and rstd as `safetune::layer_norm` does.
 
     y and the output have the dtype of `linear_weight`.
     """
@@ -104,7 +104,7 @@ def _(
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise `InvalidOperand` for a linear map that cannot be applied to `x`."""
+    """Raise `InvalidOperand` if the linear map cannot be applied to `x`."""
     if weight.ndim != 2 or not x.ndim or weight.shape[1] != x.shape[-1]:
         raise InvalidOperand(
             f"linear_weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} it "
@@ -169,12 +169,12 @@ def group_norm_linear(
 ) -> Any:
     """Return the linear map of `group_norm` of `x`, without keeping the norm for backward.
 
-    The norm's result, the linear map and the output are in the dtype of `x`; under autocast, in
-    its dtype. `linear_weight` is [out_features, channels], `linear_bias` [out_features]; all else
-    is as for `group_norm`.
+    The norm's result, the linear map and the output have the dtype of `x`, or autocast's dtype
+    under autocast. `linear_weight` is [out_features, channels], `linear_bias` [out_features]; the
+    other arguments are those of `group_norm`.
 
     Raises:
-        InvalidOperand: as `group_norm`, and where the linear map does not go with `x`.
+        InvalidOperand: as `group_norm`, and if the linear map does not match `x`.
         TracingError: in forward-mode AD.
     """
     refuse_tangents(x, norm_weight, norm_bias, linear_weight, linear_bias, residual)
@@ -214,7 +214,7 @@ def layer_norm_linear(
     weight_offset: float = 0.0,
     deterministic: bool | None = None,
 ) -> Any:
-    """The same function by FLA's other name: it takes groups, too."""
+    """`group_norm_linear` under FLA's other name, which also takes groups."""
     return group_norm_linear(
         x,
         norm_weight,

@@ -1,4 +1,4 @@
-"""What the layer-norm functions ask of their arguments, and how they see them."""
+"""Arguments of the layer-norm functions: checks, and views as rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.autograd import forward_ad
 
 from safetune.errors import InvalidOperand, TracingError
 
-#: What has memory that a kernel can be launched on; subclasses (fake, functional, distributed
-#: tensors) have none, or more than one.
+#: Types with memory that a kernel can be launched on. Subclasses (fake, functional, distributed
+#: tensors) have no memory, or several.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def launches_directly(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels are launched on the operands, rather than through an operator of `ops`."""
-    # Under a dispatch mode (tracing, selective checkpoints) only operators are seen, no kernels.
+    """Return whether kernels are launched on the operands, not through an operator of `ops`."""
+    # A dispatch mode (tracing, selective checkpoints) sees operators, but not kernel launches.
     if torch.compiler.is_compiling() or x.is_meta or torch._C._len_torch_dispatch_stack():
         return False
     return type(x) in _PLAIN and _PLAIN.issuperset(map(type, others))
@@ -29,7 +29,7 @@ def refuse_tangents(*operands: Tensor | None) -> None:
         return
     if any(o is not None and forward_ad.unpack_dual(o).tangent is not None for o in operands):
         raise TracingError(
-            "safetune's norms have no forward-mode derivative; use torch's, or reverse mode"
+            "safetune's norms do not support forward-mode AD; use torch's norms, or reverse mode"
         )
 
 
@@ -37,7 +37,7 @@ def as_rows(x: Tensor, num_groups: int) -> Tensor:
     """Return `x` of shape [..., channels] as [tokens * num_groups, channels / num_groups].
 
     Raises:
-        InvalidOperand: there is no such view.
+        InvalidOperand: `num_groups` does not divide the channels.
     """
     if x.ndim == 2 and num_groups == 1:
         return x
@@ -50,7 +50,7 @@ def as_rows(x: Tensor, num_groups: int) -> Tensor:
 
 
 def residual_rows(residual: Tensor | None, x: Tensor, num_groups: int) -> Tensor | None:
-    """Return `residual` as `as_rows` does; it has the shape of `x` or raises `InvalidOperand`."""
+    """Return `as_rows(residual)`; raises `InvalidOperand` unless it has the shape of `x`."""
     if residual is None:
         return None
     if residual.shape != x.shape:
@@ -59,23 +59,23 @@ def residual_rows(residual: Tensor | None, x: Tensor, num_groups: int) -> Tensor
 
 
 def in_shape(x: Tensor, shape: torch.Size) -> Tensor:
-    """Return `x` in another shape; to ask for its own takes the host ten times as long."""
+    """Return `x` in a shape; the check is ten times as fast on the host as a reshape."""
     return x if x.shape == shape else x.reshape(shape)
 
 
 def stores_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> bool:
-    """Whether residual_out is a tensor of its own, rather than `x`."""
+    """Return whether residual_out is a new tensor, not `x`."""
     return residual is not None or (residual_in_fp32 and x.dtype != torch.float32)
 
 
 def with_offset(weight: Tensor | None, offset: float) -> Tensor | None:
-    """Return weight + offset, in fp32 at least: near 1, a bf16 has two digits.
+    """Return weight + offset, in fp32 at least: near 1, a bf16 has two decimal digits.
 
     Raises:
-        InvalidOperand: there is no weight to add it to.
+        InvalidOperand: `weight` is None.
     """
     if not offset:
         return weight
     if weight is None:
-        raise InvalidOperand(f"weight_offset={offset} needs a weight to be added to, not None")
+        raise InvalidOperand(f"weight_offset={offset} needs a weight, not None")
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

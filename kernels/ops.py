@@ -1,11 +1,12 @@
-"""The norms as operators of PyTorch: what `torch.compile` and tensor subclasses call.
+"""The norms as PyTorch operators, for `torch.compile` and tensor subclasses.
 
-`torch.library.custom_op`, not `triton_op`: Inductor would take the kernels of the latter out of
-their tuner and time every config in the training process. An operator is opaque, so what runs
-inside is what runs without it: the stored choice, tuned in a child process.
+`torch.library.custom_op`, not `triton_op`: Inductor would take the kernels of a `triton_op` out of
+their tuner and time every config in the training process. A custom operator is opaque, so it
+launches the stored choice, tuned in a child process, as a call without an operator does.
 
-An operator returns new tensors, and always as many: what a call does not make is an empty one, and
-where residual_out is `x` itself, or one gradient serves two inputs, the caller uses that.
+An operator always returns the same number of new tensors. An output that the call does not compute
+is an empty tensor. Where residual_out is `x` itself, or one gradient serves two inputs, the caller
+uses the other tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (y, residual_out, mean, rstd) for `x` of any shape and layout.
 
-    residual_out is empty where it would be `x`, mean where the norm is RMS norm.
+    residual_out is empty if it would be `x`; mean is empty for RMS norm.
     """
     y, mean, rstd, normalized = layer_norm_fwd(
         as_rows(x, num_groups),
@@ -116,9 +117,10 @@ def norm_backward(
     num_groups: int,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
-    """Return (dx, dw, db, dres_in, y), those that are not made empty; `x` is what was normalized.
+    """Return (dx, dw, db, dres_in, y) for the normalized tensor `x`.
 
-    dres_in is empty where it would be dx: `x_dtype` is the dtype of `x`.
+    Outputs that are not computed are empty. dres_in is empty if it would be dx: `x_dtype` is the
+    dtype of `x`.
     """
     dx, dw, db, dres_in, *recomputed = layer_norm_bwd(
         as_rows(dy, num_groups),
@@ -171,9 +173,9 @@ def _(
 
 
 def refuse(ctx: Any, *gradients: Tensor | None) -> Any:
-    """Raise `TracingError`: what norm_backward returns has no gradients."""
+    """Raise `TracingError`: the results of norm_backward cannot be differentiated."""
     raise TracingError(
-        "the gradients of safetune's norms have no gradients themselves: where a loss depends on "
+        "the gradients of safetune's norms cannot be differentiated: if a loss depends on "
         "gradients (create_graph=True), use a norm of torch's"
     )
 
@@ -193,7 +195,7 @@ def keep_norm(
     options: Sequence[Any],
     output: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """Keep on `ctx` what `norm_gradients` reads there; return what it needs of tensors.
+    """Set the attributes of `ctx` that `norm_gradients` reads; return the tensors to save.
 
     Args:
         options: residual_in_fp32, is_rms_norm, num_groups and deterministic.
@@ -217,10 +219,10 @@ def norm_gradients(
     dres: Tensor | None,
     recompute_output: bool = False,
 ) -> tuple[Any, ...]:
-    """Return (dx, dw, db, dres_in, y), None for what is not wanted.
+    """Return (dx, dw, db, dres_in, y); a gradient that is not needed is None.
 
     Args:
-        saved: what `keep_norm` returned, weight and bias.
+        saved: the tensors that `keep_norm` returned, then weight and bias.
     """
     x, mean, rstd, weight, bias = saved
     if dy is None:

@@ -1,7 +1,7 @@
-"""Launches that no tuning reaches: the first config, on as many programs as on any other GPU.
+"""Pinned launches, without tuning: the first config, with the same number of programs on every GPU.
 
-Which config is chosen, and how many programs share the rows, decide in what order sums are formed,
-and so their last bits. Pinned, that order depends on the shape and the constexprs alone.
+The config and the number of programs decide the order of sums, and so their last bits. In a pinned
+launch that order depends on the shape and the constexprs only.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from triton import Config
 from safetune.frontend.autotuner import Autotuner
 from safetune.kernels.launches import Launch
 
-#: What a pinned plan is made for on every GPU: an H100.
+#: The multiprocessors that a pinned plan assumes on every GPU: those of an H100.
 MULTIPROCESSORS = 132
 
 _configs: dict[tuple[Any, ...], Config] = {}
 
 
 def is_pinned(deterministic: bool | None) -> bool:
-    """Whether a call is pinned: as it asks, or else as torch was asked for all that it does."""
+    """Return whether a call is pinned: by its argument, or else by torch's global setting."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     return deterministic
 
 
 def multiprocessors(x: torch.Tensor, pinned: bool) -> int | None:
-    """Return what to plan for in place of the device's own count, if anything."""
+    """Return the count to plan for instead of the device's own, or None."""
     return MULTIPROCESSORS if pinned and x.is_cuda else None
 
 
@@ -37,7 +37,7 @@ def run_launch(kernel: Autotuner, launch: Launch, pinned: bool) -> None:
     if not pinned:
         kernel[launch.grid](*launch.args, **launch.kwargs)
         return
-    key = (kernel, *launch.kwargs.values())  # all constexprs; pruning reads no others
+    key = (kernel, *launch.kwargs.values())  # all constexprs; pruning reads nothing else
     config = _configs.get(key)
     if config is None:
         named = dict(zip(kernel.arg_names, launch.args, strict=False))

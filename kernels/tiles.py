@@ -1,4 +1,4 @@
-"""What the norm kernels share: loads that convert, and the rows that a program owns."""
+"""Shared parts of the norm kernels: loads that convert, and the rows that a program owns."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The work that `safetune tune safetune.kernels.layer_norm` tunes the kernels for.
+"""The workloads of `safetune tune safetune.kernels.layer_norm`.
 
-For each hidden size, layer norm with weight and bias and RMS norm with a weight, each with and
-without a residual; and norms over groups. That is one workload for each key of
+For each hidden size: layer norm with weight and bias, and RMS norm with a weight, each with and
+without a residual; and norms over groups. So there is one workload for each key of
 
 - the forward kernel: plain, and adding and storing a residual;
 - the backward kernel: plain, and adding the gradient of the stored residual;
 - the finalize kernel: sums of one parameter, and of two.
 
-What else its key tells apart is tuned when it is first met: bias without weight or neither, sums in
-another dtype, an output computed again for a linear layer, an output in place.
+Other keys are tuned at their first launch: bias without weight or neither, sums in another dtype,
+an output recomputed for a linear layer, an output in place.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from safetune.kernels.layer_norm import (
     layer_norm_forward_kernel,
 )
 
-#: (tokens, groups, columns), one per number of columns without groups: the number of tokens is in
-#: no tuning key. On a GPU each matrix is larger than the L2 cache, as it is in training.
+#: (tokens, groups, columns); one entry per number of columns without groups, because the number of
+#: tokens is not part of a key. On a GPU each matrix is larger than the L2 cache, as in training.
 GPU_SHAPES = (
     (524288, 1, 128),
     (262144, 1, 256),
@@ -50,7 +50,7 @@ GPU_SHAPES = (
 )
 INTERPRETER_SHAPES = ((33, 1, 50), (5, 3, 20))
 
-#: What each kernel writes, every element of it, where there is such an output.
+#: The outputs of each kernel, of which it writes every element.
 FORWARD_OUTPUTS = ("output", "residual_output", "mean", "rstd")
 BACKWARD_OUTPUTS = (
     "input_gradient",
@@ -76,7 +76,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """What `safetune tune` prints."""
+        """The name that `safetune tune` prints."""
         kind = "rms" if self.is_rms_norm else "layer"
         groups = f"x{self.groups}" if self.groups > 1 else ""
         residual = "-residual" if self.with_residual else ""
@@ -88,18 +88,18 @@ class Problem:
         return self.tokens * self.groups
 
     def matrix(self) -> torch.Tensor:
-        """Return normal numbers."""
+        """Return a matrix of normal random numbers."""
         return torch.randn(self.rows, self.columns, device=self.device, dtype=self.dtype)
 
     def parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a weight and a bias; RMS norm goes without a bias."""
+        """Return a weight and a bias; the bias is None for RMS norm."""
         make = functools.partial(torch.randn, self.groups * self.columns)
         weight, bias = (make(device=self.device, dtype=self.dtype) for _ in range(2))
         return weight, None if self.is_rms_norm else bias
 
 
 def problems(device: torch.device, dtype: torch.dtype) -> Iterator[Problem]:
-    """Yield all of them; those with groups have no residual."""
+    """Yield all problems; those with groups are without a residual."""
     for shape in INTERPRETER_SHAPES if device.type == "cpu" else GPU_SHAPES:
         for is_rms_norm in (False, True):
             for with_residual in (False, True) if shape[1] == 1 else (False,):
@@ -154,7 +154,7 @@ def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
 def _finalize_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for problem in problems(device, dtype):
         if problem.with_residual or problem.groups > 1:
-            continue  # keys that are there already
+            continue  # its key is tuned already
         plan = backward_plan(problem.matrix(), num_groups=1)
         weight, bias = problem.parameters()
         partials = torch.randn(plan.programs, problem.columns, device=device)

@@ -219,6 +219,6 @@ def test_tangents_are_refused_and_not_lost(device: str, place: int) -> None:
     with forward_ad.dual_level():
         plain = rms_norm_linear(*given)
         dual = forward_ad.make_dual(given[place], torch.ones_like(given[place]))
-        with pytest.raises(TracingError, match="no forward-mode derivative"):
+        with pytest.raises(TracingError, match="do not support forward-mode AD"):
             rms_norm_linear(*given[:place], dual, *given[place + 1 :])
     assert torch.equal(plain, rms_norm_linear(*given))

@@ -370,7 +370,7 @@ def test_device_and_dtype(device: str) -> None:
         ),
         (
             lambda x: layer_norm_bwd(x, x, None, None, rstd=x[:, 0].half(), is_rms_norm=True),
-            "rstd is of torch.float16; pass what layer_norm_fwd returned",
+            "rstd is of torch.float16; pass the rstd that layer_norm_fwd returned",
         ),
     ],
 )
