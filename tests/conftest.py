@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from tests import selection
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -171,6 +172,9 @@ def fresh_process(cache_dir: Path) -> FreshProcess:
 
     A process that outlives `timeout_s` fails the test, with what it printed; it and everything it
     started in its session are killed.
+
+    `warm` is for a program that would import torch and Triton first anyway, and of which the test
+    does not ask how they are imported: it is forked off a process that has them already.
     """
 
     def run(
@@ -179,49 +183,82 @@ def fresh_process(cache_dir: Path) -> FreshProcess:
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
         timeout_s: float = FRESH_PROCESS_TIMEOUT_S,
+        warm: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         what = [str(code_or_script)] if isinstance(code_or_script, Path) else ["-c", code_or_script]
         if cwd is None:
             cwd = cache_dir.parent / "cwd"
             cwd.mkdir(exist_ok=True)
-        return _run([sys.executable, *what, *map(str, args)], _environment(env), cwd, timeout_s)
+        program = [*what, *map(str, args)]
+        start = _start_warm if warm and NO_GPU_REASON else _start_fresh
+        return _run(start, program, _environment(env), cwd, timeout_s)
 
     return run
 
 
+#: Starts a program with an environment, a directory, and files for its output.
+_Start = Callable[
+    [list[str], dict[str, str], Path, IO[bytes], IO[bytes]], tuple[int, Callable[[float], int]]
+]
+
+
+def _start_fresh(
+    program: list[str], env: dict[str, str], cwd: Path, stdout: IO[bytes], stderr: IO[bytes]
+) -> tuple[int, Callable[[float], int]]:
+    process = subprocess.Popen(
+        [sys.executable, *program],
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
+    return process.pid, process.wait
+
+
+_warm: dict[str | None, WarmPython] = {}
+
+
+def _start_warm(
+    program: list[str], env: dict[str, str], cwd: Path, stdout: IO[bytes], stderr: IO[bytes]
+) -> tuple[int, Callable[[float], int]]:
+    interpret = env.get("TRITON_INTERPRET")
+    if interpret not in _warm:
+        _warm[interpret] = WarmPython(env)
+    warm = _warm[interpret]
+    return warm.start(program, env, cwd, stdout, stderr), warm.wait
+
+
+def _stop_warm() -> None:
+    while _warm:
+        _warm.popitem()[1].close()
+
+
 def _run(
-    command: list[str], env: dict[str, str], cwd: Path, timeout_s: float
+    start: _Start, program: list[str], env: dict[str, str], cwd: Path, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     # Files and not pipes: a grandchild that keeps a pipe open would keep the reader waiting.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
-            command,
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        in_time = False
+        pid, wait = start(program, env, cwd, stdout, stderr)
+        code = None
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-                in_time = True
+            with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
+                code = wait(timeout_s)
         finally:
-            if not in_time:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            if code is None:
+                os.killpg(pid, signal.SIGKILL)
+                wait(FRESH_PROCESS_TIMEOUT_S)
         texts = []
         for file in (stdout, stderr):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    if not in_time:
+    if code is None:
         pytest.fail(
-            f"a fresh process did not end within {timeout_s:g} s: {command}\n"
+            f"a fresh process did not end within {timeout_s:g} s: {program}\n"
             f"--- its stdout\n{texts[0]}\n--- its stderr\n{texts[1]}"
         )
-    return subprocess.CompletedProcess(command, process.returncode, *texts)
+    return subprocess.CompletedProcess(program, code, *texts)
 
 
 def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
@@ -261,6 +298,7 @@ def _no_process_is_left(triton_cache_dir: Path) -> Iterator[None]:
     yield
     if sys.platform != "linux":
         return
+    _stop_warm()
     left = _end_of([process for process in _running() if not process.stays_on_purpose])
     if fork_server := sys.modules.get("safetune.isolation.fork_server"):
         fork_server.stop_servers()

@@ -116,11 +116,11 @@ class TestBlocks:
         # As jax.py it would be what its own `import jax` finds.
         script = write_python(page, tmp_path).rename(tmp_path / "page.py")
 
-        result = fresh_process(script, env=INTERPRETER)
+        result = fresh_process(script, env=INTERPRETER, warm=True)
 
         assert result.returncode == 0, f"lines are those of {page.name}\n{result.stderr}"
 
-    @pytest.mark.parametrize(("page", "shorter"), sh_cases())
+    @pytest.mark.parametrize(("page", "shorter"), list(sh_cases()))
     def test_sh(self, page: Path, shorter: bool, tmp_path: Path, cache_dir: Path) -> None:
         """All commands of a page in one store, from a folder with docs/ and the page's Python.
 

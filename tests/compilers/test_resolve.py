@@ -273,7 +273,7 @@ class TestForTransformerEngine:
 def compiled_by_transformer_engine(fresh_process: FreshProcess, what: str) -> list[dict[str, Any]]:
     """What its helper compiles; without the interpreter, as the kernel is for a GPU."""
     script = Path(__file__).with_name("transformer_engine.py")
-    done = fresh_process(script, what, env={"TRITON_INTERPRET": None})
+    done = fresh_process(script, what, env={"TRITON_INTERPRET": None}, warm=True)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -380,14 +380,14 @@ def test_the_commands_that_a_miss_names_do_what_it_says(
     module = "import runpy; runpy.run_module('missing', run_name='__main__', alter_sys=True)"
     program = script if how == "script" else module
 
-    missed = fresh_process(program, 60, cwd=cwd)
+    missed = fresh_process(program, 60, cwd=cwd, warm=True)
     commands = re.findall("`safetune (.*?)`", missed.stderr.replace("\n", " "))
     assert len(commands) == 2, missed.stderr
     for command in commands:
-        done = fresh_process(COMMAND_LINE, *shlex.split(command), cwd=cwd)
+        done = fresh_process(COMMAND_LINE, *shlex.split(command), cwd=cwd, warm=True)
         assert "1 tuning, 2 configs measured" in done.stdout, (command, done.stderr)
 
-    assert fresh_process(program, 60, 70, cwd=cwd).stdout.split() == ["stored", "stored"]
+    assert fresh_process(program, 60, 70, cwd=cwd, warm=True).stdout.split() == ["stored", "stored"]
 
 
 def test_off_and_one_config(monkeypatch: pytest.MonkeyPatch) -> None:

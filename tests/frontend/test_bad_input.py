@@ -268,7 +268,9 @@ class TestSurroundings:
         script = tmp_path / "no_gpu.py"
         script.write_text(NO_GPU)
 
-        result = fresh_process(script, env={"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""})
+        result = fresh_process(
+            script, env={"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}, warm=True
+        )
 
         assert result.returncode == 0, result.stderr
         name, _, text = result.stdout.strip().partition(": ")

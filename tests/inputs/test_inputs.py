@@ -515,7 +515,7 @@ print(warning.message)
 class TestTooLarge:
     @pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS"])
     def test_for_the_host(self, limit: str, fresh_process: Any, cache_dir: Path) -> None:
-        result = fresh_process(TOO_LARGE, limit)
+        result = fresh_process(TOO_LARGE, limit, warm=True)
         assert result.returncode == 0, result.stderr
         text = result.stdout
         assert "kernel is not tuned" in text

@@ -83,7 +83,7 @@ def run(
     (tmp_path / "lib.py").write_text(LIBRARY)
 
     def run(code: str) -> tuple[list[str], list[str]]:
-        done = fresh_process(code, cwd=tmp_path)
+        done = fresh_process(code, cwd=tmp_path, warm=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines(), re.findall(r"^safetune: (.*)$", done.stderr, re.MULTILINE)
 

@@ -84,6 +84,7 @@ class TestInstall:
             f"import safetune; safetune.install(); import {names}\n"
             f"for library in ({names}): print(library.add(times=3))",
             cwd=folder,
+            warm=True,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [OURS] * 4
@@ -96,8 +97,8 @@ class TestInstall:
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
         code = "import safetune; safetune.install(); import lib; lib.add(times=2)"
-        fresh_process(code, cwd=library())
-        done = fresh_process(code, cwd=library())
+        fresh_process(code, cwd=library(), warm=True)
+        done = fresh_process(code, cwd=library(), warm=True)
         assert "2 launches: 0 tunings, 1 keys looked up, 1 hits" in done.stderr
 
     def test_torch_s_own_tuners_stay_triton_s(
@@ -114,7 +115,7 @@ lib.add_kernel = inside["rebuild"](lib.add_kernel)
 lib.add()
 print(len(installation.tuners), installation.refused)
 """
-        done = fresh_process(code, cwd=library())
+        done = fresh_process(code, cwd=library(), warm=True)
         assert done.stdout.splitlines() == [STOCK, "0 {}"], done.stderr
 
     def test_what_cannot_be_taken_over_runs_as_before_and_is_named(
@@ -128,7 +129,7 @@ import lib, triton
 kernel = triton.autotune(lib.CONFIGS, ["n"])(triton.autotune(lib.CONFIGS, ["n"])(lib.add_kernel.fn))
 print(type(kernel).__module__)
 """
-        done = fresh_process(code, cwd=library())
+        done = fresh_process(code, cwd=library(), warm=True)
         assert done.stdout.split() == [STOCK], done.stderr
         left = reports(done.stderr)[-1]
         assert "left to triton.autotune: add_kernel (add_kernel has a tuner already" in left
@@ -152,7 +153,7 @@ lib.add()
 twice = triton.autotune(lib.CONFIGS + [triton.Config({"BLOCK": 16})], ["n"])(fn)
 print(type(twice).__module__)
 """
-        done = fresh_process(code, cwd=library())
+        done = fresh_process(code, cwd=library(), warm=True)
         assert done.stdout.split() == [OURS, STOCK], done.stderr
         counts, dropped, left = reports(done.stderr)
         assert "2 launches" in counts
@@ -171,7 +172,8 @@ print(type(twice).__module__)
             "module.Installation.begin = interrupted\n"
             "other = threading.Thread(target=lambda: made.append(safetune.install()))\n"
             "made.append(safetune.install()); other.join()\n"
-            "print(len(set(made)), hasattr(triton.autotune.__wrapped__, '__wrapped__'))"
+            "print(len(set(made)), hasattr(triton.autotune.__wrapped__, '__wrapped__'))",
+            warm=True,
         )
         assert done.stdout.split() == ["1", "False"], done.stderr
 

@@ -313,7 +313,7 @@ def call(n):
         stored = records.trials()
         assert len(stored) == 6
 
-        result = fresh_process(self.WARM, path, 100, 50)
+        result = fresh_process(self.WARM, path, 100, 50, warm=True)
 
         assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout) == {
@@ -326,7 +326,7 @@ def call(n):
         assert records.trials() == stored
 
         # The observer observes: a key that is not stored starts something.
-        result = fresh_process(self.WARM, path, 60)
+        result = fresh_process(self.WARM, path, 60, warm=True)
         seen = json.loads(result.stdout)
         assert seen["right"] == [True]
         assert seen["started"]

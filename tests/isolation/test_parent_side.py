@@ -335,7 +335,7 @@ print(json.dumps(seen))
     ) -> None:
         script = tmp_path / "stuck.py"
         script.write_text(PRELUDE + self.SCRIPT)
-        result = fresh_process(script, tmp_path)
+        result = fresh_process(script, tmp_path, warm=True)
         assert result.returncode == 0, result.stderr
         seen = json.loads(result.stdout)
         if isinstance(seen, str):
@@ -434,7 +434,7 @@ print(status, run(kernel, 100))
     ) -> None:
         script = tmp_path / "forks.py"
         script.write_text(PRELUDE + self.SCRIPT)
-        result = fresh_process(script, tmp_path)
+        result = fresh_process(script, tmp_path, warm=True)
         assert result.returncode == 0, result.stderr
         assert "not tuned" not in result.stderr
         seen = json.loads(result.stdout)
@@ -457,7 +457,7 @@ print(status, run(kernel, 100))
         script = tmp_path / "forks.py"
         script.write_text(PRELUDE + self.IN_THE_MIDDLE)
         os.mkfifo(tmp_path / "fifo")
-        result = fresh_process(script, tmp_path / "fifo", tmp_path / "gate")
+        result = fresh_process(script, tmp_path / "fifo", tmp_path / "gate", warm=True)
         assert result.returncode == 0, result.stderr
         assert result.stdout.split() == ["0", "True"]
 

@@ -22,7 +22,9 @@ FEW_BYTES = 64
 
 
 def compiled(fresh_process: FreshProcess, *arguments: object) -> list[dict[str, Any]]:
-    done = fresh_process(SCRIPT, *arguments, env={"TRITON_INTERPRET": None}, timeout_s=400)
+    done = fresh_process(
+        SCRIPT, *arguments, env={"TRITON_INTERPRET": None}, timeout_s=400, warm=True
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

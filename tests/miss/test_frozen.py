@@ -181,7 +181,7 @@ def test_nothing_is_started_or_written(
     script.write_text(SCRIPT)
 
     def run(mode: str | None = "frozen") -> Any:
-        done = fresh_process(script, env={"SAFETUNE_MODE": mode})
+        done = fresh_process(script, env={"SAFETUNE_MODE": mode}, warm=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
