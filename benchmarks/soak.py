@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.isolation import measuring_child
+from safetune.isolation import child_handle
 
 #: Verdicts that a fault may end with.
 EXPECTED = {
@@ -145,7 +145,7 @@ def tune_once(number: int, device: str) -> recording.Row:
 
 def footprint(device: str) -> dict[str, float]:
     """Return what this process holds once no idle child waits for its next tuning."""
-    measuring_child.drop_all_idle()
+    child_handle.idle.drop()
     wait_for_children()
     gc.collect()
     used = 0.0

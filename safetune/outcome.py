@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -123,6 +124,10 @@ class Outcome:
     def marked(self, mark: Mark) -> bool:
         """Whether the outcome carries this mark."""
         return any(text.partition(":")[0] == mark.value for text in self.marks)
+
+    def with_marks(self, marks: Iterable[str]) -> Outcome:
+        """Return the outcome with more marks; those that it has already are not repeated."""
+        return replace(self, marks=tuple(dict.fromkeys((*self.marks, *marks))))
 
     @property
     def label(self) -> str:

@@ -292,6 +292,13 @@ class Running:
         return self.parent == os.getpid() and "safetune.child.server_main" in self.command
 
 
+def stop_servers() -> None:
+    """End this process's fork servers, if it has any, and with them every child."""
+    if fork_server := sys.modules.get("safetune.isolation.fork_server"):
+        fork_server.compile_server.stop()
+        fork_server.server.stop()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_is_left(triton_cache_dir: Path) -> Iterator[None]:
     """Fail after the last test when something that the tests started is still running."""
@@ -300,8 +307,7 @@ def _no_process_is_left(triton_cache_dir: Path) -> Iterator[None]:
         return
     _stop_warm()
     left = _end_of([process for process in _running() if not process.stays_on_purpose])
-    if fork_server := sys.modules.get("safetune.isolation.fork_server"):
-        fork_server.stop_servers()
+    stop_servers()
     left += _end_of(
         [process for process in _running() if "resource_tracker" not in process.command]
     )

@@ -24,7 +24,11 @@ LAYERS: list[list[str]] = [
     ["keys.source_text", "keys.kernel_digest"],
     ["config"],
     ["keys", "launch.call_shape", "launch.key_state", "workload"],
-    ["tuning", "inputs", "isolation", "child", "launch.scratch_memory"],
+    ["isolation.protocol"],
+    ["inputs", "launch.scratch_memory", "launch.timing"],
+    ["isolation"],
+    ["child"],  # no other folder imports it, see below
+    ["tuning"],
     ["miss", "compilers", "frontend.pruning"],
     ["launch", "frontend.launch_by_triton"],
     ["frontend"],
@@ -138,6 +142,45 @@ def test_imports_point_to_lower_layers() -> None:
         if level.get(imported.unit, 0) > level.get(module.unit, len(LAYERS))
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_no_other_folder_imports_child() -> None:
+    """So that the folder of a line tells in which process it runs; types count, too."""
+    importing = [
+        f"{module.path.relative_to(ROOT)}: imports {name}"
+        for module in product().values()
+        if module.unit != "child"
+        for node in ast.walk(module.tree)
+        for name in _imported(module, node)
+        if f"{name}.".startswith("safetune.child.")
+    ]
+    assert not importing, "\n".join(importing)
+
+
+def test_a_child_shares_only_the_protocol_with_its_parent() -> None:
+    """What both need as code is in the folders below both: inputs, launch, keys."""
+    shared = {"safetune.isolation.protocol"}
+    closed = ("safetune.isolation", "safetune.tuning", "safetune.miss", "safetune.store")
+    importing = [
+        f"{module.path.relative_to(ROOT)}: imports {name}"
+        for module in product().values()
+        if module.unit == "child"
+        for node in ast.walk(module.tree)
+        for name in _imported(module, node)
+        if name.startswith(closed) and not name.startswith(tuple(shared))
+        if name != "safetune.isolation"  # of which each imported name is looked at
+    ]
+    assert not importing, "\n".join(importing)
+
+
+def _imported(module: Module, node: ast.AST) -> Iterator[str]:
+    """Yield all that one import statement may mean, modules and names alike."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = _absolute(module, node)
+        yield base
+        yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def test_no_two_modules_import_each_other() -> None:

@@ -1,45 +1,48 @@
 """The child's copies of the caller's tensors: same bits, shapes, strides, alignment and aliasing.
 
 They are made from the memory file that the parent wrote (see `snapshot`), in memory of the child's
-own, each storage between two guard bands. What a launch has written is found by a checksum, so only
-that is kept twice and put back: the rest of the arguments is on the device once.
+own, each storage between two guard bands. A checksum finds what a launch has written, so only that
+is kept twice and put back: the rest of the arguments is on the device once.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from safetune.child.checksum import checksums, gathered
 from safetune.inputs import random_inputs
-from safetune.inputs.specs import ALIGNMENT, FLOATS, BlockSpec, TensorSpec
+from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, TensorSpec, view_of
 
 #: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
 #: within it, and the bands of many small arguments stay small.
 _MIN_GUARD = 1 << 16
 _MAX_GUARD = 1 << 21
-#: Tame in every type: tiny as a float, far from a valid index as an integer.
+#: Harmless in every type: tiny as a float, far from a valid index as an integer.
 _GUARD_BYTE = 0xA5
 #: What a float output holds before a launch that should overwrite it; exact in every float type.
 _POISON = 1.5
 _PROBES = 64
+#: Words of 8 bytes that are weighted at once: the product takes as much memory again.
+_CHUNK = 1 << 20
+_MULTIPLIER = 0x9E3779B97F4A7C1 | 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Block:
-    """One storage, or several that overlap: its live bytes, and how to have the caller's again."""
+    """One storage, or several that overlap: its live bytes, and how to restore the caller's."""
 
     def __init__(self, spec: BlockSpec, load: Callable[[torch.Tensor], None]) -> None:
         guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
-        room, start = _room(spec, spec.device, guard)
+        memory, start = _aligned_memory(spec, spec.device, guard)
         self.spec = spec
-        self.live = room[start : start + spec.size]
-        self.guards = {"before": room[:start], "after": room[start + spec.size :]}
+        self.live = memory[start : start + spec.size]
+        self.guards = {"before": memory[:start], "after": memory[start + spec.size :]}
         for band in self.guards.values():
             band.fill_(_GUARD_BYTE)
         self._load = load
@@ -55,15 +58,15 @@ class Block:
             self.live.copy_(self._pristine)
 
     def keep_pristine(self) -> None:
-        """Have the caller's bits at hand from here on: on the device, or pinned if that is full."""
+        """Keep a copy of the caller's bits: on the device, or pinned if that is full."""
         self.written = True
         if self.spec.device == "cpu":
-            return  # the memory file is as near
+            return  # the memory file is as fast
         self._pristine = self.another()
         self._load(self._pristine)
 
     def pristine(self) -> torch.Tensor:
-        """Return the caller's bits: on the device if there is room."""
+        """Return the caller's bits, on the device if they fit."""
         if self._pristine is not None:
             return self._pristine
         bits = self.another()
@@ -73,19 +76,26 @@ class Block:
     def another(self) -> torch.Tensor:
         """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
         try:
-            room, start = _room(self.spec, self.spec.device)
+            memory, start = _aligned_memory(self.spec, self.spec.device)
         except torch.OutOfMemoryError:
-            room, start = _room(self.spec, "cpu", pinned=True)
-        return room[start : start + self.spec.size]
+            memory, start = _aligned_memory(self.spec, "cpu", pinned=True)
+        return memory[start : start + self.spec.size]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A few elements of a tensor: where they are, what the caller has there, and what is now."""
+    """A few elements of a tensor, which are overwritten for one launch.
+
+    Attributes:
+        bits: the whole tensor as integers.
+        index: the elements.
+        values: what the caller has there.
+        poison: what is written there.
+    """
 
     block: int
     bits: torch.Tensor
-    place: tuple[torch.Tensor, ...]
+    index: tuple[torch.Tensor, ...]
     values: torch.Tensor
     poison: int
 
@@ -95,7 +105,7 @@ class Arguments:
 
     def __init__(self, header: dict[str, Any], fd: int) -> None:
         size = os.fstat(fd).st_size
-        # A private mapping: what a candidate does on the CPU stays in this process.
+        # A private mapping: what a config writes on the CPU stays in this process.
         memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         os.close(fd)
         file_bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -122,7 +132,7 @@ class Arguments:
         return [index for index, block in enumerate(self.blocks) if block.written]
 
     def poison(self, tensors: Iterable[int]) -> bool:
-        """Overwrite those of these that are written floats; return whether there is one."""
+        """Overwrite the written float tensors among these; return whether there is one."""
         chosen = [
             self.tensors[index]
             for index in tensors
@@ -132,10 +142,10 @@ class Arguments:
             tensor.fill_(_POISON)
         return bool(chosen)
 
-    def overwritten(self, tensors: Iterable[int]) -> tuple[int, ...]:
-        """Return, for each of these, a number for which of its elements lost their poison.
+    def written_masks(self, tensors: Iterable[int]) -> tuple[int, ...]:
+        """Return, for each of these, a hash of which elements no longer hold the poison.
 
-        It is 0 where none has, and for a tensor that is never poisoned.
+        It is 0 if all hold it, and for a tensor that is never poisoned.
         """
         masks = []
         for index in tensors:
@@ -147,8 +157,8 @@ class Arguments:
                 masks.append(torch.zeros(0, dtype=torch.uint8))
         return tuple(checksums(masks))
 
-    def plant(self, tensors: Iterable[int]) -> list[Probe]:
-        """Overwrite a few elements of those of these that are floats and not known as written."""
+    def plant_probes(self, tensors: Iterable[int]) -> list[Probe]:
+        """Overwrite a few elements of each of these that is a float and not known as written."""
         probes = []
         for index in tensors:
             tensor, view = self.tensors[index], self.views[index]
@@ -157,30 +167,30 @@ class Arguments:
                 continue
             bits = _bits(tensor).view(tensor.shape or (1,))
             flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
-            place = torch.unravel_index(flat, bits.shape)
+            elements = torch.unravel_index(flat, bits.shape)
             poison = _poison_bits(tensor.dtype)
-            probes.append(Probe(view.block, bits, place, bits[place], poison))
+            probes.append(Probe(view.block, bits, elements, bits[elements], poison))
         for probe in probes:
-            probe.bits[probe.place] = probe.poison
+            probe.bits[probe.index] = probe.poison
         return probes
 
-    def gather(self, probes: Iterable[Probe]) -> None:
-        """Put back what was planted; where something has overwritten it, that is an output."""
+    def collect_probes(self, probes: Iterable[Probe]) -> None:
+        """Restore the probed elements; a tensor in which one was overwritten is an output."""
         for probe in reversed(list(probes)):
             block = self.blocks[probe.block]
-            if not block.written and bool((probe.bits[probe.place] != probe.poison).any()):
+            if not block.written and bool((probe.bits[probe.index] != probe.poison).any()):
                 block.keep_pristine()
-            probe.bits[probe.place] = probe.values
+            probe.bits[probe.index] = probe.values
 
     def breached(self) -> list[tuple[int, str]]:
-        """Return each (block, `before` or `after`) whose guard band something has written."""
+        """Return (block, `before` or `after`) for each guard band that has been written."""
         sides = [(i, side) for i, block in enumerate(self.blocks) for side in block.guards]
         bands = [self.blocks[index].guards[side] for index, side in sides]
-        touched = gathered([(band != _GUARD_BYTE).any() for band in bands])
+        touched = _values([(band != _GUARD_BYTE).any() for band in bands])
         return [side for side, is_touched in zip(sides, touched, strict=True) if is_touched]
 
     def unowned(self) -> list[int]:
-        """Return the written blocks of which bytes have changed that no tensor covers."""
+        """Return the written blocks in which bytes have changed that no tensor covers."""
         suspects = [i for i, block in enumerate(self.blocks) if block.written and self._gaps(i)]
         return [index for index in suspects if self._gap_changed(index)]
 
@@ -214,13 +224,13 @@ def _poison_bits(dtype: torch.dtype) -> int:
     return int(_bits(poison).item())
 
 
-def _room(
+def _aligned_memory(
     spec: BlockSpec, device: str, guard: int = 0, pinned: bool = False
 ) -> tuple[torch.Tensor, int]:
     """Return memory around a block's bytes, and where they begin in it."""
     size = spec.size + 2 * guard + ALIGNMENT
-    room = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-    return room, guard + (spec.misalignment - room.data_ptr() - guard) % ALIGNMENT
+    memory = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return memory, guard + (spec.misalignment - memory.data_ptr() - guard) % ALIGNMENT
 
 
 def _loader(file_bytes: torch.Tensor, spec: BlockSpec) -> Callable[[torch.Tensor], None]:
@@ -234,7 +244,7 @@ def _loader(file_bytes: torch.Tensor, spec: BlockSpec) -> Callable[[torch.Tensor
 
 
 def _is_dense(view: TensorSpec, size: int) -> bool:
-    """Whether a view covers a whole block, without looking at each element."""
+    """Whether a view covers a whole block; its elements are not looked at one by one."""
     itemsize = getattr(torch, view.dtype).itemsize
     expected = 1
     for length, step in sorted(zip(view.shape, view.stride, strict=True), key=lambda pair: pair[1]):
@@ -245,12 +255,41 @@ def _is_dense(view: TensorSpec, size: int) -> bool:
     return expected * itemsize == size
 
 
-def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor as its view of a block's bytes."""
-    dtype = getattr(torch, spec.dtype)
-    offset = block_bytes.storage_offset() + spec.byte_offset
-    itemsize = dtype.itemsize
-    if offset % itemsize:
-        raise ValueError(f"a {spec.dtype} tensor at a byte offset of {offset}")
-    view = torch.empty(0, dtype=dtype, device=block_bytes.device)
-    return view.set_(block_bytes.untyped_storage(), offset // itemsize, spec.shape, spec.stride)
+def checksums(runs: Sequence[torch.Tensor]) -> list[int]:
+    """Return a checksum for each run of bytes (`uint8`, one dimension, any device).
+
+    Bytes are weighted by position, so a permutation is a change, too. A changed run keeps its
+    checksum with a probability of 2^-32 or less.
+    """
+    return _values([_checksum(run) for run in runs])
+
+
+def _values(numbers: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the values of scalar tensors on any devices, with one wait for each device."""
+    found: dict[int, Any] = {}
+    for device in {number.device for number in numbers}:
+        here = [index for index, number in enumerate(numbers) if number.device == device]
+        values = torch.stack([numbers[index] for index in here]).tolist()
+        found.update(zip(here, values, strict=True))
+    return [found[index] for index in range(len(numbers))]
+
+
+def _checksum(run: torch.Tensor) -> torch.Tensor:
+    head = min(-(run.storage_offset()) % 8, run.numel())
+    words = (run.numel() - head) // 8 * 8
+    total = _weighted(run[:head].long()) + 3 * _weighted(run[head + words :].long())
+    body = run[head : head + words]
+    for chunk in body.view(torch.int64).split(_CHUNK) if words else ():
+        total = total * _MULTIPLIER + _weighted(chunk)
+    return total
+
+
+def _weighted(words: torch.Tensor) -> torch.Tensor:
+    return (words * _weights(words.device)[: words.numel()]).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers, so that no change of a single word is lost to an overflow."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator) * 2 + 1).to(device)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from safetune.inputs.specs import FLOATS
+from safetune.inputs.spans import FLOATS
 
-#: How far apart two right results may be, as a share of an element plus as much of the tensor's
-#: root mean square. Each is a small multiple of what the type can tell apart, as split-K sums of
-#: 16 to 32 terms kept in it need; float32 has room for tf32 products (10 bits).
+#: How far apart two right results may be, as a share of an element plus the same share of the
+#: tensor's root mean square. Each is a small multiple of the resolution of the type, as split-K
+#: sums of 16 to 32 terms kept in it need; float32 allows for tf32 products (10 bits).
 TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 2e-3,
@@ -23,10 +23,10 @@ TOLERANCE = {
 }
 _NARROW_TOLERANCE = 0.3  # the types of 8 bits and less
 
-#: A result may differ from another by so many times what it differs from itself.
+#: Two results may differ by this many times the difference between two runs of one config.
 _SPREAD_FACTOR = 4.0
 _SLICE = 1 << 22
-#: Those of 1, 2, 4 and 8 bytes first.
+#: The types of 1, 2, 4 and 8 bytes first.
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8, torch.bool)
 
 
@@ -78,9 +78,9 @@ def agree(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale, any_order: boo
         theirs: may be on another device.
         scale: the size of `theirs`, and how badly either repeats.
         any_order: the same values in another order are the same result: an atomic counter hands
-            out places as programs come.
+            out slots in the order in which programs come.
     """
-    if _in_place(mine, theirs, scale):
+    if _agree_in_order(mine, theirs, scale):
         return True
     if not any_order or mine.numel() > _SLICE:
         return False
@@ -88,9 +88,9 @@ def agree(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale, any_order: boo
     return bool(_close(a, b, mine.dtype, scale).all())
 
 
-def _in_place(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale) -> bool:
+def _agree_in_order(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale) -> bool:
     if scale.spread and not mine.dtype.is_floating_point and not mine.dtype.is_complex:
-        return True  # it is not the same from run to run: nothing can be said
+        return True  # it differs from run to run, so it cannot be compared
     return all(
         bool(_close(_real(a), _real(b.to(a.device)), mine.dtype, scale).all())
         for a, b in zip(_slices(mine), _slices(theirs), strict=True)
@@ -119,8 +119,8 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as one that can be subtracted: complex as pairs, narrow types widened, what torch
-    cannot convert as its bits.
+    """A tensor as one that can be subtracted: complex as pairs, narrow types widened, types
+    that torch cannot convert as their bits.
     """
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)

@@ -1,4 +1,4 @@
-"""Exceptions of a candidate, turned into outcomes. Runs in the child."""
+"""Exceptions of a config, turned into outcomes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _MAX_MESSAGE = 2000
 
 
 def of_compile(error: BaseException) -> Outcome:
-    """Return what an exception of the compiler says of the config."""
+    """Return the outcome of a config for which the compiler raised this."""
     from triton.runtime.errors import OutOfResources
 
     verdict = (
         Verdict.OUT_OF_RESOURCES if isinstance(error, OutOfResources) else Verdict.COMPILE_ERROR
     )
     outcome = _outcome(verdict, error)
-    if _of_memory(error):  # which the compiler's own exception may not say
+    if _of_memory(error):  # the compiler's own exception may not mention it
         return replace(outcome, message=f"{outcome.message}\n{MemoryError.__name__}".strip())
     return outcome
 
@@ -29,7 +29,7 @@ def _of_memory(error: BaseException | None) -> bool:
 
 
 def of_launch(error: BaseException) -> Outcome:
-    """Return what an exception of a launch says of the config, and of the device's context."""
+    """Return the outcome of a config whose launch raised this; looks if the context still works."""
     import torch
     from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
     from triton.runtime.errors import OutOfResources, PTXASError
@@ -46,12 +46,12 @@ def of_launch(error: BaseException) -> Outcome:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """The driver's refusal as torch and Triton pass it on: no context, no module, no scratch."""
+    """Whether the driver refused memory for a context, a module or scratch."""
     return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
 
 
 def _context_works() -> bool:
-    """Whether the device still answers. After a sticky error, nothing in this process does."""
+    """Whether the device still answers. After a sticky error, every call of this process fails."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -68,6 +68,6 @@ def _outcome(verdict: Verdict, error: BaseException) -> Outcome:
     name = type(error).__name__
     try:
         text = str(error).strip() or name
-    except Exception as unprintable:  # str() of a candidate's exception is its code too
-        text = f"{name}, whose text cannot be had: {type(unprintable).__name__}"
+    except Exception as unprintable:  # str() runs code of the exception's class
+        text = f"{name}, whose str() raises {type(unprintable).__name__}"
     return Outcome(verdict, detail=name, message=text[:_MAX_MESSAGE])

@@ -1,7 +1,7 @@
 """A call rebuilt in the child, its inputs copied from the caller's or made by `inputs=`.
 
-What the factory makes goes through a memory file as the caller's tensors do: whatever holds for
-copies, such as that every config starts from the same bits, holds for it too.
+What `inputs=` returns goes through a memory file as the caller's tensors do, so that every config
+starts from the same bits of it, too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting
-from safetune.inputs import pointers
+from safetune.inputs import kernel_pickle, pointers
+from safetune.inputs.call import Call
 from safetune.inputs.snapshot import Snapshot
-from safetune.inputs.specs import Absent
-from safetune.isolation import kernel_pickle
+from safetune.inputs.spans import Absent
 from safetune.launch.call_shape import named_arguments
-from safetune.tuning.requests import Call
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def rebuild(header: dict[str, Any], blob: bytes, fd: int) -> Rebuilt:
     packed = kernel_pickle.pack(made, "what `inputs=` returned", table)
     snapshot = Snapshot(table.tensors)
     kept = (call, made) if _may_point(made, table.tensors) else None
-    del arguments, call, made, table  # their memory goes before the copies take theirs
+    del arguments, call, made, table  # their memory is freed before the copies are made
     arguments = Arguments(snapshot.header(), snapshot.fd)
     hooks = [arguments.tensors[number] for number in captured]
     call, configs = kernel_pickle.unpack(blob, _merged(hooks, metas))

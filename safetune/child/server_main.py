@@ -1,4 +1,4 @@
-"""The child side: a fork server, and the children that it forks.
+"""The fork server, and the children that it forks. Started as `-m safetune.child.server_main` is.
 
 The server imports torch and triton once and never touches CUDA, so that a child can be forked from
 it in milliseconds and make a context of its own. It runs none of the user's code, not even the
@@ -19,11 +19,12 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from safetune.isolation import process, protocol
+from safetune.isolation import protocol
 
-#: With no child left and no request for so long, the server goes; the next miss starts another.
+#: Without a child and a request for this long the server exits; the next miss starts another.
 _IDLE_EXIT_S = 60.0
 _REAP_S = 10.0
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -118,7 +119,7 @@ class _Server:
         """Wait for the children that have left by themselves."""
         for pid in list(self._children):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                process.kill_group(pid)  # what it had started, while its number is still its own
+                protocol.kill_group(pid)  # what it had started, while its number is still its own
                 self._children.discard(pid)
                 self._ended[pid] = os.waitpid(pid, 0)[1]
 
@@ -127,14 +128,14 @@ class _Server:
         if pid not in self._children:
             return {"status": self._ended.pop(pid, None)}
         if kill:
-            process.kill_group(pid)
+            protocol.kill_group(pid)
         handle = os.pidfd_open(pid)
         try:
             poll = select.poll()
             poll.register(handle, select.POLLIN)
             if not poll.poll(_REAP_S * 1000):
                 return {"status": None}
-            process.kill_group(pid)  # what it had started
+            protocol.kill_group(pid)  # what it had started
             self._children.discard(pid)
             return {"status": os.waitpid(pid, 0)[1]}
         finally:
@@ -142,8 +143,17 @@ class _Server:
 
     def _end(self) -> NoReturn:
         for pid in self._children:
-            process.kill_group(pid)
+            protocol.kill_group(pid)
         os._exit(0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` ends, and end now if it already has."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _become_child(control: socket.socket, server: int, pipe_fd: int, output_fd: int) -> NoReturn:
@@ -151,7 +161,7 @@ def _become_child(control: socket.socket, server: int, pipe_fd: int, output_fd: 
     code = 1
     try:
         os.setsid()
-        process.die_with_parent(server)
+        die_with_parent(server)
         control.close()
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)

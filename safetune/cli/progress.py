@@ -11,7 +11,7 @@ from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
     from safetune.offline.tasks import Task
-    from safetune.tuning.result import Observer
+    from safetune.tuning.requests import Observer
 
 
 class TuningProgress:

@@ -21,7 +21,7 @@ from safetune.errors import NoWorkingConfig, TargetError
 if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
     from safetune.offline.tasks import OfflineKernel, Task
-    from safetune.tuning.result import TuningResult
+    from safetune.tuning.requests import TuningResult
 
 
 @click.command("tune")

@@ -163,7 +163,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _elements(task: Task) -> int:
-    from safetune.tuning.requests import leaves
+    from safetune.inputs.call import leaves
 
     values = (task.workload.args, dict(task.workload.kwargs))
     return sum(leaf.numel() for leaf in leaves(values) if hasattr(leaf, "numel"))

@@ -20,6 +20,7 @@ from triton.runtime.jit import MockTensor
 
 from safetune.compilers import arrays
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
+from safetune.inputs.call import checked_grid, grid_of, meta_arguments
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import frozen, record, reporting
@@ -27,7 +28,6 @@ from safetune.miss import resolve as miss_resolve
 from safetune.miss.inline import why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import Lookup, open_lookup
-from safetune.tuning.grids import checked_grid, grid_of, meta_arguments
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:

@@ -28,13 +28,14 @@ from triton.runtime.autotuner import Config
 from safetune.compilers import dynamic_shapes
 from safetune.config import config_digest, config_text, declared_digest
 from safetune.errors import TracingError
+from safetune.inputs.call import Call
 from safetune.keys import device, encoding
 from safetune.keys.tuning_key import readable_key, tuning_key
 from safetune.launch.call_shape import refuse_vmap
 from safetune.miss import candidates, resolve
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning.requests import Call, TuningRequest
+from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner

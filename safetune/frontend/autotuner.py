@@ -18,6 +18,7 @@ from triton.runtime.autotuner import Config
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.frontend import launch_by_triton, pruning
+from safetune.inputs.call import Hooks
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport, classify
 from safetune.launch import call_shape
@@ -29,7 +30,7 @@ from safetune.settings import (
     parse_choice,
     parse_optional,
 )
-from safetune.tuning.requests import Hooks, Limits
+from safetune.tuning.requests import Limits
 
 if TYPE_CHECKING:
     from safetune.compilers.resolve import Resolved

@@ -16,14 +16,21 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from safetune.child.arguments import view_of
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import pointers, random_inputs
-from safetune.inputs.spans import merged_spans, tensor_spec
-from safetune.inputs.specs import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
+from safetune.inputs.call import Call
+from safetune.inputs.spans import (
+    ALIGNMENT,
+    FLOATS,
+    BlockSpec,
+    Noise,
+    TensorSpec,
+    merged_spans,
+    tensor_spec,
+    view_of,
+)
 from safetune.isolation import backend
 from safetune.launch.call_shape import named_arguments
-from safetune.tuning.requests import Call
 
 #: Values of a standard normal distribution, without the few that are far out.
 _NOISE = {"mean": 0.0, "std": 1.0, "low": -4.0, "high": 4.0}

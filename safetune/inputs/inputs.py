@@ -1,25 +1,23 @@
 """What a call's inputs are in the child: copies of the caller's, draws, or what `inputs=` makes.
 
-All that stands against that is found here, in the caller, before any child starts.
+What makes that impossible is found here, in the caller, before any child starts.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from safetune.inputs import memory_budget, pointers
+from safetune.inputs.call import Call, leaves, owners_of
 from safetune.inputs.snapshot import Snapshot
-from safetune.inputs.spans import merged_spans
-from safetune.inputs.specs import Absent
-from safetune.isolation import measuring_child
+from safetune.inputs.spans import Absent, merged_spans
 from safetune.outcome import Mark
 from safetune.settings import Settings
-from safetune.tuning.requests import Call, leaves, owners_of
 
 
 class Inputs:
@@ -27,6 +25,7 @@ class Inputs:
 
     Args:
         tensors: all of the call's, in the order of the packed call; also those of hooks.
+        free_memory: ends the idle child of a device, where memory is short.
 
     Attributes:
         fd: the memory file.
@@ -34,11 +33,13 @@ class Inputs:
         marks: for every outcome measured on these inputs.
 
     Raises:
-        NotReproducible: an argument holds addresses, or there is no room for the copies.
+        NotReproducible: an argument holds addresses, or the copies do not fit.
         KernelNotTransferable: a tensor has no plain storage.
     """
 
-    def __init__(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, call: Call, tensors: Sequence[torch.Tensor], free_memory: Callable[[int], None]
+    ) -> None:
         owners = owners_of(call.named(), tensors)
         made = call.hooks.inputs is not None
         kept = [i for i, owner in enumerate(owners) if not (made and owner)]
@@ -46,7 +47,7 @@ class Inputs:
         if not made:
             _check_numbers(call)
         if not call.interpreted:
-            _check_devices(copied, names)
+            _check_devices(copied, names, free_memory)
         self._snapshot = Snapshot(copied, names, Settings.current().copy_limit)
         self.fd = self._snapshot.fd
         if not made:
@@ -97,9 +98,9 @@ def _check_tables(snapshot: Snapshot, owners: Sequence[str], interpreted: bool) 
         if not owner or spec.dtype not in ("int64", "uint64") or 0 in spec.shape:
             continue
         with mmap.mmap(snapshot.fd, 0) as memory:
-            place = block.offset + spec.byte_offset
+            begin = block.offset + spec.byte_offset
             count = (block.size - spec.byte_offset) // 8
-            flat = torch.frombuffer(memory, dtype=torch.int64, count=count, offset=place)
+            flat = torch.frombuffer(memory, dtype=torch.int64, count=count, offset=begin)
             candidates = pointers.plausible(flat.as_strided(spec.shape, spec.stride))
             del flat  # the mapping cannot be closed under a tensor
         if candidates:
@@ -109,8 +110,10 @@ def _check_tables(snapshot: Snapshot, owners: Sequence[str], interpreted: bool) 
                     raise pointers.not_reproducible(owner, address)
 
 
-def _check_devices(tensors: Sequence[torch.Tensor], owners: Sequence[str]) -> None:
-    """Look for room on each device for what the call has there."""
+def _check_devices(
+    tensors: Sequence[torch.Tensor], owners: Sequence[str], free_memory: Callable[[int], None]
+) -> None:
+    """Raise if a device has no memory for another copy of the call's tensors there."""
     for index in sorted({tensor.get_device() for tensor in tensors} - {-1}):
         here = [i for i, tensor in enumerate(tensors) if tensor.get_device() == index]
         storages = [tensors[i].untyped_storage().nbytes() for i in here]
@@ -118,5 +121,5 @@ def _check_devices(tensors: Sequence[torch.Tensor], owners: Sequence[str]) -> No
             index,
             sum(span.size for span in merged_spans([tensors[i] for i in here])),
             memory_budget.sizes([owners[i] for i in here], storages),
-            measuring_child.drop_idle,
+            free_memory,
         )

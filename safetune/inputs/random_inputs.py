@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from safetune.inputs.spans import reading, storage_bytes
-from safetune.inputs.specs import FLOATS, BlockSpec, Noise, TensorSpec
+from safetune.inputs.spans import FLOATS, BlockSpec, Noise, TensorSpec, reading, storage_bytes
 
 #: What the elements of each type are made of. Others, such as exponents, are never drawn.
 _REAL = {

@@ -17,7 +17,11 @@ import torch
 
 from safetune.inputs import memory_budget, random_inputs
 from safetune.inputs.spans import (
+    ALIGNMENT,
+    BlockSpec,
     Span,
+    TensorSpec,
+    aligned,
     block_of,
     merged_spans,
     reading,
@@ -25,7 +29,6 @@ from safetune.inputs.spans import (
     storage_bytes,
     tensor_spec,
 )
-from safetune.inputs.specs import ALIGNMENT, BlockSpec, TensorSpec, aligned
 
 
 class Snapshot:

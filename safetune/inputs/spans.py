@@ -5,12 +5,94 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from safetune.errors import KernelNotTransferable
-from safetune.inputs.specs import TensorSpec
 from safetune.isolation import backend
+
+#: The types in which every float of the kernel languages is kept, and whose copies torch can fill.
+FLOATS = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+)
+
+#: torch's CUDA allocator aligns to 512; more than any instruction asks for.
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How the bytes of a block are drawn: normal values of a real dtype, cut to [low, high].
+
+    Attributes:
+        seed: the same bits for every process that draws on the same kind of device.
+    """
+
+    dtype: str
+    mean: float
+    std: float
+    low: float
+    high: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One run of bytes: `size` bytes at `offset` in the memory file, to be placed on `device` at
+    an address that is `misalignment` past a multiple of 512.
+
+    Attributes:
+        noise: the fields of the `Noise` to draw the bytes from; they are then not in the file.
+    """
+
+    device: str
+    offset: int
+    size: int
+    misalignment: int
+    noise: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as a view of a block: dtype name, shape, strides (in elements), byte offset."""
+
+    block: int
+    byte_offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> TensorSpec:
+        """Return the view in plain JSON data, which has no tuples."""
+        return cls(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A tensor of the caller's that stays there: what a meta tensor in its place has.
+
+    Attributes:
+        device: its kind of device, `cpu` or `cuda`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: str
+
+
+def aligned(size: int) -> int:
+    """Return a size in bytes, rounded up to `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, order=True)
@@ -81,6 +163,17 @@ def tensor_spec(tensor: torch.Tensor, merged: Sequence[Span]) -> TensorSpec:
         shape=tuple(tensor.shape),
         stride=tuple(tensor.stride()),
     )
+
+
+def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor as its view of a block's bytes."""
+    dtype = getattr(torch, spec.dtype)
+    offset = block_bytes.storage_offset() + spec.byte_offset
+    itemsize = dtype.itemsize
+    if offset % itemsize:
+        raise ValueError(f"a {spec.dtype} tensor at a byte offset of {offset}")
+    view = torch.empty(0, dtype=dtype, device=block_bytes.device)
+    return view.set_(block_bytes.untyped_storage(), offset // itemsize, spec.shape, spec.stride)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 from safetune.compilers import arrays
 from safetune.compilers.resolve import Resolved, resolve
 from safetune.errors import InvalidSetting, NoDevice, TracingError
-from safetune.tuning.grids import checked_grid
+from safetune.inputs.call import checked_grid
 
 #: What jax-triton hands on to Triton.
 _CARRIED = ("num_warps", "num_stages", "num_ctas")

@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 from safetune.isolation import backend, devices, process
+from safetune.isolation.protocol import Start
 
 
-def start_job(gpu_blind: bool, memory_bytes: int = 0) -> dict[str, Any]:
+def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
     """Return the job that puts a child where this process is now: environment,
     paths, arguments of the program, Triton's knobs.
 
@@ -20,15 +21,14 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0) -> dict[str, Any]:
         environment.update(backend.hidden_environment())
     else:
         environment.update(devices.child_visibility())
-    return {
-        "op": "start",
-        "environment": environment,
-        "path": [path or os.getcwd() for path in sys.path],
-        "argv": [str(argument) for argument in getattr(sys, "argv", [])],
-        "directory": os.getcwd(),
-        "knobs": _knobs(),
-        "memory_bytes": memory_bytes,
-    }
+    return Start(
+        environment=environment,
+        path=[path or os.getcwd() for path in sys.path],
+        argv=[str(argument) for argument in getattr(sys, "argv", [])],
+        directory=os.getcwd(),
+        knobs=_knobs(),
+        memory_bytes=memory_bytes,
+    )
 
 
 def _knobs() -> dict[str, dict[str, Any]]:

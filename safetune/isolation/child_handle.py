@@ -1,4 +1,7 @@
-"""One child as its parent sees it: a process, a private pipe, the file that it prints to."""
+"""One child as its parent sees it: a process, a private pipe, the file that it prints to.
+
+A child that has done its jobs is kept for the next tuning for a short time.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,30 @@ import select
 import signal
 import socket
 import tempfile
+import threading
+import time
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
 
+from safetune import forks
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import devices, process, protocol
 from safetune.isolation.child_environment import start_job
 from safetune.isolation.fork_server import ForkServer, server, tail_of
+from safetune.isolation.protocol import Answer, Job
 from safetune.outcome import Outcome, Verdict
 
+#: How long a child may take to answer its first job, `Start` or `Prepare`.
 START_S = 60.0
+#: A child is not used again this shortly before it exits.
+IDLE_MARGIN_S = 1.0
 
 
 class ChildFailed(Exception):
-    """A child that did not answer: it died, hung or spoke nonsense. It is gone when this rises.
+    """A child did not answer: it died, hung, or sent something else. It has been killed.
 
     Attributes:
-        outcome: what that says of the job it was doing.
+        outcome: for the job that the child was doing.
     """
 
     def __init__(self, outcome: Outcome) -> None:
@@ -36,9 +46,9 @@ class Child:
     """One forked process and the private pipe to it.
 
     Args:
-        device: the one it uses, which is out of use while the child is killed but has not ended.
-        forks: where it is forked from; `server` by default.
-        started: wait until it has our surroundings; without, its first job has to be `start_job`.
+        device: the device that it uses, where nothing is tuned while a killed child has not ended.
+        forks: the server that forks it; `server` by default.
+        started: send `start_job` and wait for its answer; else `start_job` has to be the first job.
 
     Raises:
         WorkerUnavailable: it cannot be started.
@@ -93,44 +103,42 @@ class Child:
         """How many jobs have no answer yet."""
         return len(self._jobs)
 
-    def tell(
-        self,
-        job: dict[str, Any],
-        blob: bytes = b"",
-        fds: tuple[int, ...] = (),
-        timeout_s: float = START_S,
+    def send(
+        self, job: Job, blob: bytes = b"", fds: tuple[int, ...] = (), timeout_s: float = START_S
     ) -> None:
-        """Send a job; a child that is gone shows when its answer is read."""
+        """Send a job. That a child has died is found when its answer is read."""
         self._mark = os.fstat(self._output.fileno()).st_size
         self._last_job += 1
         self._jobs.append(self._last_job)
+        header = protocol.job_header(job, self._last_job)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            protocol.send(
-                self.pipe, {**job, "job": self._last_job}, blob, fds=fds, timeout_s=timeout_s
-            )
+            protocol.send(self.pipe, header, blob, fds=fds, timeout_s=timeout_s)
 
-    def answer(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-        """Return the answer to the first job not answered yet; raises `ChildFailed` without one."""
+    def answer(self, timeout_s: float) -> tuple[Answer, bytes]:
+        """Return the answer to the first job that has none yet, and its bytes.
+
+        Raises:
+            ChildFailed: there is no answer.
+        """
         try:
-            reply, blob, _ = protocol.receive(self.pipe, timeout_s, self._pidfd)
-            if reply.get("job") != self._jobs.popleft():
-                raise protocol.ProtocolError(f"an answer to no job: {str(reply)[:80]}")
+            header, blob, _ = protocol.receive(self.pipe, timeout_s, self._pidfd)
+            answer = protocol.answer_of(header, self._jobs.popleft())
         except TimeoutError:
             raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except (EOFError, ConnectionResetError):
             raise self._failed(Verdict.DIED, "") from None
         except protocol.ProtocolError as error:
             raise self._failed(Verdict.PROTOCOL_ERROR, str(error)) from None
-        return reply, blob
+        return answer, blob
 
     def ask(
-        self, job: dict[str, Any], blob: bytes = b"", fds: tuple[int, ...] = (), *, timeout_s: float
-    ) -> tuple[dict[str, Any], bytes]:
+        self, job: Job, blob: bytes = b"", fds: tuple[int, ...] = (), *, timeout_s: float
+    ) -> tuple[Answer, bytes]:
         """Send a job and return its answer; raises `ChildFailed`."""
         try:
-            self.tell(job, blob, fds, timeout_s)
+            self.send(job, blob, fds, timeout_s)
         except TimeoutError:
-            raise self._failed(Verdict.TIMEOUT, f"took no job within {timeout_s:g} s") from None
+            raise self._failed(Verdict.TIMEOUT, f"no job was read within {timeout_s:g} s") from None
         return self.answer(timeout_s)
 
     def kill(self) -> int | None:
@@ -152,14 +160,14 @@ class Child:
         self._alive = False
         self.pipe.close()
         died = verdict is Verdict.DIED
-        # One whose pipe closed by itself is ending; killing it now would mask the cause.
+        # A child whose pipe closed by itself is ending; killing it now would mask the cause.
         status = self._server.reap(self.pid, kill=False) if died else self._kill()
         if died and status is None:
             self._kill()
         detail = process.describe_exit(status) if died else ""
         if died:
             message = message or f"the process ended with {detail}"
-        stderr = tail_of(self._output, self._mark)  # its last words come with its end
+        stderr = tail_of(self._output, self._mark)  # after its end, which it may print about
         self._close()
         return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
 
@@ -182,3 +190,56 @@ class Child:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    child: Child
+    until: float
+
+
+class IdleChildren:
+    """Released children by purpose; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, list[_Kept]] = {}
+        forks.register("child processes", after_in_child=self._forget, at_exit=self.drop)
+
+    def keep(self, purpose: str, child: Child, for_s: float, most: int) -> None:
+        """Keep a released child for `for_s` seconds; beyond `most`, the oldest is killed."""
+        with self._lock:
+            kept = self._kept.setdefault(purpose, [])
+            if full := len(kept) >= most:
+                oldest = kept.pop(0)
+            kept.append(_Kept(child, time.monotonic() + for_s))
+        if full:
+            oldest.child.kill()
+
+    def take(self, purpose: str) -> Child | None:
+        """Return a kept child that has not ended, the last used first; None if there is none."""
+        while True:
+            with self._lock:
+                kept = self._kept.get(purpose)
+                if not kept:
+                    return None
+                last = kept.pop()
+            if last.until > time.monotonic() and not last.child.ended:
+                return last.child
+            last.child.kill()
+
+    def drop(self) -> None:
+        """Close the pipes of all; the children then end by themselves."""
+        with self._lock:
+            kept, self._kept = self._kept, {}
+        for children in kept.values():
+            for entry in children:
+                entry.child.abandon()
+
+    def _forget(self) -> None:
+        """In a forked copy of this process, where the children belong to the parent."""
+        self._lock = threading.Lock()
+        self._kept = {}
+
+
+idle = IdleChildren()

@@ -1,9 +1,9 @@
 """Compiles configs on all usable cores, in children that see no GPU.
 
-Each child has one job at work and one waiting, so that it never idles while the parent is busy
-measuring. A child that dies or overruns its deadline costs the config it was compiling: another
-child takes its place, and the job that was waiting. A child with nothing left to do is kept for the
-next tuning for some seconds.
+Each child has one job at work and one waiting, so that it does not idle while the parent is busy
+measuring. Where a child dies or overruns its deadline, the config that it was compiling fails, and
+another child takes over the job that was waiting. A child without jobs is kept for the next tuning
+for a short time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import select
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import measuring_child, process, protocol
-from safetune.isolation.answers import reply_outcome
+from safetune.isolation import process, protocol
 from safetune.isolation.child_environment import start_job
-from safetune.isolation.child_handle import START_S, Child, ChildFailed
+from safetune.isolation.child_handle import IDLE_MARGIN_S, START_S, Child, ChildFailed, idle
+from safetune.isolation.fork_server import compile_server
+from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Compile, Release
 from safetune.outcome import Outcome, Verdict
 
-#: What a run-side verdict is called when it happens to a compiler.
+_PURPOSE = "compiles"
+
+#: What becomes of a verdict on a child when the child was compiling.
 _COMPILE_VERDICTS = {
     Verdict.TIMEOUT: Verdict.COMPILE_TIMEOUT,
     Verdict.DIED: Verdict.COMPILE_CRASH,
@@ -32,7 +34,7 @@ _DEPTH = 2
 #: A job larger than this is not put behind another: the pipe might not take it.
 _QUEUED_BYTES = 1 << 15
 
-#: How Python, C++, LLVM and ptxas say that they were refused memory.
+#: Messages of Python, C++, LLVM and ptxas about refused memory.
 _NO_MEMORY = re.compile(
     r"MemoryError|bad_alloc|LLVM ERROR: out of memory|[Mm]emory allocation failure"
     r"|Cannot allocate memory"
@@ -41,16 +43,16 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Compiled:
-    """One config's compilation: its outcome and, if that is ok, what the metadata says."""
+    """One config's compilation: its outcome and, if that is ok, the shared memory that it needs."""
 
     config: int
     outcome: Outcome
-    facts: dict[str, Any] = field(default_factory=dict)
+    shared_bytes: int = 0
 
 
 @dataclass
 class _Slot:
-    """A child and the jobs it has not answered: configs, or None for what only sets it up."""
+    """A child and its unanswered jobs: a config, or None for `Start` and `Release`."""
 
     child: Child
     deadline: float
@@ -67,7 +69,7 @@ class CompilePool:
     """Compiles the specs of one kernel; compiling begins with the first `add`.
 
     Args:
-        kernel: the packed jit function (`compilation.pack_for_compiler`).
+        kernel: the packed jit function (`compile_spec.pack_for_compiler`).
         timeout_s: for one config.
         memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
     """
@@ -123,8 +125,8 @@ class CompilePool:
             self._feed(slot)
 
     def _start(self) -> None:
-        child, used = measuring_child.compiler()
-        child.tell(start_job(gpu_blind=True, memory_bytes=self._memory_bytes), self._kernel)
+        child, used = _child()
+        child.send(start_job(gpu_blind=True, memory_bytes=self._memory_bytes), self._kernel)
         slot = _Slot(
             child,
             deadline=time.monotonic() + START_S,
@@ -144,7 +146,7 @@ class CompilePool:
         if not slot.jobs:
             slot.deadline = time.monotonic() + self._timeout_s
         slot.jobs.append(config)
-        slot.child.tell({"op": "compile"}, self._specs[config], timeout_s=self._timeout_s)
+        slot.child.send(Compile(), self._specs[config], timeout_s=self._timeout_s)
 
     def _collect(self) -> Iterator[Compiled]:
         poll = select.poll()
@@ -161,7 +163,7 @@ class CompilePool:
         yield from done
 
     def _advance(self, fd: int, slot: _Slot) -> list[Compiled]:
-        """Take one answer, or the lack of one; return what it says of a config, if of one."""
+        """Read one answer, or find that there is none; return the result of its config, if any."""
         config = slot.jobs.popleft()
         compiled, alive = self._result(slot.child, config, slot.deadline)
         slot.deadline = time.monotonic() + self._timeout_s
@@ -173,7 +175,7 @@ class CompilePool:
         if not slot.jobs:
             del self._slots[fd]
             if alive:
-                measuring_child.release_compiler(slot.child)
+                _release(slot.child)
             else:
                 slot.child.kill()
         if config is None and not alive and not slot.used:
@@ -181,7 +183,7 @@ class CompilePool:
             if not self._size:
                 outcome = compiled.outcome
                 raise WorkerUnavailable(
-                    "a compile process did not get to its first job: "
+                    "a compile process ended before its first job: "
                     f"{outcome.message} {outcome.stderr}".strip()
                 )
         return [] if config is None else [compiled]
@@ -189,15 +191,11 @@ class CompilePool:
     def _result(self, child: Child, config: int | None, deadline: float) -> tuple[Compiled, bool]:
         number = -1 if config is None else config
         try:
-            reply, _ = child.answer(max(0.001, deadline - time.monotonic()))
-            if config is None:
-                return Compiled(number, Outcome(Verdict.OK)), True
-            outcome, alive = reply_outcome(reply), True
-            facts = reply.get("facts", {})
+            answer, _ = child.answer(max(0.001, deadline - time.monotonic()))
+            alive = True
         except ChildFailed as failure:
-            outcome, alive, facts = failure.outcome, False, {}
-        except protocol.ProtocolError as error:
-            outcome, alive, facts = Outcome(Verdict.PROTOCOL_ERROR, message=str(error)), False, {}
+            answer, alive = Answer(failure.outcome), False
+        outcome = answer.outcome
         verdict = _COMPILE_VERDICTS.get(outcome.verdict, outcome.verdict)
         outcome = replace(outcome, verdict=verdict)
         if verdict is Verdict.COMPILE_TIMEOUT:
@@ -207,10 +205,28 @@ class CompilePool:
             gib = self._memory_bytes / (1 << 30)
             message = f"{outcome.message}\nit may allocate {gib:g} GiB to compile one config"
             outcome = replace(outcome, detail="memory", message=message.strip())
-            alive = False  # what is left of its memory would cost the next config, too
-        return Compiled(number, outcome, facts), alive
+            alive = False  # the memory that it still holds would be missing for the next config
+        return Compiled(number, outcome, answer.shared_bytes), alive
 
     def _is_of_memory(self, outcome: Outcome) -> bool:
         failed = outcome.verdict in (Verdict.COMPILE_ERROR, Verdict.COMPILE_CRASH)
         said = f"{outcome.detail} {outcome.message} {outcome.stderr}"
         return bool(self._memory_bytes and failed and _NO_MEMORY.search(said))
+
+
+def _child() -> tuple[Child, bool]:
+    """Return a child that waits for a `Start`, and whether an earlier tuning has used it.
+
+    Raises:
+        WorkerUnavailable: none can be started.
+    """
+    child = idle.take(_PURPOSE)
+    if child is not None:
+        return child, True
+    return Child(gpu_blind=True, forks=compile_server, started=False), False
+
+
+def _release(child: Child) -> None:
+    """Leave a child to the next tuning, which reads its answer to this."""
+    child.send(Release())
+    idle.keep(_PURPOSE, child, for_s=IDLE_EXIT_S - IDLE_MARGIN_S, most=process.usable_cpus())

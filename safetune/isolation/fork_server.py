@@ -84,7 +84,7 @@ class ForkServer:
         """End the server and with it every child."""
         started = self._process
         if started is not None and self._owner == os.getpid() and started.returncode is None:
-            process.kill_group(started.pid)  # ends the wait of a thread that has the lock
+            protocol.kill_group(started.pid)  # ends the wait of a thread that has the lock
         with self._lock:
             self._discard()
 
@@ -179,7 +179,7 @@ class ForkServer:
         started = self._process
         # The number of one that has been waited for may be another process's by now.
         if started is not None and self._owner == os.getpid() and started.returncode is None:
-            process.kill_group(started.pid)
+            protocol.kill_group(started.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(_ANSWER_S)
         self._process = None
@@ -213,12 +213,6 @@ def start_servers(compiling: bool) -> None:
     else:
         compile_server.collect()
     server.start()
-
-
-def stop_servers() -> None:
-    """End both servers, and with them every child."""
-    compile_server.stop()
-    server.stop()
 
 
 def close_servers() -> None:

@@ -1,4 +1,4 @@
-"""Processes: what a child is told about its parent, what its end means, and how it is ended."""
+"""Which environment a child gets, on how many CPUs, and how its end is described."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import os
 import re
 import signal
 
-#: Variables by which a launcher tells a process its rank. A tuning child is nobody's rank: one
-#: that believed otherwise could join the job's rendezvous.
+#: Variables by which a launcher passes a process its rank. A tuning child is not a rank of the job:
+#: with these variables it could join the job's rendezvous.
 _RANK_VARIABLE = re.compile(
     r"^(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
     r"|ROLE_WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|NODE_RANK|NNODES"
     r"|TORCHELASTIC_.*|OMPI_.*|PMI_.*|PMIX_.*|MPI_.*|MV2_.*|I_MPI_.*|SLURM_.*|JSM_.*|FLUX_.*)$"
 )
 
-_PR_SET_PDEATHSIG = 1
-
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without what names its rank in a job.
-
-    Nor with SAFETUNE_INSTALL: what tunes is not itself tuned.
+    """Return this process's environment without its rank in a job, and without SAFETUNE_INSTALL:
+    a tuning process does not tune the kernels that it imports.
     """
     return {
         name: value
@@ -39,22 +36,6 @@ def usable_cpus() -> int:
         if quota != "max":
             cpus = min(cpus, max(1, int(quota) // int(period)))
     return max(1, cpus)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, and end now if it already has."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def kill_group(pid: int) -> None:
-    """SIGKILL a child that leads its own process group, and all that it started."""
-    for kill in (os.killpg, os.kill):  # by pid too: it may not have left our group yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
 
 
 def describe_exit(status: int | None) -> str:

@@ -20,11 +20,11 @@ from safetune import forks
 from safetune.config import config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.isolation.fork_server import close_servers
+from safetune.isolation.protocol import OutputReport
 from safetune.miss import candidates, reporting, retry
 from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench
-from safetune.tuning.evidence import Evidence
 from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
@@ -100,7 +100,7 @@ class BackgroundBench(LaunchBench):
             yield found
         _worker.check()
 
-    def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, Evidence | None]:
+    def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
         """Measure as `LaunchBench` does, and mark what was timed beside the program's own work.
 
         Nobody can tell what runs on a GPU beside a measurement. In the interpreter, the program is
@@ -109,13 +109,13 @@ class BackgroundBench(LaunchBench):
         _worker.check()
         before = _others_ns()
         try:
-            outcome, evidence = super().measure(*args, **kwargs)
+            outcome, report = super().measure(*args, **kwargs)
         finally:
             _worker.check()
         at_rest = self.interpreted and _others_ns() - before < _AT_WORK_NS
         if outcome.timing is None or at_rest or outcome.marked(Mark.CONTENDED):
-            return outcome, evidence
-        return replace(outcome, marks=(*outcome.marks, Mark.CONTENDED.value)), evidence
+            return outcome, report
+        return replace(outcome, marks=(*outcome.marks, Mark.CONTENDED.value)), report
 
 
 def tune_meanwhile(

@@ -21,7 +21,7 @@ from safetune.miss import reporting
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
-    from safetune.tuning.requests import Call
+    from safetune.inputs.call import Call
 
 
 def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
@@ -46,7 +46,8 @@ def tune_inline(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
     """What stands in for Triton's `do_bench` in its interpreter, where that finds no device."""
-    from safetune.child.timing import Budget, Timer, measure
+    from safetune.isolation.protocol import Budget
+    from safetune.launch.timing import Timer, measure
 
     timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
     return [timing.median_ms, timing.p20_ms, timing.p80_ms]

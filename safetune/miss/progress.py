@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from safetune.tuning.result import Observer
-    from safetune.tuning.result import Progress as Step
+    from safetune.tuning.requests import Observer
+    from safetune.tuning.requests import Progress as Step
 
 #: A tuning that is over sooner shows nothing.
 DELAY_S = 2.0

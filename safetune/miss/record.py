@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from safetune.config import config_digest
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import call_description
+from safetune.inputs.call import grid_of
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 from safetune.store.local.recorded_calls import RecordedCall, put_call
 from safetune.store.local.store import Store
-from safetune.tuning.grids import grid_of
 from safetune.tuning.requests import TuningRequest, key_record
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from safetune.keys.kernel_digest import base_function
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
     from safetune.outcome import Outcome
-    from safetune.tuning.requests import TuningRequest
-    from safetune.tuning.result import Observer, Progress, TuningResult
+    from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
 
 logger = logging.getLogger("safetune")
 

@@ -19,6 +19,7 @@ from safetune.config import (
     declared_digest,
 )
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
+from safetune.inputs.call import Call, leaves
 from safetune.keys import device, encoding
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.tuning_key import TuningKey, readable_key, tuning_key
@@ -29,7 +30,7 @@ from safetune.miss.inline import tune_inline, why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
-from safetune.tuning.requests import Call, TuningRequest, leaves
+from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner

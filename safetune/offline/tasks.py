@@ -21,8 +21,7 @@ from safetune.miss.resolve import Miss
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup
-from safetune.tuning.requests import TuningRequest
-from safetune.tuning.result import Observer, TuningResult
+from safetune.tuning.requests import Observer, TuningRequest, TuningResult
 from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 

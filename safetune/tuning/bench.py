@@ -1,4 +1,4 @@
-"""What one tuning runs its configs on: a compile pool, a measuring child, and what they are fed."""
+"""The compile pool and the measuring child of one tuning, and the copies that they work on."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
 from safetune import forks
-from safetune.child import compilation, failures
-from safetune.child.timing import Budget
 from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
+from safetune.inputs import compile_spec, kernel_pickle
+from safetune.inputs.call import Call, grid_of
 from safetune.inputs.inputs import Inputs
-from safetune.isolation import devices, kernel_pickle
+from safetune.isolation import devices, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild
+from safetune.isolation.protocol import Budget, Group, OutputReport, Prepare
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning.evidence import Evidence, Group
-from safetune.tuning.grids import grid_of
-from safetune.tuning.requests import Call, TuningRequest
+from safetune.tuning.requests import TuningRequest
 
 _device_locks: dict[int, threading.RLock] = {}
 
@@ -45,14 +44,13 @@ forks.register("tuning", after_in_child=_device_locks.clear)
 
 
 class LaunchBench:
-    """The compile pool and the measuring child of one tuning, and what they are fed.
+    """The compile pool and the measuring child of one tuning.
 
     Attributes:
         phases: seconds that the caller spent in `transfer` (packing and copying the call),
             `resolve`, `compile` (waiting for a config to be compiled), `start` (waiting for the
             measuring child), `measure` (the first launches of each config) and `finals`.
-        facts: what the compiler said of each config that compiled: `shared`, in bytes, and the
-            `hash` of its entry in Triton's disk cache.
+        grids: the launch grid of each config.
     """
 
     _begin_at_once = True
@@ -63,7 +61,6 @@ class LaunchBench:
         self.interpreted = call.interpreted
         devices.check(call.index)
         self.phases: dict[str, float] = {}
-        self.facts: dict[int, dict[str, Any]] = {}
         self._request = request
         self._pool: CompilePool | None = None
         self._fresh = request.limits.fresh_process
@@ -82,21 +79,17 @@ class LaunchBench:
         )
         self._kernel = b""
         if not self.interpreted:
-            self._kernel = compilation.pack_for_compiler(base_function(call.kernel)[0])
-        self._inputs = Inputs(call, tensors.tensors)
-        self.marks = (*self._inputs.marks, *request.marks)
+            self._kernel = compile_spec.pack_for_compiler(base_function(call.kernel)[0])
+        self._inputs = Inputs(call, tensors.tensors, measuring_child.drop_idle)
+        self._marks = (*self._inputs.marks, *request.marks)
         self.grids = grids
-        self._witness = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
-        header = {
-            "index": call.index,
-            "grids": grids,
-            "arguments": self._inputs.header,
-            "atomics": request.key.kernel.atomics,
-        }
-        limits = request.limits
-        fds = (self._inputs.fd, self._witness)
+        self._results_fd = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
         self._child = MeasuringChild(
-            header, blob, fds, limits.run_timeout_s, fresh=limits.fresh_process
+            Prepare(call.index, grids, self._inputs.header, request.key.kernel.atomics),
+            blob,
+            (self._inputs.fd, self._results_fd),
+            request.limits.run_timeout_s,
+            fresh=self._fresh,
         )
         if self._begin_at_once:
             self.begin()
@@ -106,7 +99,7 @@ class LaunchBench:
         return self
 
     def begin(self) -> None:
-        """Have the servers and the measuring child come up."""
+        """Start the servers and the measuring child; wait for neither."""
         start_servers(compiling=not self.interpreted)
         self._child.begin()
 
@@ -118,7 +111,7 @@ class LaunchBench:
         if self._pool is not None:
             self._pool.close()
         self._inputs.close()
-        os.close(self._witness)
+        os.close(self._results_fd)
 
     def compiled(
         self, configs: Sequence[int], timeout_s: float
@@ -126,7 +119,7 @@ class LaunchBench:
         """Yield each config once it can be launched, or with the outcome that says why not."""
         for index in configs:
             if index in self._failures:
-                yield index, self._failures[index]
+                yield index, self._failures[index].with_marks(self._marks)
         alive = [index for index in configs if index not in self._failures]
         if self.interpreted:
             for index in alive:
@@ -138,13 +131,14 @@ class LaunchBench:
             yield from self._resolved(alive, pool)
             results = pool.results()
             while (result := self._next(results)) is not None:
-                yield result.config, self._unfit(result)
+                failure = self._failure(result)
+                yield result.config, failure and failure.with_marks(self._marks)
 
     def _resolved(self, configs: Sequence[int], pool: CompilePool) -> Iterator[tuple[int, Outcome]]:
         """Give the pool each config that resolves; yield the others."""
         unknown = []
         with self._phase("resolve"):
-            resolver = compilation.CallerResolver(self._request.call)
+            resolver = compile_spec.CallerResolver(self._request.call)
             for index in configs:
                 spec = resolver.resolve(self._request.configs[index])
                 if spec is None:
@@ -158,24 +152,26 @@ class LaunchBench:
                 if outcome.ok:
                     pool.add(index, spec)
             if not outcome.ok:
-                yield index, outcome
+                yield index, outcome.with_marks(self._marks)
 
     def _next(self, results: Iterator[Compiled]) -> Compiled | None:
         with self._phase("compile"):
             return next(results, None)
 
-    def _unfit(self, result: Compiled) -> Outcome | None:
-        """Return what a launch would say, where the compiler's facts tell it beforehand.
+    def _failure(self, result: Compiled) -> Outcome | None:
+        """Return why a config cannot be launched: it did not compile, or needs too much memory.
 
-        A post hook is to get it from the launch, which then takes place.
+        With a post hook, which expects the exception of the launch, the launch takes place.
         """
         if not result.outcome.ok:
             return result.outcome
-        self.facts[result.config] = result.facts
-        shared, limit = result.facts["shared"], self._request.key.device.shared_memory_bytes
+        shared, limit = result.shared_bytes, self._request.key.device.shared_memory_bytes
         if shared <= limit or self._request.call.hooks.post_hook is not None:
             return None
-        return failures.of_compile(OutOfResources(shared, limit, "shared memory"))
+        error = OutOfResources(shared, limit, "shared memory")
+        return Outcome(
+            Verdict.OUT_OF_RESOURCES, detail=type(error).__name__, message=str(error).strip()
+        )
 
     def wait(self) -> None:
         """Return when the measuring child is ready; raises `WorkerUnavailable`."""
@@ -184,23 +180,18 @@ class LaunchBench:
 
     def measure(
         self, index: int, budget: Budget, groups: Sequence[Group] | None = None
-    ) -> tuple[Outcome, Evidence | None]:
+    ) -> tuple[Outcome, OutputReport | None]:
         """Run one config in the measuring child; see `MeasuringChild.measure`."""
         self.wait()
         with self._phase("finals" if groups is None else "measure"):
-            answer = self._child.measure(index, asdict(budget), groups)
+            outcome, report = self._child.measure(index, budget, groups)
         if self._fresh:
             self._child.replace()
-        return answer
+        return outcome.with_marks(self._marks), report
 
     def replace(self) -> None:
         """Measure with a fresh child from here on."""
         self._child.replace()
-
-    @property
-    def compilations(self) -> int:
-        """How many configs the measuring children had to compile themselves."""
-        return self._child.compilations
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -213,9 +204,9 @@ class LaunchBench:
     def _grid(
         self, request: TuningRequest, index: int, on_read: Callable[[set[str]], None]
     ) -> tuple[int, ...]:
-        """The grid of a config's launch; what nothing can be launched with becomes a failure.
+        """Return the grid of a config's launch; where it has none, the config has failed.
 
-        Where that is so of all configs the call is at fault, and nothing of it is stored.
+        If all configs fail in this way the call is at fault, and nothing is stored.
         """
         call, config = request.call, request.configs[index]
         try:

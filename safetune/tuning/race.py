@@ -1,20 +1,50 @@
-"""The final: the near-best configs run in turns, so that drift of the clock hits all alike."""
+"""Which config is the fastest, given that every measurement is noisy.
+
+Configs that screening leaves close to the best run once more, in rounds, so that drift of the clock
+hits all alike.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from safetune.child.timing import Budget
+from safetune.isolation.protocol import Budget
 from safetune.outcome import Outcome, Timing
-from safetune.tuning import choose
 
-#: Kernel time of one config in one round, and how many launches that may be.
+#: Configs within this ratio of the best screening median go to the final.
+FINAL_RATIO = 1.08
+#: At most this many configs, the best ones, go to the final.
+MAX_FINALISTS = 10
+#: Medians within this ratio count as equal; the config declared first then wins.
+TIE_RATIO = 1.005
+MIN_ROUNDS, MAX_ROUNDS = 4, 16
+#: A difference counts if it is at least this many standard errors of the mean.
+_CONFIDENCE = 3.0
+
+#: Kernel time of one config in one round, and the limits of its launches.
 _ROUND_MS = 4.0
 _MIN_LAUNCHES, _MAX_LAUNCHES = 2, 20
-#: When every racer has had the least number of rounds, the final ends after so long.
+#: The final ends after this time, once every finalist has had `MIN_ROUNDS`.
 _LIMIT_S = 1.5
+
+
+def finalists(
+    timings: Mapping[int, Timing], new: Collection[int], incumbent: int | None
+) -> list[int]:
+    """Return the configs whose order screening leaves open.
+
+    An incumbent runs against new configs only: those that it has beaten are not run again.
+    """
+    rivals = {i: t for i, t in timings.items() if incumbent is None or i in new or i == incumbent}
+    if not rivals:
+        return []
+    limit = FINAL_RATIO * min(timing.median_ms for timing in rivals.values())
+    near = [index for index, timing in rivals.items() if timing.median_ms <= limit]
+    near.sort(key=lambda index: rivals[index].median_ms)
+    return sorted(near[:MAX_FINALISTS])
 
 
 def race(
@@ -22,22 +52,23 @@ def race(
     measure: Callable[[int, Budget], Outcome],
     short: bool = False,
 ) -> tuple[dict[int, Timing], dict[int, Outcome]]:
-    """Run the racers in rounds until the winner is clear or the time is up.
+    """Run the finalists in rounds until the winner is clear or the time is up.
 
     Args:
-        racers: with their screening times, which decide how many launches make a round.
-        short: few rounds of few launches, where one takes long: in the interpreter, or with the
-            user's own benchmark function.
+        racers: the finalists with their screening times, which decide how many launches make a
+            round.
+        short: few rounds of few launches, where a launch takes long: in the interpreter, or with
+            the user's own benchmark function.
 
     Returns:
-        The final timing of each, and the outcome of those that failed on the way.
+        The final timing of each config, and the outcome of each that failed on the way.
     """
     start = time.perf_counter()
     rounds: dict[int, list[Timing]] = {index: [] for index in racers}
     failed: dict[int, Outcome] = {}
     running = list(racers)
-    for turn in range(choose.MIN_ROUNDS if short else choose.MAX_ROUNDS):
-        for index in choose.in_turn(running, turn):
+    for turn in range(MIN_ROUNDS if short else MAX_ROUNDS):
+        for index in in_turn(running, turn):
             outcome = measure(index, _budget(racers[index], short))
             if outcome.timing is None:
                 failed[index] = outcome
@@ -45,14 +76,77 @@ def race(
                 del rounds[index]
             else:
                 rounds[index].append(outcome.timing)
-        late = turn + 1 >= choose.MIN_ROUNDS and time.perf_counter() - start > _LIMIT_S
-        if not rounds or late or choose.clear(rounds):
+        late = turn + 1 >= MIN_ROUNDS and time.perf_counter() - start > _LIMIT_S
+        if not rounds or late or clear(rounds):
             break
-        running = [index for index in running if index not in choose.beaten(rounds)]
-    return {index: choose.combine(timings) for index, timings in rounds.items()}, failed
+        running = [index for index in running if index not in beaten(rounds)]
+    return {index: combine(timings) for index, timings in rounds.items()}, failed
+
+
+def in_turn(racers: Sequence[int], turn: int) -> list[int]:
+    """Return the racers, rotated by one every second turn and reversed in between.
+
+    The config that ran before decides how warm the device is, and so its clock: no config should
+    always follow the same other one.
+    """
+    cut = turn // 2 % len(racers) if racers else 0
+    order = [*racers[cut:], *racers[:cut]]
+    return order[::-1] if turn % 2 else order
+
+
+def beaten(rounds: Mapping[int, Sequence[Timing]]) -> set[int]:
+    """Return the racers that more rounds would not bring to the front.
+
+    A racer is compared with the leader round by round, because both run at the same clock there. It
+    is beaten once it is slower by more than the noise of these ratios.
+    """
+    leader = _leader(rounds)
+    return {index for index in rounds if index != leader and _ratio(rounds, index, leader)[0] > 1}
+
+
+def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
+    """Whether more rounds would not change the winner: every other is beaten, or equally fast."""
+    leader = _leader(rounds)
+    for index in rounds:
+        low, high = _ratio(rounds, index, leader) if index != leader else (1.0, 1.0)
+        if low <= 1 and high > TIE_RATIO:
+            return False
+    return True
+
+
+def combine(rounds: Sequence[Timing]) -> Timing:
+    """Return one timing for several rounds: the median of each figure."""
+    return Timing(
+        median_ms=statistics.median(timing.median_ms for timing in rounds),
+        p20_ms=statistics.median(timing.p20_ms for timing in rounds),
+        p80_ms=statistics.median(timing.p80_ms for timing in rounds),
+        count=sum(timing.count for timing in rounds),
+        stage="final",
+    )
+
+
+def best(timings: Mapping[int, Timing]) -> int:
+    """Return the fastest config; of those that tie with it, the first declared."""
+    limit = TIE_RATIO * min(timing.median_ms for timing in timings.values())
+    return min(index for index, timing in timings.items() if timing.median_ms <= limit)
 
 
 def _budget(screened: Timing, short: bool) -> Budget:
     launches = math.ceil(_ROUND_MS / screened.median_ms)
     least, most = (1, _MIN_LAUNCHES) if short else (_MIN_LAUNCHES, _MAX_LAUNCHES)
     return Budget(estimate_launches=min(max(launches, least), most), time_ms=0.0)
+
+
+def _leader(rounds: Mapping[int, Sequence[Timing]]) -> int:
+    return min(rounds, key=lambda index: combine(rounds[index]).median_ms)
+
+
+def _ratio(rounds: Mapping[int, Sequence[Timing]], index: int, leader: int) -> tuple[float, float]:
+    """Return the bounds of a racer's time over the leader's, from their common rounds."""
+    pairs = zip(rounds[index], rounds[leader], strict=False)
+    ratios = [mine.median_ms / theirs.median_ms for mine, theirs in pairs]
+    if len(ratios) < MIN_ROUNDS:
+        return 0.0, math.inf
+    error = _CONFIDENCE * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    middle = statistics.mean(ratios)
+    return middle - error, middle + error

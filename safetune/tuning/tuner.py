@@ -1,25 +1,26 @@
-"""From a miss to a choice: compile all, measure each, race the best, store every outcome."""
+"""From a miss to a choice: compile and measure each config, vote, race the best, store all of it.
+
+`tune` is the whole of it. The functions below it are the phases, in the order in which they run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from safetune.child.timing import Budget
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NoWorkingConfig
+from safetune.isolation.protocol import Budget
 from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, TrialRecord
-from safetune.tuning import choose, single_flight
+from safetune.tuning import race, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
-from safetune.tuning.majority import Results, notes_of
-from safetune.tuning.race import race
-from safetune.tuning.requests import TuningRequest, key_record
-from safetune.tuning.result import Observer, Progress, TuningResult
-from safetune.tuning.single_flight import WaitBudget
+from safetune.tuning.majority import Votes, notes_of
+from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult, key_record
+from safetune.tuning.single_flight import Election, WaitBudget
 
 _STARTED = time.time()
 
@@ -32,255 +33,269 @@ def tune(
     bench: LaunchBench | None = None,
     wait_budget: WaitBudget | None = None,
 ) -> TuningResult:
-    """Measure what has not been measured for this key, choose, and store both.
+    """Measure the configs that have not been measured for this key, choose, and store both.
 
-    Where another process is at it already, its choice is waited for.
+    If another process is tuning this key, its choice is waited for.
 
     Args:
-        bench: made from the request earlier, when the caller's tensors were what they were.
+        bench: made from the request earlier, while the caller's tensors still held their inputs.
         wait_budget: how long to wait for other processes; without end if None.
 
     Raises:
         NoWorkingConfig: every config failed; no choice is stored.
         KernelNotTransferable: the call cannot be rebuilt in a child.
-        WorkerUnavailable: no child can be started; `Busy` if another process is still at it.
+        WorkerUnavailable: no child can be started; `Busy` if another process is still tuning.
     """
+    start = time.perf_counter()
     budget = wait_budget or WaitBudget()
-    return _Tuning(request, store, observe, on_grid_read, bench, budget).run()
+    with single_flight.elect(request, store, budget) as election:
+        tuning = _recall(request, store, observe)
+        if election.choice is not None:  # another process or machine has tuned meanwhile
+            return tuning.result(election.choice, start)
+        store.put_key(key_record(request.key))
+        if tuning.new:
+            _measure(tuning, on_grid_read, bench, budget)
+        choice = _store_choice(tuning, _best(tuning), election)
+        return tuning.result(choice, start)
 
 
+@dataclass(frozen=True)
 class _Tuning:
-    """The state of one tuning. Configs go by their number in the request."""
+    """One tuning. A config is its index in the request.
 
-    def __init__(
-        self,
-        request: TuningRequest,
-        store: Store,
-        observe: Observer,
-        on_grid_read: Callable[[set[str]], None],
-        bench: LaunchBench | None,
-        wait_budget: WaitBudget,
-    ) -> None:
-        self._request = request
-        self._bench = bench
-        self._wait_budget = wait_budget
-        self._store = store
-        self._observe = observe
-        self._on_grid_read = on_grid_read
-        self._configs = request.configs
-        self._digests = [config_digest(config) for config in request.configs]
-        self._outcomes: dict[int, Outcome] = {}
-        self._results = Results()
-        self._notes: list[str] = []
-        self._phases: dict[str, float] = {}
-        self._measured: set[int] = set()
-        self._marks: tuple[str, ...] = ()
-        self._total = 0
+    Attributes:
+        digests: of each config.
+        generation: of the choice to be made.
+        incumbent: the config chosen last for this key, if it still counts as ok.
+        new: the configs without an outcome that counts.
+        outcomes: of each config that has one; it grows while the phases run, as do the others.
+        measured: the configs that were compiled or launched in this tuning.
+        notes, phases: see `TuningResult`.
+    """
 
-    def run(self) -> TuningResult:
-        start = time.perf_counter()
-        wanted = (self._request, self._store, self._wait_budget)
-        with single_flight.elect(*wanted) as self._election:
-            choice = self._election.choice
-            if choice is None:
-                return self._result(self._choose(), start)
-            self._recall()
-            return self._result(self._digests.index(choice.config_digest), start)
+    request: TuningRequest
+    store: Store
+    observe: Observer
+    digests: tuple[str, ...]
+    generation: int
+    incumbent: int | None
+    new: tuple[int, ...]
+    outcomes: dict[int, Outcome]
+    votes: Votes = field(default_factory=Votes)
+    measured: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
 
-    def _choose(self) -> int:
-        """Measure what is new, and return the config that is the choice now."""
-        incumbent = self._recall()
-        new = [index for index in range(len(self._configs)) if index not in self._outcomes]
-        self._total = len(new)
-        self._store.put_key(key_record(self._request.key))
-        if new:
-            self._measure_new(new, incumbent)
-        return self._store_choice(self._best(incumbent, new))
-
-    def _result(self, choice: int, start: float) -> TuningResult:
-        return TuningResult(
-            choice=self._configs[choice],
-            outcomes=tuple(
-                (config, self._outcomes[index])
-                for index, config in enumerate(self._configs)
-                if index in self._outcomes
-            ),
-            measured=len(self._measured),
-            seconds=time.perf_counter() - start,
-            notes=tuple(self._notes),
-            phases=dict(self._phases),
-        )
-
-    def _recall(self) -> int | None:
-        """Take over what the store knows of this key; return the config chosen last, if any.
-
-        From the same config list, or else from any.
-        """
-        request, key = self._request, self._request.key.digest
-        last = self._store.choice(key, request.declared) or self._store.choice(key)
-        self._generation = 1 if last is None else last.generation
-        if request.force:
-            self._generation = self._store.generation(key) + 1
-            return None
-        lasting: dict[int, TrialRecord] = {}
-        for trial in self._store.trials(key):
-            if trial.config_digest in self._digests and trial.outcome.verdict not in TRANSIENT:
-                lasting[self._digests.index(trial.config_digest)] = trial
-        some_work = len(lasting) < len(self._configs) or any(t.outcome.ok for t in lasting.values())
-        for index, trial in lasting.items():  # where none does, the caller may have been mended
-            if some_work or trial.outcome.verdict not in OF_THE_CALL or trial.created > _STARTED:
-                self._outcomes[index] = trial.outcome
-        if last is None or last.config_digest not in self._digests:
-            return None
-        incumbent = self._digests.index(last.config_digest)
-        known = self._outcomes.get(incumbent)
-        return incumbent if known is not None and known.ok else None
-
-    def _measure_new(self, new: Sequence[int], incumbent: int | None) -> None:
-        call = self._request.call
-        with contextlib.ExitStack() as turn:
-            if not call.interpreted:  # before anything is started or copied
-                turn.enter_context(single_flight.compiling(self._store, self._wait_budget))
-            with (
-                device_lock(call.index),
-                self._bench or LaunchBench(self._request, self._on_grid_read) as bench,
-            ):
-                self._marks = bench.marks
-                self._screen(bench, new)
-                no_memory = [i for i in new if self._outcomes[i].verdict is Verdict.NO_MEMORY]
-                if no_memory:  # what others held is free now
-                    bench.replace()
-                    self._screen(bench, no_memory)
-                turn.close()
-                self._judge(bench, new, incumbent)
-                self._race(bench, new, incumbent)
-                self._phases = bench.phases
-
-    def _screen(self, bench: LaunchBench, configs: Sequence[int]) -> None:
-        """Run configs as they are compiled: each is examined and gets a first time."""
-        for index, failure in bench.compiled(configs, self._request.limits.compile_timeout_s):
-            self._announce(index, "screen")
-            if failure is not None:
-                self._settle(index, failure)
-                continue
-            outcome, evidence = bench.measure(index, self._budget(), self._results.groups())
-            if evidence is not None:
-                self._results.add(index, evidence)
-                marks = tuple(Mark.UNOWNED.of(name) for name in evidence.unowned)
-                outcome = replace(outcome, marks=(*outcome.marks, *marks))
-            self._settle(index, outcome)
-
-    def _judge(self, bench: LaunchBench, new: Sequence[int], incumbent: int | None) -> None:
-        """Reject what a majority of configs contradicts.
-
-        What could win but was measured earlier, by a tuning that has ended, is examined now.
-        """
-        racers = choose.finalists(self._timings(), new, incumbent)
-        if len(racers) > 1:
-            self._screen(bench, [index for index in racers if not self._results.knows(index)])
-        alive = [index for index in self._timings() if self._results.knows(index)]
-        judgement = self._results.judge({index: bench.grids[index] for index in alive})
-        for index, (verdict, reason) in judgement.rejected.items():
-            uuid = self._outcomes[index].gpu_uuid
-            self._settle(index, Outcome(verdict, message=reason, gpu_uuid=uuid))
-        for index, reason in judgement.disputed.items():
-            outcome = self._outcomes[index]
-            marks = (*outcome.marks, Mark.DISPUTED.of(reason))
-            self._settle(index, replace(outcome, marks=marks))
-        self._notes += notes_of(judgement, self._results.unowned())
-
-    def _race(self, bench: LaunchBench, new: Sequence[int], incumbent: int | None) -> None:
-        timings = self._timings()
-        racers = choose.finalists(timings, new, incumbent)
-        if len(racers) < 2:
-            return
-
-        def measure(index: int, budget: Budget) -> Outcome:
-            self._announce(index, "final")
-            self._measured.add(index)
-            outcome, known = bench.measure(index, budget)[0], self._outcomes[index]
-            marks = tuple(dict.fromkeys((*known.marks, *outcome.marks)))
-            self._outcomes[index] = replace(known, marks=marks)
-            return outcome
-
-        short = bench.interpreted or self._request.call.hooks.do_bench is not None
-        screened = {index: timings[index] for index in racers}
-        finals, failed = race(screened, measure, short)
-        for index, timing in finals.items():
-            self._settle(index, replace(self._outcomes[index], timing=timing), stage="final")
-        for index, outcome in failed.items():
-            self._settle(index, outcome, stage="final")
-
-    def _settle(self, index: int, outcome: Outcome, stage: str = "screen") -> None:
-        outcome = replace(outcome, marks=tuple(dict.fromkeys((*outcome.marks, *self._marks))))
-        self._outcomes[index] = outcome
-        self._measured.add(index)
-        self._store.put_trial(
-            TrialRecord(
-                key=self._request.key.digest,
-                config_digest=self._digests[index],
-                config=config_record(self._configs[index]),
-                generation=self._generation,
-                outcome=outcome,
-                created=time.time(),
-            )
-        )
-        self._announce(index, stage, outcome)
-
-    def _announce(self, index: int, stage: str, outcome: Outcome | None = None) -> None:
-        self._observe(
-            Progress(
-                kernel=self._request.key.kernel.name,
-                stage=stage,
-                config=self._configs[index],
-                outcome=outcome,
-                done=len(self._measured),
-                total=self._total,
-            )
-        )
-
-    def _budget(self) -> Budget:
-        best = min((timing.median_ms for timing in self._timings().values()), default=None)
-        return Budget(best_ms=best)
-
-    def _timings(self) -> dict[int, Timing]:
+    def timings(self) -> dict[int, Timing]:
+        """Return the times of the configs that are ok, in order."""
         return {
-            index: outcome.timing
-            for index, outcome in sorted(self._outcomes.items())
+            config: outcome.timing
+            for config, outcome in sorted(self.outcomes.items())
             if outcome.ok and outcome.timing is not None
         }
 
-    def _best(self, incumbent: int | None, new: Sequence[int]) -> int:
-        timings = self._timings()
-        if not timings:
-            raise NoWorkingConfig(
-                self._request.key.kernel.name,
-                str(self._request.key),
-                [(config_text(self._configs[i]), o) for i, o in sorted(self._outcomes.items())],
-                measured=len(self._measured),
-            )
-        if incumbent is not None and incumbent in timings:
-            rivals = {index: timings[index] for index in new if index in timings}
-            return choose.best({**rivals, incumbent: timings[incumbent]})
-        return choose.best(timings)
+    def finalists(self) -> list[int]:
+        """Return the configs whose order screening leaves open."""
+        return race.finalists(self.timings(), self.new, self.incumbent)
 
-    def _store_choice(self, best: int) -> int:
-        """Store the choice, unless its generation has one; return the one to use."""
-        timing = self._outcomes[best].timing
-        assert timing is not None
-        stored = self._store.put_choice(
-            ChoiceRecord(
-                key=self._request.key.digest,
-                generation=self._generation,
-                config_digest=self._digests[best],
-                config=config_record(self._configs[best]),
-                declared=self._request.declared,
-                median_ms=timing.median_ms,
-                measured=len(self._measured),
-                created=time.time(),
+    def settle(self, config: int, outcome: Outcome, stage: str = "screen") -> None:
+        """Store and report the outcome of a config, which replaces an earlier one."""
+        self.outcomes[config] = outcome
+        self.measured.add(config)
+        trial = TrialRecord(
+            key=self.request.key.digest,
+            config_digest=self.digests[config],
+            config=config_record(self.request.configs[config]),
+            generation=self.generation,
+            outcome=outcome,
+            created=time.time(),
+        )
+        self.store.put_trial(trial)
+        self.announce(config, stage, outcome)
+
+    def announce(self, config: int, stage: str, outcome: Outcome | None = None) -> None:
+        """Report that a config is about to run or, with an outcome, how it ended."""
+        self.observe(
+            Progress(
+                kernel=self.request.key.kernel.name,
+                stage=stage,
+                config=self.request.configs[config],
+                outcome=outcome,
+                done=len(self.measured),
+                total=len(self.new),
             )
         )
-        if stored.config_digest in self._digests:  # else what is there is nobody's to launch
-            stored = self._election.publish(stored, self._outcomes[best])
-        known = stored.config_digest in self._digests
-        return self._digests.index(stored.config_digest) if known else best
+
+    def result(self, choice: ChoiceRecord, start: float) -> TuningResult:
+        """Return what the caller gets, for a tuning that began at `start`."""
+        configs = self.request.configs
+        return TuningResult(
+            choice=configs[self.digests.index(choice.config_digest)],
+            outcomes=tuple((configs[i], self.outcomes[i]) for i in sorted(self.outcomes)),
+            measured=len(self.measured),
+            seconds=time.perf_counter() - start,
+            notes=tuple(self.notes),
+            phases=dict(self.phases),
+        )
+
+
+def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
+    """Return a tuning with the outcomes in the store that still count."""
+    key = request.key.digest
+    digests = tuple(config_digest(config) for config in request.configs)
+    last = store.choice(key, request.declared) or store.choice(key)
+    outcomes = {} if request.force else _lasting(request, store, digests)
+    incumbent = None
+    if last is not None and last.config_digest in digests:
+        known = outcomes.get(digests.index(last.config_digest))
+        incumbent = digests.index(last.config_digest) if known is not None and known.ok else None
+    generation = 1 if last is None else last.generation
+    return _Tuning(
+        request,
+        store,
+        observe,
+        digests,
+        generation=store.generation(key) + 1 if request.force else generation,
+        incumbent=incumbent,
+        new=tuple(config for config in range(len(digests)) if config not in outcomes),
+        outcomes=outcomes,
+    )
+
+
+def _lasting(request: TuningRequest, store: Store, digests: Sequence[str]) -> dict[int, Outcome]:
+    """Return the outcomes that are not measured again."""
+    trials = {
+        digests.index(trial.config_digest): trial
+        for trial in store.trials(request.key.digest)
+        if trial.config_digest in digests and trial.outcome.verdict not in TRANSIENT
+    }
+    some_work = len(trials) < len(digests) or any(trial.outcome.ok for trial in trials.values())
+    return {  # where no config works, the caller may have corrected its call since
+        config: trial.outcome
+        for config, trial in trials.items()
+        if some_work or trial.outcome.verdict not in OF_THE_CALL or trial.created > _STARTED
+    }
+
+
+def _measure(
+    tuning: _Tuning,
+    on_grid_read: Callable[[set[str]], None],
+    made: LaunchBench | None,
+    budget: WaitBudget,
+) -> None:
+    """Find the outcome of each new config."""
+    call = tuning.request.call
+    with contextlib.ExitStack() as compiling:
+        if not call.interpreted:  # before anything is started or copied
+            compiling.enter_context(single_flight.compiling(tuning.store, budget))
+        with (
+            device_lock(call.index),
+            made or LaunchBench(tuning.request, on_grid_read) as bench,
+        ):
+            _screen(tuning, bench, tuning.new)
+            verdicts = {config: tuning.outcomes[config].verdict for config in tuning.new}
+            no_memory = [i for i, verdict in verdicts.items() if verdict is Verdict.NO_MEMORY]
+            if no_memory:  # the memory of the other configs is free now
+                bench.replace()
+                _screen(tuning, bench, no_memory)
+            compiling.close()
+            _vote(tuning, bench)
+            _race(tuning, bench)
+            tuning.phases.update(bench.phases)
+
+
+def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
+    """Run each config once it is compiled: its outputs are checked, and it gets a first time."""
+    timeout_s = tuning.request.limits.compile_timeout_s
+    for config, failure in bench.compiled(configs, timeout_s):
+        tuning.announce(config, "screen")
+        if failure is not None:
+            tuning.settle(config, failure)
+            continue
+        best_ms = min((timing.median_ms for timing in tuning.timings().values()), default=None)
+        outcome, report = bench.measure(config, Budget(best_ms=best_ms), tuning.votes.groups())
+        if report is not None:
+            tuning.votes.add(config, report)
+            outcome = outcome.with_marks(Mark.UNOWNED.of(name) for name in report.unowned)
+        tuning.settle(config, outcome)
+
+
+def _vote(tuning: _Tuning, bench: LaunchBench) -> None:
+    """Reject the configs that compute another result than a majority.
+
+    Configs that could win but were measured by an earlier tuning are run again, to have a vote.
+    """
+    finalists = tuning.finalists()
+    if len(finalists) > 1:
+        _screen(tuning, bench, [config for config in finalists if config not in tuning.votes])
+    voters = [config for config in tuning.timings() if config in tuning.votes]
+    votes = tuning.votes.count({config: bench.grids[config] for config in voters})
+    for config, (verdict, reason) in votes.rejected.items():
+        known = tuning.outcomes[config]
+        rejected = Outcome(verdict, message=reason, gpu_uuid=known.gpu_uuid, marks=known.marks)
+        tuning.settle(config, rejected)
+    for config, reason in votes.disputed.items():
+        tuning.settle(config, tuning.outcomes[config].with_marks([Mark.DISPUTED.of(reason)]))
+    tuning.notes.extend(notes_of(votes, tuning.votes.unowned()))
+
+
+def _race(tuning: _Tuning, bench: LaunchBench) -> None:
+    """Measure the finalists again, in rounds."""
+    finalists = tuning.finalists()
+    if len(finalists) < 2:
+        return
+
+    def run(config: int, budget: Budget) -> Outcome:
+        tuning.announce(config, "final")
+        tuning.measured.add(config)
+        outcome, _ = bench.measure(config, budget)
+        tuning.outcomes[config] = tuning.outcomes[config].with_marks(outcome.marks)
+        return outcome
+
+    timings = tuning.timings()
+    short = bench.interpreted or tuning.request.call.hooks.do_bench is not None
+    finals, failed = race.race({config: timings[config] for config in finalists}, run, short)
+    for config, timing in finals.items():
+        tuning.settle(config, replace(tuning.outcomes[config], timing=timing), stage="final")
+    for config, outcome in failed.items():
+        tuning.settle(config, outcome, stage="final")
+
+
+def _best(tuning: _Tuning) -> int:
+    """Return the fastest config; an incumbent is compared with the new configs only."""
+    timings = tuning.timings()
+    if not timings:
+        raise NoWorkingConfig(
+            tuning.request.key.kernel.name,
+            str(tuning.request.key),
+            [
+                (config_text(tuning.request.configs[i]), o)
+                for i, o in sorted(tuning.outcomes.items())
+            ],
+            measured=len(tuning.measured),
+        )
+    if tuning.incumbent in timings:
+        rivals = {*tuning.new, tuning.incumbent}
+        timings = {config: timings[config] for config in timings if config in rivals}
+    return race.best(timings)
+
+
+def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecord:
+    """Store the choice, unless its generation has another; return the one to launch."""
+    timing = tuning.outcomes[best].timing
+    assert timing is not None
+    choice = ChoiceRecord(
+        key=tuning.request.key.digest,
+        generation=tuning.generation,
+        config_digest=tuning.digests[best],
+        config=config_record(tuning.request.configs[best]),
+        declared=tuning.request.declared,
+        median_ms=timing.median_ms,
+        measured=len(tuning.measured),
+        created=time.time(),
+    )
+    stored = tuning.store.put_choice(choice)
+    if stored.config_digest in tuning.digests:
+        stored = election.publish(stored, tuning.outcomes[best])
+    # A choice from another list of configs cannot be launched here.
+    return stored if stored.config_digest in tuning.digests else choice

@@ -16,8 +16,15 @@ import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from safetune.inputs.spans import Span, merged_spans, reading, span_of, storage_bytes, tensor_spec
-from safetune.inputs.specs import TensorSpec
+from safetune.inputs.spans import (
+    Span,
+    TensorSpec,
+    merged_spans,
+    reading,
+    span_of,
+    storage_bytes,
+    tensor_spec,
+)
 
 #: Made-up addresses begin above all real ones, and stay positive as int64.
 _FIRST = 1 << 56

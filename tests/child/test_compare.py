@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safetune.child import compare
-from safetune.child.checksum import checksums
+from safetune.child.arguments import checksums
 from safetune.child.compare import Scale, agree
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]

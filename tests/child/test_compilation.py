@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -21,19 +22,20 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from safetune.child import compilation
 from safetune.child.arguments import Arguments
-from safetune.child.compilation import CallerResolver, capture_spec
-from safetune.child.session import _Launch
+from safetune.child.session import ConfigLaunch
 from safetune.errors import WorkerUnavailable
+from safetune.inputs import compile_spec, kernel_pickle
+from safetune.inputs.call import Call, Hooks
+from safetune.inputs.compile_spec import CallerResolver, capture_spec
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation import devices, kernel_pickle, measuring_child
+from safetune.isolation import child_handle, devices
 from safetune.keys.device import Device, Toolchain
 from safetune.keys.kernel_digest import base_function, kernel_identity
 from safetune.keys.tuning_key import TuningKey
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning.bench import LaunchBench
-from safetune.tuning.requests import Call, Hooks, TuningRequest
+from safetune.tuning.requests import TuningRequest
 
 pytestmark = pytest.mark.internals
 
@@ -199,7 +201,7 @@ def of_child(call: Call, config: triton.Config) -> bytes:
         arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
     rebuilt, config = kernel_pickle.unpack(blob, arguments.tensors)
     jit, _ = base_function(rebuilt.kernel)
-    return capture_spec(jit, _Launch(rebuilt, config, (1,)), 0)
+    return capture_spec(jit, ConfigLaunch(rebuilt, config, (1,)), 0)
 
 
 def compiled_from(call: Call, spec: bytes) -> tuple[str, Any, Any]:
@@ -313,20 +315,23 @@ def bench(
         return LaunchBench(TuningRequest(key, call, configs, "declared"), lambda names: None)
 
     yield start
-    measuring_child.drop_all_idle()
+    child_handle.idle.drop()
 
 
 def test_what_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
-    """By the compiler's facts alone: there is no device here on which it could be."""
+    """By the compiler's figure alone: there is no device here on which it could be."""
     args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
     with bench(JITFunction(matmul), args, (16, 128), shared=20_000) as made:
         results = dict(made.compiled([0, 1], 60.0))
-        assert made.facts[0]["shared"] <= 20_000 < made.facts[1]["shared"]
-        message = str(OutOfResources(made.facts[1]["shared"], 20_000, "shared memory"))
-        assert results == {
-            0: None,
-            1: Outcome(Verdict.OUT_OF_RESOURCES, detail="OutOfResources", message=message),
-        }
+        assert results[0] is None
+        refused = results[1]
+        assert refused is not None
+        (needed,) = map(int, re.findall(r"Required: (\d+)", refused.message))
+        assert needed > 20_000
+        message = str(OutOfResources(needed, 20_000, "shared memory"))
+        assert refused == Outcome(
+            Verdict.OUT_OF_RESOURCES, detail="OutOfResources", message=message
+        )
         assert made.phases.keys() == {"transfer", "resolve", "compile"}, "no child was waited for"
         assert all(seconds > 0 for seconds in made.phases.values())
         with pytest.raises(WorkerUnavailable, match="could not rebuild the call"):
@@ -337,9 +342,12 @@ def test_what_cannot_fit_is_launched_for_a_post_hook(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As triton.autotune does: the hook gets what the launch raises."""
-    monkeypatch.setattr(compilation, "_plain", lambda call, jit: True)  # no child to resolve in
+    monkeypatch.setattr(compile_spec, "_plain", lambda call, jit: True)  # no child to resolve in
     args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
     hooks = Hooks(post_hook=lambda arguments, exception: None)
     with bench(JITFunction(matmul), args, (16, 128), shared=20_000, hooks=hooks) as made:
         assert dict(made.compiled([0, 1], 60.0)) == {0: None, 1: None}
-        assert made.facts[1]["shared"] > 20_000
+    with bench(JITFunction(matmul), args, (16, 128), shared=20_000) as made:
+        refused = dict(made.compiled([0, 1], 60.0))[1]
+        assert refused is not None, "without the hook"
+        assert refused.verdict is Verdict.OUT_OF_RESOURCES

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from safetune.child import output_check as witness_module
+from safetune.child import output_check as output_check_module
 from safetune.child.arguments import Arguments
-from safetune.child.output_check import OutOfBounds, Witness, WrongResult
+from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs.snapshot import Snapshot
-from safetune.tuning.evidence import MAX_GROUPS, Evidence, Group, evidence_of
+from safetune.isolation.protocol import MAX_GROUPS, Group, OutputReport
 
 N = 100
 
@@ -35,13 +35,13 @@ class Trial:
     def fresh(self) -> None:
         """Go on as another child would."""
         atomics, scratch = self.settings
-        self.witness = Witness(self.arguments, self.names, scratch, atomics, os.dup(self.file))
+        self.check = OutputCheck(self.arguments, self.names, scratch, atomics, os.dup(self.file))
 
-    def run(self, launch: Callable[..., None]) -> Evidence:
-        evidence = self.witness.examine(lambda: launch(*self.arguments.tensors), self.groups)
-        if evidence.founded is not None:
-            self.groups.append(evidence.founded)
-        return evidence
+    def run(self, launch: Callable[..., None]) -> OutputReport:
+        report = self.check.examine(lambda: launch(*self.arguments.tensors), self.groups)
+        if report.new_group is not None:
+            self.groups.append(report.new_group)
+        return report
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ class TestStart:
 class TestResults:
     def test_those_that_agree_are_one_group(self, trial: Trial) -> None:
         first = trial.run(double)
-        assert first.founded is not None
+        assert first.new_group is not None
         second = trial.run(lambda out, x: out.copy_(x + x))
-        assert (second.group, second.founded, second.difference) == (0, None, "")
+        assert (second.group, second.new_group, second.difference) == (0, None, "")
 
     def test_another_child_compares_with_what_the_first_has_left(self, trial: Trial) -> None:
         trial.run(double)
@@ -170,8 +170,8 @@ class TestResults:
         def full(fd: int, offset: int, size: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(witness_module.os, "posix_fallocate", full)
-        assert trial.run(double) == Evidence(group=None)
+        monkeypatch.setattr(output_check_module.os, "posix_fallocate", full)
+        assert trial.run(double) == OutputReport(group=None)
 
 
 class TestStale:
@@ -185,8 +185,11 @@ class TestStale:
         def nothing(out: torch.Tensor, x: torch.Tensor) -> None:
             pass
 
-        assert not trial.run(double).stale
-        assert [(trial.run(bad).group, trial.run(bad).stale) for bad in (half, nothing)] == [
+        assert not trial.run(double).depends_on_prior_output
+        assert [
+            (trial.run(bad).group, trial.run(bad).depends_on_prior_output)
+            for bad in (half, nothing)
+        ] == [
             (0, True),
             (0, True),
         ]
@@ -202,8 +205,8 @@ class TestStale:
             double(out, x)
             x.zero_()
 
-        whole, part, more = (trial.run(launch).reach for launch in (double, half, both))
-        again = trial.run(lambda out, x: out.copy_(x - 7)).reach
+        whole, part, more = (trial.run(launch).written_masks for launch in (double, half, both))
+        again = trial.run(lambda out, x: out.copy_(x - 7)).written_masks
         assert whole == again
         assert len({whole, part, more}) == 3
         assert [reach[1] == 0 for reach in (whole, part, more)] == [True, True, False]
@@ -218,16 +221,16 @@ class TestStale:
 
     def test_with_atomics_zeroes_may_be_asked_for(self) -> None:
         trial = Trial(torch.zeros(N), torch.randn(N), atomics=True)
-        assert not trial.run(lambda out, x: out.add_(2 * x)).stale
+        assert not trial.run(lambda out, x: out.add_(2 * x)).depends_on_prior_output
 
-    def test_an_update_in_place_is_stale(self) -> None:
+    def test_an_update_in_place_depends_on_prior_output(self) -> None:
         trial = Trial(torch.zeros(N), torch.randn(N))
-        assert trial.run(lambda out, x: x.add_(1)).stale
+        assert trial.run(lambda out, x: x.add_(1)).depends_on_prior_output
 
 
 class TestReference:
     def test_decides(self, trial: Trial) -> None:
-        trial.witness.expect({"out": 2 * trial.arguments.tensors[1]})
+        trial.check.expect({"out": 2 * trial.arguments.tensors[1]})
         assert trial.run(double).group == 0
         with pytest.raises(WrongResult, match="out differs from the reference by up to 0"):
             trial.run(lambda out, x: out.copy_(2 * x + 0.5))
@@ -238,12 +241,12 @@ class TestReference:
     )
     def test_that_fits_nothing_is_an_error(self, trial: Trial, expected, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            trial.witness.expect(expected)
+            trial.check.expect(expected)
 
 
-def test_evidence_survives_json(trial: Trial) -> None:
+def test_a_report_survives_json(trial: Trial) -> None:
     import json
     from dataclasses import asdict
 
-    evidence = replace(trial.run(double), unowned=("x",))
-    assert evidence_of(json.loads(json.dumps(asdict(evidence)))) == evidence
+    report = replace(trial.run(double), unowned=("x",))
+    assert OutputReport.of(json.loads(json.dumps(asdict(report)))) == report

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.isolation import measuring_child
+from safetune.isolation import child_handle
 
 #: An idle measuring child leaves after 2 s, and one that was let go of at once.
 LEAVING_S = 20.0
@@ -129,7 +129,7 @@ class Harmless:
             states = _children(server)
             assert [pid for pid, state in states.items() if state == "Z"] == [], "not reaped"
             assert [pid for child in states for pid in _children(child)] == [], "grandchildren"
-        measuring_child.drop_all_idle()
+        child_handle.idle.drop()
         assert self._children_are_gone()
         if memory is not None and self._device == "cuda":
             left = memory - self._memory()

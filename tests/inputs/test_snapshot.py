@@ -12,9 +12,9 @@ import torch
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting, NotReproducible
 from safetune.inputs import memory_budget, pointers
+from safetune.inputs.call import owners_of
 from safetune.inputs.snapshot import Snapshot
 from safetune.settings import Settings, parse_size
-from safetune.tuning.requests import owners_of
 
 KIB = 1 << 10
 FLOAT_TYPES = [

@@ -15,6 +15,7 @@ import safetune
 from safetune import Autotuner, CaptureError, NoWorkingConfig
 from safetune.integrations.graph import Watch
 from safetune.miss import background
+from tests.conftest import stop_servers
 
 if TYPE_CHECKING:
     from tests.capturing import Copies, Driver, Gate
@@ -112,9 +113,7 @@ class TestBackground:
 def test_a_key_that_cannot_be_tuned_now_is_named(
     copies: type[Copies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from safetune.isolation import fork_server
-
-    fork_server.stop_servers()
+    stop_servers()
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.warns(UserWarning, match="is not tuned for n=100"):
         report = safetune.prepare(copies(), 100)

@@ -93,8 +93,8 @@ class TestWithABackend:
 
     def test_children_see_its_devices_or_none(self) -> None:
         with launching_on(FakeBackend()):
-            sees = child_environment.start_job(gpu_blind=False)["environment"]
-            blind = child_environment.start_job(gpu_blind=True)["environment"]
+            sees = child_environment.start_job(gpu_blind=False).environment
+            blind = child_environment.start_job(gpu_blind=True).environment
         assert sees["FAKE_VISIBLE_DEVICES"] == "1,0"
         assert blind["FAKE_VISIBLE_DEVICES"] == blind["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -56,20 +56,17 @@ class TestVisibleDevices:
 
     def test_a_child_without_a_gpu_is_told_of_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
-        assert (
-            child_environment.start_job(gpu_blind=True)["environment"]["CUDA_VISIBLE_DEVICES"] == ""
-        )
+        assert child_environment.start_job(gpu_blind=True).environment["CUDA_VISIBLE_DEVICES"] == ""
 
     def test_before_cuda_is_initialised_the_variable_is_handed_on(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-        seen = child_environment.start_job(gpu_blind=False)["environment"]["CUDA_VISIBLE_DEVICES"]
+        seen = child_environment.start_job(gpu_blind=False).environment["CUDA_VISIBLE_DEVICES"]
         assert seen == "1,0"
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         assert (
-            "CUDA_VISIBLE_DEVICES"
-            not in child_environment.start_job(gpu_blind=False)["environment"]
+            "CUDA_VISIBLE_DEVICES" not in child_environment.start_job(gpu_blind=False).environment
         )
 
 

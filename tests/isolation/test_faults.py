@@ -24,7 +24,8 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from safetune import NoWorkingConfig, safetune
-from safetune.isolation import fork_server, measuring_child
+from safetune.isolation import child_handle
+from tests.conftest import stop_servers
 
 N = 200
 RUN_TIMEOUT_S = 2.0
@@ -58,7 +59,7 @@ def grid(meta: dict[str, Any]) -> tuple[int]:
 @pytest.fixture(scope="module", autouse=True)
 def servers_of_its_own() -> None:
     """The tests count them: here one is enough, where others compiled there are two."""
-    fork_server.stop_servers()
+    stop_servers()
 
 
 class UnprintableError(Exception):
@@ -297,7 +298,7 @@ def caller() -> Caller:
 def no_idle_child() -> Iterator[None]:
     """Afterwards no child waits that the next test would be given."""
     yield
-    measuring_child.drop_all_idle()
+    child_handle.idle.drop()
 
 
 def hook_of(log: Any, name: str | None) -> Callable[[dict[str, Any]], None]:

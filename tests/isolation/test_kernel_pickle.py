@@ -29,7 +29,7 @@ os.dup2(2, 1)
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from safetune.keys.kernel_digest import base_function, inner_heuristics
-from safetune.isolation import kernel_pickle as kernel_ref
+from safetune.inputs import kernel_pickle as kernel_ref
 
 modules = {}
 
@@ -493,7 +493,7 @@ class TestErrors:
         import threading
 
         from safetune.errors import KernelNotTransferable
-        from safetune.isolation import kernel_pickle
+        from safetune.inputs import kernel_pickle
 
         with pytest.raises(KernelNotTransferable) as caught:
             kernel_pickle.pack({"lock": threading.Lock()}, "the call of some_kernel")
@@ -506,7 +506,7 @@ class TestErrors:
         import torch
 
         from safetune.errors import KernelNotTransferable
-        from safetune.isolation import kernel_pickle
+        from safetune.inputs import kernel_pickle
 
         with pytest.raises(KernelNotTransferable, match=r"a tensor of shape \(2, 3\) is captured"):
             kernel_pickle.pack([torch.zeros(2, 3)], "some_kernel")
@@ -514,7 +514,7 @@ class TestErrors:
     def test_a_tensor_keeps_its_identity(self) -> None:
         import torch
 
-        from safetune.isolation import kernel_pickle
+        from safetune.inputs import kernel_pickle
 
         table = kernel_pickle.TensorTable()
         one, other = torch.zeros(2), torch.ones(3)
@@ -530,7 +530,7 @@ class TestErrors:
         """cloudpickle's registry is one for the whole process, the user's pickles included."""
         import cloudpickle
 
-        from safetune.isolation import kernel_pickle
+        from safetune.inputs import kernel_pickle
 
         def local() -> None: ...
 

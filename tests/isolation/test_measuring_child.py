@@ -22,17 +22,18 @@ import triton.language as tl
 
 from safetune import safetune
 from safetune.errors import WorkerUnavailable
+from safetune.inputs import kernel_pickle
+from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation import kernel_pickle
 from safetune.isolation.child_environment import start_job
 from safetune.isolation.child_handle import Child, ChildFailed
-from safetune.isolation.fork_server import compile_server, server, start_servers, stop_servers
+from safetune.isolation.fork_server import compile_server, server, start_servers
 from safetune.isolation.measuring_child import MeasuringChild
+from safetune.isolation.protocol import Budget, Compile, Measure, Prepare, Release
 from safetune.outcome import Outcome, Verdict
-from safetune.tuning.requests import Call, Hooks
-from tests.conftest import ended
+from tests.conftest import ended, stop_servers
 
-BUDGET = {"estimate_launches": 2, "time_ms": 0.0, "max_launches": 4}
+BUDGET = Budget(estimate_launches=2, time_ms=0.0, max_launches=4)
 
 
 @triton.jit
@@ -66,20 +67,16 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     tensors = kernel_pickle.TensorTable()
     blob = kernel_pickle.pack((call, configs), "a call", tensors, by_value=hooks)
     snapshot = Snapshot(tensors.tensors)
-    header = {
-        "index": -1,
-        "grids": [(1,)] * len(hooks),
-        "arguments": {**snapshot.header(), "absent": {}},
-        "atomics": False,
-    }
-    witness = os.memfd_create("results")
-    made = MeasuringChild(header, blob, (snapshot.fd, witness), timeout_s)
+    arguments = {**snapshot.header(), "absent": {}}
+    job = Prepare(index=-1, grids=[(1,)] * len(hooks), arguments=arguments, atomics=False)
+    results = os.memfd_create("results")
+    made = MeasuringChild(job, blob, (snapshot.fd, results), timeout_s)
     try:
         yield made
     finally:
         made.replace()
         snapshot.close()
-        os.close(witness)
+        os.close(results)
 
 
 def writer(path: Path) -> Callable[[Any], None]:
@@ -134,14 +131,14 @@ class TestAChild:
         os.kill(child.pid, signal.SIGTERM)
         assert ended(child.pid)
         with pytest.raises(ChildFailed) as caught:
-            child.ask({"op": "measure", "config": 0}, timeout_s=60)
+            child.ask(Measure(0), timeout_s=60)
         assert caught.value.outcome.label == "died(SIGTERM)"
         assert child.kill() is None, "it has been waited for"
 
     def test_that_does_not_answer_is_killed(self, child: Child) -> None:
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ChildFailed) as caught:
-            child.ask({"op": "release"}, timeout_s=0.2)
+            child.ask(Release(), timeout_s=0.2)
         assert caught.value.outcome.verdict is Verdict.TIMEOUT
         assert caught.value.outcome.message == "no answer within 0.2 s"
         assert ended(child.pid)
@@ -150,7 +147,7 @@ class TestAChild:
         """A blob larger than the socket's buffer, and nobody who reads it."""
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ChildFailed) as caught:
-            child.ask({"op": "compile"}, bytes(1 << 24), timeout_s=0.2)
+            child.ask(Compile(), bytes(1 << 24), timeout_s=0.2)
         assert caught.value.outcome.verdict is Verdict.TIMEOUT
         assert "0.2 s" in caught.value.outcome.message
         assert ended(child.pid)
@@ -161,25 +158,26 @@ class TestAChild:
 
     def test_answers_in_order(self, child: Child) -> None:
         """Two jobs at once, as the compile pool sends them."""
-        child.tell({"op": "release"})
-        child.tell({"op": "compile"}, b"of no kernel")
-        assert child.answer(60)[0]["ok"]
-        reply, _ = child.answer(60)
-        assert reply["verdict"] == "compile_error"
-        assert reply["detail"] == "EOFError"
+        child.send(Release())
+        child.send(Compile(), b"of no kernel")
+        assert child.answer(60)[0].outcome.ok
+        outcome = child.answer(60)[0].outcome
+        assert outcome.verdict is Verdict.COMPILE_ERROR
+        assert outcome.detail == "EOFError"
 
     def test_that_ends_has_its_last_words_heard(self, child: Child) -> None:
         """Written after it closed its pipe, which is when its parent knows that it is ending."""
         child.ask(start_job(gpu_blind=True), pickle.dumps(Dies()), timeout_s=60)
         with pytest.raises(ChildFailed) as caught:
-            child.ask({"op": "compile"}, timeout_s=60)
+            child.ask(Compile(), timeout_s=60)
         outcome = caught.value.outcome
         assert outcome.stderr == "the last words"
         assert outcome.detail == "exit code 3"
 
     def test_without_a_call_says_so(self, child: Child) -> None:
-        reply, _ = child.ask({"op": "measure", "config": 0, "budget": BUDGET}, timeout_s=60)
-        assert reply["error"] == "no call was prepared"
+        outcome = child.ask(Measure(0, BUDGET), timeout_s=60)[0].outcome
+        assert outcome.verdict is Verdict.PROTOCOL_ERROR
+        assert outcome.message == "no call was prepared"
 
     def test_reads_nothing_from_our_standard_input(self, child: Child) -> None:
         assert os.readlink(f"/proc/{child.pid}/fd/0") == os.devnull
@@ -193,7 +191,7 @@ class TestAChild:
         for argv in (["train.py", "--depth", "3"], []):
             monkeypatch.setattr(sys, "argv", argv)
             child.ask(start_job(gpu_blind=True), pickle.dumps(Notes(str(seen))), timeout_s=60)
-            child.ask({"op": "compile"}, timeout_s=60)
+            child.ask(Compile(), timeout_s=60)
             assert seen.read_text() == repr(argv)
 
     def test_has_no_descriptor_of_ours(self, tmp_path: Path) -> None:
@@ -322,7 +320,7 @@ def test_children_are_started_from_many_threads(tmp_path: Path) -> None:
         try:
             if number % 2:
                 os.kill(child.pid, signal.SIGKILL)
-            child.ask({"op": "release"}, timeout_s=60)
+            child.ask(Release(), timeout_s=60)
         except ChildFailed as failure:
             return child.pid, failure.outcome
         else:
@@ -343,7 +341,7 @@ def test_a_server_that_was_stopped_starts_again(child: Child) -> None:
     assert ended(child.pid), "no child outlives its server"
     other = Child(gpu_blind=True)
     try:
-        assert other.ask({"op": "release"}, timeout_s=60)[0]["ok"]
+        assert other.ask(Release(), timeout_s=60)[0].outcome.ok
     finally:
         other.kill()
 
@@ -382,8 +380,8 @@ def test_both_servers_start_at_once_and_are_not_waited_for() -> None:
     measurer = Child(gpu_blind=True)
     try:
         assert (compile_server._process.pid, server._process.pid) == pids
-        assert compiler.ask({"op": "release"}, timeout_s=60)[0]["ok"]
-        assert measurer.ask({"op": "release"}, timeout_s=60)[0]["ok"]
+        assert compiler.ask(Release(), timeout_s=60)[0].outcome.ok
+        assert measurer.ask(Release(), timeout_s=60)[0].outcome.ok
     finally:
         compiler.kill()
         measurer.kill()

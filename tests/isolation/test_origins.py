@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.isolation import measuring_child
+from safetune.isolation import child_handle
 
 N = 100
 ROOT = Path(__file__).parents[2]
@@ -342,7 +342,7 @@ class TestScopes:
     def test_a_kernel_that_refers_to_itself_and_its_tuner(self, records: Any) -> None:
         """The name in the kernel's globals is the tuner, which must not travel with it."""
         lock = threading.Lock()
-        measuring_child.drop_all_idle()
+        child_handle.idle.drop()
 
         def prune(configs: Any, named: Any, **_: Any) -> Any:
             with lock:

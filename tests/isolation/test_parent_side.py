@@ -54,8 +54,8 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
-from safetune.isolation import kernel_pickle as kernel_ref
-from safetune.child.compilation import pack_for_compiler
+from safetune.inputs import kernel_pickle as kernel_ref
+from safetune.inputs.compile_spec import pack_for_compiler
 from safetune.isolation.compile_pool import CompilePool
 
 @triton.constexpr_function

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from safetune.isolation import process
+from safetune.isolation import process, protocol
 from tests.conftest import ended
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_a_group_is_killed_with_what_it_started(families: list[Family]) -> None:
     families.append(family)
     pids = [int(family.line()), int(family.line())]
 
-    process.kill_group(family.process.pid)
+    protocol.kill_group(family.process.pid)
 
     assert family.process.wait(20) == -signal.SIGKILL
     assert ended(*pids)
@@ -126,7 +126,7 @@ def test_one_that_has_not_left_our_group_yet_is_killed_alone(families: list[Fami
     bystander = Family(["sleep", "1000"], leads=False)
     families += [family, bystander]
 
-    process.kill_group(family.process.pid)
+    protocol.kill_group(family.process.pid)
 
     assert family.process.wait(20) == -signal.SIGKILL
     assert bystander.process.poll() is None
@@ -136,13 +136,13 @@ def test_killing_what_is_gone_is_no_error(families: list[Family]) -> None:
     family = Family(["true"], leads=True)
     families.append(family)
     family.process.wait(20)
-    process.kill_group(family.process.pid)
+    protocol.kill_group(family.process.pid)
     assert family.process.returncode == 0
 
 
 FATHER_AND_SON = """
 import os, sys, time
-from safetune.isolation.process import die_with_parent
+from safetune.child.server_main import die_with_parent
 
 father = os.getpid()
 if os.fork() == 0:

@@ -1,14 +1,32 @@
-"""Frames between parent and child: whole or not at all, in time or not at all."""
+"""Frames between parent and child are whole and in time; answers are checked before use."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
 from safetune.isolation import protocol
+from safetune.isolation.protocol import (
+    Answer,
+    Budget,
+    Compile,
+    Group,
+    Job,
+    Measure,
+    OutputReport,
+    Prepare,
+    ProtocolError,
+    Release,
+    Resolve,
+    Start,
+)
+from safetune.outcome import Mark, Outcome, Timing, Verdict
 
 
 @pytest.fixture
@@ -83,3 +101,73 @@ def test_garbage_is_named_as_such(pipe, data):
     ours.sendall(data)
     with pytest.raises(protocol.ProtocolError):
         protocol.receive(theirs, 10)
+
+
+TIMING = Timing(median_ms=2.0, p20_ms=1.5, p80_ms=3.0, count=7, stage="screen")
+
+
+REPORT = OutputReport(
+    1, Group(1, (0, 2), (1.0, 2.0), (0.0, 0.5)), True, (3, 4), unowned=("x",), difference="d"
+)
+
+
+def header(outcome: Outcome) -> dict[str, Any]:
+    """Return an answer as the parent gets it."""
+    return json.loads(json.dumps(protocol.answer_header(Answer(outcome, REPORT, 7), number=1)))
+
+
+def test_an_answer_survives_the_pipe() -> None:
+    outcome = Outcome(
+        Verdict.OK, timing=TIMING, message="m", gpu_uuid="u", marks=(Mark.UNOWNED.of("x"),)
+    )
+    assert protocol.answer_of(header(outcome), 1) == Answer(outcome, REPORT, 7)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Start({"A": "b"}, ["p"], ["a", "v"], "d", {"runtime": {"debug": True}}, 5),
+        Prepare(-1, [[1, 2]], {"blocks": []}, atomics=True),
+        Resolve(3),
+        Measure(3, Budget(best_ms=0.5), (REPORT.new_group,)),
+        Measure(3),
+        Compile(),
+        Release(1.5),
+    ],
+    ids=lambda job: type(job).__name__,
+)
+def test_a_job_survives_the_pipe(job: Job) -> None:
+    assert protocol.job_of(json.loads(json.dumps(protocol.job_header(job, 4)))) == (job, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdict": "fine"},
+        {"verdict": None},
+        {"timing": 3.0},
+        {"timing": {"median_ms": 1.0}},
+        {"marks": None},
+        {"number": 2},
+        {"shared_bytes": "many"},
+        {"report": 3.0},
+        *({"report": asdict(REPORT) | {name: 3.0}} for name in ("new_group", "written_masks")),
+        *(
+            {"timing": vars(TIMING) | {name: value}}
+            for name in ("median_ms", "p20_ms", "p80_ms")
+            for value in (0.0, -1.0, float("nan"), float("inf"), "soon", None)
+        ),
+    ],
+    ids=str,
+)
+def test_anything_else_is_a_protocol_error(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="not an answer to job 1"):
+        protocol.answer_of(header(Outcome(Verdict.OK, timing=TIMING)) | change, 1)
+
+
+@pytest.mark.parametrize("name", sorted(protocol.answer_header(Answer(Outcome(Verdict.OK)), 1)))
+def test_a_missing_field_is_a_protocol_error(name: str) -> None:
+    answer = header(Outcome(Verdict.OK, timing=TIMING))
+    del answer[name]
+    with pytest.raises(ProtocolError, match="not an answer to job 1"):
+        protocol.answer_of(answer, 1)

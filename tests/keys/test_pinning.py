@@ -19,9 +19,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from safetune import safetune
-from safetune.child.compilation import capture_spec
-from safetune.child.session import _Launch
-from safetune.isolation import kernel_pickle
+from safetune.child.session import ConfigLaunch
+from safetune.inputs import kernel_pickle
+from safetune.inputs.compile_spec import capture_spec
 from safetune.keys.key_names import PhantomKeyWarning
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
@@ -202,7 +202,7 @@ def test_a_child_is_told_to_compile_what_the_caller_launches(
                 jit.run(*pinned, grid=(1,), warmup=False, **pinned_kwargs, **options)
                 copy = JITFunction(norm_kernel)
                 copy.device_caches = jit.device_caches
-                launch = _Launch(replace(call, kernel=copy), config, (1,))
+                launch = ConfigLaunch(replace(call, kernel=copy), config, (1,))
                 spec = kernel_pickle.unpack(capture_spec(copy, launch, 0))
             signature, constexprs, attrs, options, target = spec
             assert target == TARGET

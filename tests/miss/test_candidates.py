@@ -16,7 +16,6 @@ import triton.language as tl
 
 from safetune import safetune, sync
 from safetune.inputs import memory_budget
-from safetune.isolation import fork_server
 from safetune.miss import candidates, retry
 from safetune.miss.candidates import distance
 from safetune.miss.resolve import Miss
@@ -24,6 +23,7 @@ from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.tuner import tune
+from tests.conftest import stop_servers
 
 BLOCKS = (16, 32, 64)
 
@@ -301,7 +301,7 @@ def test_no_process_can_be_started(
 ) -> None:
     """It is tried again: a limit may be raised, as a card may be emptied."""
     made = copies(None, None)
-    fork_server.stop_servers()
+    stop_servers()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nonexistent/python")
         with pytest.warns(UserWarning, match=r"n=100 .*first config .*/nonexistent/python"):

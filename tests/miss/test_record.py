@@ -15,7 +15,7 @@ import triton.language as tl
 
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import call_description
-from safetune.inputs.specs import ALIGNMENT
+from safetune.inputs.spans import ALIGNMENT
 from safetune.keys import encoding
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings

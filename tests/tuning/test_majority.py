@@ -6,17 +6,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from safetune.isolation.protocol import Group, OutputReport
 from safetune.outcome import Verdict
-from safetune.tuning.evidence import Evidence, Group
-from safetune.tuning.majority import Judgement, Results, notes_of
+from safetune.tuning.majority import VoteResult, Votes, notes_of
 
 
-def results(
+def votes(
     groups: list[int | None],
     stale: tuple[int, ...] = (),
     reach: list[tuple[int, ...]] | None = None,
-) -> Results:
-    made = Results()
+) -> Votes:
+    made = Votes()
     founded: set[int | None] = {None}
     for config, group in enumerate(groups):
         new = None
@@ -25,37 +25,37 @@ def results(
         founded.add(group)
         difference = f"out differs by {config}" if group else ""
         writes = () if reach is None else reach[config]
-        evidence = Evidence(group, new, stale=config in stale, reach=writes, difference=difference)
-        made.add(config, evidence)
+        report = OutputReport(group, new, config in stale, writes, difference=difference)
+        made.add(config, report)
     return made
 
 
-def judge(
+def vote(
     groups: list[int | None], grids: list[int] | None = None, stale: tuple[int, ...] = ()
-) -> Judgement:
+) -> VoteResult:
     sizes = grids or list(range(1, len(groups) + 1))
-    return results(groups, stale).judge({config: (size,) for config, size in enumerate(sizes)})
+    return votes(groups, stale).count({config: (size,) for config, size in enumerate(sizes)})
 
 
-def verdicts(judgement: Judgement) -> dict[int, Verdict]:
-    return {config: verdict for config, (verdict, _) in judgement.rejected.items()}
+def verdicts(result: VoteResult) -> dict[int, Verdict]:
+    return {config: verdict for config, (verdict, _) in result.rejected.items()}
 
 
 @pytest.mark.parametrize("grids", [None, [4] * 8], ids=["another grid each", "one grid"])
 def test_one_of_eight(grids: list[int] | None) -> None:
-    judgement = judge([0, 1, 1, 1, 1, 1, 1, 1], grids)
-    assert verdicts(judgement) == {0: Verdict.WRONG_RESULT}
-    assert judgement.disputed == {}
-    assert "7 of 8 configs agree on another result" in judgement.rejected[0][1]
+    result = vote([0, 1, 1, 1, 1, 1, 1, 1], grids)
+    assert verdicts(result) == {0: Verdict.WRONG_RESULT}
+    assert result.disputed == {}
+    assert "7 of 8 configs agree on another result" in result.rejected[0][1]
 
 
 def test_the_reason_names_what_differs() -> None:
-    (reason,) = (text for _, text in judge([0, 0, 0, 1]).rejected.values())
+    (reason,) = (text for _, text in vote([0, 0, 0, 1]).rejected.values())
     assert reason.endswith("; out differs by 3")
 
 
 def test_all_that_disagree_with_the_majority() -> None:
-    assert verdicts(judge([0, 0, 0, 0, 1, 2, None])) == dict.fromkeys(
+    assert verdicts(vote([0, 0, 0, 0, 1, 2, None])) == dict.fromkeys(
         (4, 5, 6), Verdict.WRONG_RESULT
     )
 
@@ -73,16 +73,16 @@ def test_all_that_disagree_with_the_majority() -> None:
     ],
 )
 def test_without_a_majority_nobody_is_wrong(groups: list[int | None]) -> None:
-    judgement = judge(groups)
-    assert judgement.rejected == {}
-    assert len(judgement.disputed) == (len(groups) if len(set(groups)) > 1 else 0)
+    result = vote(groups)
+    assert result.rejected == {}
+    assert len(result.disputed) == (len(groups) if len(set(groups)) > 1 else 0)
 
 
 def test_partial_results_depend_on_the_grid() -> None:
     """Three configs with one grid agree; the fourth, with another, may be as right."""
-    judgement = judge([0, 0, 0, 1], grids=[8, 8, 8, 4])
-    assert judgement.rejected == {}
-    assert judgement.disputed[3] == "1 of 4 configs have this result"
+    result = vote([0, 0, 0, 1], grids=[8, 8, 8, 4])
+    assert result.rejected == {}
+    assert result.disputed[3] == "1 of 4 configs have this result"
 
 
 @pytest.mark.parametrize(
@@ -99,37 +99,37 @@ def test_partial_results_are_other_elements(
     reach: tuple[int, ...], grid: tuple[int, ...], wrong: bool
 ) -> None:
     """A program's own partial result has a place of its own, so fewer programs write fewer."""
-    found = results([0, 0, 0, 1], reach=[(1,), (1,), (1,), reach])
-    judgement = found.judge({0: (8,), 1: (8,), 2: (8,), 3: grid})
-    assert verdicts(judgement) == ({3: Verdict.WRONG_RESULT} if wrong else {})
+    found = votes([0, 0, 0, 1], reach=[(1,), (1,), (1,), reach])
+    result = found.count({0: (8,), 1: (8,), 2: (8,), 3: grid})
+    assert verdicts(result) == ({3: Verdict.WRONG_RESULT} if wrong else {})
 
 
 def test_a_rival_with_the_grid_of_the_majority_has_no_excuse() -> None:
-    assert verdicts(judge([0, 0, 0, 1], grids=[8, 8, 8, 8])) == {3: Verdict.WRONG_RESULT}
+    assert verdicts(vote([0, 0, 0, 1], grids=[8, 8, 8, 8])) == {3: Verdict.WRONG_RESULT}
 
 
 def test_right_only_by_what_the_output_held() -> None:
-    assert verdicts(judge([0] * 5, stale=(4,))) == {4: Verdict.ORDER_DEPENDENT}
-    assert verdicts(judge([0] * 5, stale=(1, 2, 3, 4))) == {}
-    assert verdicts(judge([0] * 5, stale=(2, 3, 4))) == {}
-    assert verdicts(judge([0] * 3, stale=(2,))) == {}
+    assert verdicts(vote([0] * 5, stale=(4,))) == {4: Verdict.ORDER_DEPENDENT}
+    assert verdicts(vote([0] * 5, stale=(1, 2, 3, 4))) == {}
+    assert verdicts(vote([0] * 5, stale=(2, 3, 4))) == {}
+    assert verdicts(vote([0] * 3, stale=(2,))) == {}
 
 
 def test_what_the_user_hears() -> None:
-    assert notes_of(judge([0, 0, 0]), {}) == []
-    (note,) = notes_of(judge([0, 0, 1, 1]), {})
+    assert notes_of(vote([0, 0, 0]), {}) == []
+    (note,) = notes_of(vote([0, 0, 1, 1]), {})
     assert "2 of 4 configs" in note
     assert "scratch=" in note
-    (note,) = notes_of(judge([0, 0, 0]), {"qkv": 2})
+    (note,) = notes_of(vote([0, 0, 0]), {"qkv": 2})
     assert "2 of its configs wrote into the storage behind qkv" in note
 
 
 def test_a_config_that_is_rejected_has_no_vote() -> None:
     """Five of nine agreed, one of them was rejected, and the four left rejected four others."""
-    disputed = judge([None, None, None, 0, 0, 0, 0, None, 0], stale=(3,))
+    disputed = vote([None, None, None, 0, 0, 0, 0, None, 0], stale=(3,))
     assert disputed.rejected == {}
     assert disputed.disputed[3] == "5 of 9 configs have this result"
-    clear = judge([0, 0, 0, 0, 0, 1, 1], stale=(4,))
+    clear = vote([0, 0, 0, 0, 0, 1, 1], stale=(4,))
     assert verdicts(clear) == {
         4: Verdict.ORDER_DEPENDENT,
         5: Verdict.WRONG_RESULT,
@@ -152,7 +152,7 @@ def test_a_majority_is_never_rejected(configs: list[tuple[int | None, int, bool]
     ordered = sorted({group for group, _, _ in configs if group is not None})
     groups = [None if group is None else ordered.index(group) for group, _, _ in configs]
     stale = tuple(config for config, (_, _, is_stale) in enumerate(configs) if is_stale)
-    judgement = judge(groups, [grid for _, grid, _ in configs], stale)
-    wrong = [c for c, verdict in verdicts(judgement).items() if verdict is Verdict.WRONG_RESULT]
+    result = vote(groups, [grid for _, grid, _ in configs], stale)
+    wrong = [c for c, verdict in verdicts(result).items() if verdict is Verdict.WRONG_RESULT]
     assert 2 * len(wrong) < max(1, len(groups))
-    assert 2 * len(judgement.rejected) <= len(groups)
+    assert 2 * len(result.rejected) <= len(groups)

@@ -34,7 +34,7 @@ from safetune.settings import Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, TrialRecord
-from safetune.tuning.result import Progress, TuningResult
+from safetune.tuning.requests import Progress, TuningResult
 from safetune.tuning.tuner import tune
 
 ROOT = Path(__file__).parents[2]
@@ -370,7 +370,10 @@ class TestAnotherList:
         if tried:
             assert tuned.launch() == 16
         else:
-            with pytest.raises(NoWorkingConfig, match=r"before \(`safetune clear copy_kernel`"):
+            with pytest.raises(
+                NoWorkingConfig,
+                match=r"stored results; `safetune clear copy_kernel`",
+            ):
                 tuned.launch()
         assert tuned.tried() == tried
 

@@ -23,11 +23,12 @@ from triton import Config
 
 from safetune.config import config_digest
 from safetune.errors import Busy
+from safetune.inputs.call import Call, Hooks
 from safetune.keys.device import Device, Toolchain
 from safetune.keys.tuning_key import KernelIdentity, TuningKey
 from safetune.store.local import db_files, key_locks
 from safetune.store.local.store import Store
-from safetune.tuning.requests import Call, Hooks, TuningRequest
+from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import COMPILING, WaitBudget, Waited, compiling, elect_local
 
 ROOT = Path(__file__).parents[3]

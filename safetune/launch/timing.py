@@ -10,34 +10,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from safetune.isolation.protocol import Budget
 from safetune.outcome import Timing
 
 Launch = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How much to measure.
-
-    Attributes:
-        estimate_launches: timed first; a config whose median is over `give_up_ratio` times
-            `best_ms` gets no more.
-        time_ms: kernel time to spend on one config after that.
-        max_launches: upper limit of launches in that time.
-    """
-
-    estimate_launches: int = 5
-    time_ms: float = 20.0
-    max_launches: int = 200
-    give_up_ratio: float = 1.5
-    best_ms: float | None = None
-
-
 class InvalidTime(Exception):
-    """A measurement that is not a positive, finite number."""
+    """A measured time is not a positive, finite number."""
 
 
 def measure(launch: Launch, before: Launch, after: Launch, timer: Timer, budget: Budget) -> Timing:
@@ -75,7 +57,7 @@ def summarize(samples: Sequence[float], stage: str) -> Timing:
 
 
 def from_do_bench(result: Any) -> Timing:
-    """Return the timing in what a user's `do_bench(call, quantiles=(0.5, 0.2, 0.8))` gave."""
+    """Return the timing in the result of a user's `do_bench(call, quantiles=(0.5, 0.2, 0.8))`."""
     values = list(result) if isinstance(result, (list, tuple)) else [result]
     numbers = [float(value) for value in values]
     median = numbers[0]
@@ -89,7 +71,8 @@ def _check(milliseconds: float) -> None:
         raise InvalidTime(f"measured {milliseconds} ms")
 
 
-#: Two launches that take so long in the interpreter are enough: they say nothing of a GPU.
+#: In the interpreter, two launches are enough once they have taken this long together: their
+#: times mean nothing on a GPU.
 _LONG_MS = 50.0
 
 
@@ -97,7 +80,7 @@ class Timer:
     """The wall clock, for the interpreter: one launch is slow enough for it."""
 
     def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
-        """Return the milliseconds of `count` launches; of fewer, but two, where they are slow."""
+        """Return the milliseconds of `count` launches, or of at least two if they are slow."""
         times: list[float] = []
         while len(times) < count and (len(times) < 2 or sum(times) < _LONG_MS):
             before()

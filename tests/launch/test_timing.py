@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from safetune.child import timing as measure_module
-from safetune.child.timing import Budget, InvalidTime, Timer, from_do_bench, measure, summarize
+from safetune.isolation.protocol import Budget
+from safetune.launch import timing as measure_module
+from safetune.launch.timing import InvalidTime, Timer, from_do_bench, measure, summarize
 
 
 class FakeClock(Timer):

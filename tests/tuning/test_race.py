@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetune.outcome import Timing
-from safetune.tuning import choose
+from safetune.tuning import race
 
 
 def timing(median: float) -> Timing:
@@ -15,22 +15,22 @@ def timing(median: float) -> Timing:
 
 
 def test_the_fastest_wins():
-    assert choose.best({0: timing(2.0), 1: timing(1.0), 2: timing(3.0)}) == 1
+    assert race.best({0: timing(2.0), 1: timing(1.0), 2: timing(3.0)}) == 1
 
 
 def test_a_tie_goes_to_the_config_declared_first():
-    assert choose.best({0: timing(1.001), 1: timing(1.0)}) == 0
-    assert choose.best({0: timing(1.02), 1: timing(1.0)}) == 1
+    assert race.best({0: timing(1.001), 1: timing(1.0)}) == 0
+    assert race.best({0: timing(1.02), 1: timing(1.0)}) == 1
 
 
 def test_only_those_near_the_best_race():
     timings = {0: timing(1.0), 1: timing(1.04), 2: timing(1.2)}
-    assert choose.finalists(timings, new=[0, 1, 2], incumbent=None) == [0, 1]
+    assert race.finalists(timings, new=[0, 1, 2], incumbent=None) == [0, 1]
 
 
 def test_only_new_configs_challenge_an_incumbent():
     timings = {0: timing(1.0), 1: timing(1.01), 2: timing(1.02)}
-    assert choose.finalists(timings, new=[2], incumbent=0) == [0, 2]
+    assert race.finalists(timings, new=[2], incumbent=0) == [0, 2]
 
 
 def rounds(*medians: float) -> list[Timing]:
@@ -40,45 +40,43 @@ def rounds(*medians: float) -> list[Timing]:
 def test_a_race_is_over_when_every_rival_is_beaten():
     fast = rounds(1.00, 1.10, 1.05, 1.02)
     slow = rounds(1.05, 1.16, 1.10, 1.07)
-    assert choose.beaten({0: slow, 1: fast}) == {0}
-    assert choose.clear({0: slow, 1: fast}), "the clock drifted by 10%, for both"
-    assert not choose.clear({0: slow[:3], 1: fast[:3]}), "too few rounds"
+    assert race.beaten({0: slow, 1: fast}) == {0}
+    assert race.clear({0: slow, 1: fast}), "the clock drifted by 10%, for both"
+    assert not race.clear({0: slow[:3], 1: fast[:3]}), "too few rounds"
 
 
 def test_a_race_goes_on_while_the_noise_is_larger_than_the_difference():
     noisy = rounds(1.0, 1.1, 1.0, 1.1)
     other = rounds(1.06, 1.02, 1.08, 1.03)
-    assert choose.beaten({0: noisy, 1: other}) == set()
-    assert not choose.clear({0: noisy, 1: other})
+    assert race.beaten({0: noisy, 1: other}) == set()
+    assert not race.clear({0: noisy, 1: other})
 
 
 def test_a_race_is_over_between_equals():
     one = rounds(1.000, 1.001, 1.000, 1.001)
     other = rounds(1.001, 1.001, 1.001, 1.001)
-    assert choose.beaten({0: one, 1: other}) == set()
-    assert choose.clear({0: one, 1: other})
+    assert race.beaten({0: one, 1: other}) == set()
+    assert race.clear({0: one, 1: other})
 
 
 @given(st.dictionaries(st.integers(0, 30), st.floats(1e-3, 1e3), min_size=1))
 def test_the_winner_is_never_slower_than_a_tie(medians):
     timings = {index: timing(median) for index, median in medians.items()}
-    best = choose.best(timings)
-    assert medians[best] <= choose.TIE_RATIO * min(medians.values())
+    best = race.best(timings)
+    assert medians[best] <= race.TIE_RATIO * min(medians.values())
     assert all(
-        medians[index] > choose.TIE_RATIO * min(medians.values())
-        for index in medians
-        if index < best
+        medians[index] > race.TIE_RATIO * min(medians.values()) for index in medians if index < best
     )
 
 
 @given(st.lists(st.integers(), min_size=1, max_size=8, unique=True), st.integers(0, 20))
 def test_every_racer_runs_once_a_turn(racers, turn):
-    assert sorted(choose.in_turn(racers, turn)) == sorted(racers)
+    assert sorted(race.in_turn(racers, turn)) == sorted(racers)
 
 
 @pytest.mark.parametrize("count", range(2, 8))
 def test_nobody_always_follows_the_same_one_or_is_always_first(count):
-    turns = [choose.in_turn(range(count), turn) for turn in range(2 * count)]
+    turns = [race.in_turn(range(count), turn) for turn in range(2 * count)]
     assert {turn[0] for turn in turns} == set(range(count))
     for racer in range(count):
         before = {turn[turn.index(racer) - 1] for turn in turns if turn[0] != racer}

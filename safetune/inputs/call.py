@@ -1,0 +1,182 @@
+"""One launch as its caller wrote it: its arguments by name, its hooks, and its grid.
+
+A grid may be a closure over anything the caller has, so it is evaluated in the caller, and only the
+numbers that it gives travel to a child. Heuristics run there for it, as they do at every launch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from triton.runtime.autotuner import Config
+
+from safetune.errors import InvalidSetting
+from safetune.keys.kernel_digest import base_function
+from safetune.launch.call_shape import heuristic_values, named_arguments
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What runs around a launch, in the child. The first five are those of `triton.autotune`.
+
+    Attributes:
+        scratch: arguments whose contents are nobody's result, so that they are not compared.
+        reference: called with the arguments by name, returns what written ones should hold.
+        inputs: called with the arguments by name, tensors as meta tensors; returns what to tune on.
+    """
+
+    pre_hook: Callable[..., object] | None = None
+    post_hook: Callable[..., object] | None = None
+    reset_to_zero: tuple[str, ...] = ()
+    restore_value: tuple[str, ...] = ()
+    do_bench: Callable[..., Any] | None = None
+    scratch: tuple[str, ...] = ()
+    reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
+    inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
+
+    def identity_parts(self) -> tuple[Any, ...]:
+        """Return what a kernel's identity covers besides the kernel; digests rest on the order."""
+        return (
+            self.pre_hook,
+            self.post_hook,
+            self.do_bench,
+            self.reset_to_zero,
+            self.restore_value,
+            self.scratch,
+            self.reference,
+            self.inputs,
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch, as its caller wrote it.
+
+    Attributes:
+        kernel: the object below the autotuner: a jit function, or heuristics around one.
+        args, kwargs: without `grid` and `warmup`.
+        pins: for each dropped name, the constant that the compiled kernel sees.
+        index: the device's index in this process; -1 in the interpreter.
+    """
+
+    kernel: Any
+    arg_names: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grid: Any
+    pins: Mapping[str, Any]
+    hooks: Hooks
+    index: int
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether the kernel runs in Triton's interpreter: nothing to compile, no device."""
+        return self.index < 0
+
+    def named(self) -> dict[str, Any]:
+        """Return the arguments by name, with the caller's values."""
+        return named_arguments(self.arg_names, self.args, self.kwargs)
+
+    def pinned(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments as the compiled kernel gets them."""
+        pins = self.pins
+        positional = named_arguments(self.arg_names, self.args)
+        args = tuple(pins.get(name, value) for name, value in positional.items())
+        return args, {name: pins.get(name, value) for name, value in self.kwargs.items()}
+
+
+def owners_of(named: dict[str, Any], tensors: Sequence[Any]) -> list[str]:
+    """Return the arguments that each tensor is or is part of, as `x, y`; nothing for a hook's."""
+    owners: dict[int, list[str]] = {id(tensor): [] for tensor in tensors}
+    for name, value in named.items():
+        for leaf in leaves(value):
+            if name not in owners.get(id(leaf), [name]):
+                owners[id(leaf)].append(name)
+    return [", ".join(owners[id(tensor)]) for tensor in tensors]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield an argument's tensors and plain values: of a tuple, or a descriptor's base."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from leaves([getattr(value, field.name) for field in fields(value)])
+    else:
+        yield value
+
+
+class WatchedArguments(dict[str, Any]):
+    """What a grid function is given; tells which of some names it reads."""
+
+    def __init__(self, values: Mapping[str, Any], watch: Iterable[str]) -> None:
+        super().__init__(values)
+        self._watch = frozenset(watch)
+        self.seen: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._watch:
+            self.seen.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value, and remember who asked."""
+        return self[name] if name in self else default  # noqa: SIM401 - this is that `get`
+
+
+def grid_of(call: Call, config: Config, on_read: Callable[[set[str]], None]) -> tuple[int, ...]:
+    """Return the grid that a launch with `config` has, from the caller's values.
+
+    `on_read` is called with the dropped names that the grid function reads, if there are any.
+    Raises what the grid or a heuristic raises.
+    """
+    if not callable(call.grid):
+        return tuple(int(size) for size in call.grid)
+    arguments = WatchedArguments(meta_arguments(call, config), call.pins)
+    grid = call.grid(arguments)
+    if arguments.seen:
+        on_read(arguments.seen)
+    return tuple(int(size) for size in grid)
+
+
+def checked_grid(grid: Any) -> Any:
+    """Return a grid as a tuple of up to three integers, or a function that returns one.
+
+    Raises:
+        InvalidSetting: it is none, or what the function returns is none.
+    """
+    if callable(grid):
+        return lambda arguments: checked_grid(grid(arguments))
+    try:
+        sizes = tuple(map(operator.index, grid if isinstance(grid, Iterable) else (grid,)))
+    except TypeError:
+        sizes = ()
+    if not 1 <= len(sizes) <= 3:
+        raise InvalidSetting(
+            f"grid={grid!r} is none: give up to three integers, or a function of the arguments by "
+            "name that returns them"
+        )
+    return sizes
+
+
+def meta_arguments(call: Call, config: Config) -> dict[str, Any]:
+    """Return all arguments by name as a grid function sees them: defaults, the call's own, the
+    config's, the heuristics'.
+    """
+    arguments = {**_defaults(call.kernel), **call.named(), **config.all_kwargs()}
+    return arguments | heuristic_values(call.kernel, arguments)[1]
+
+
+def _defaults(kernel: Any) -> dict[str, Any]:
+    _, function = base_function(kernel)
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }

@@ -1,0 +1,125 @@
+"""What a compiler needs for one config, so that another process can compile it without a GPU.
+
+Everything that a launch feeds to the compiler (signature, constexprs, attributes, options) is taken
+from the launch itself: heuristics and pre-hooks may change any of it. What a compile child writes
+is an entry of Triton's own disk cache, under the key that the launch will look up.
+
+A launch without hooks is resolved in the caller, on copies of its jit function and heuristics, so
+that compiling begins while the measuring child is still on its way. One with hooks is resolved in
+the measuring child, on rebuilt arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.jit import JITFunction
+
+from safetune.inputs import kernel_pickle
+
+if TYPE_CHECKING:
+    from triton.runtime.autotuner import Config
+
+    from safetune.inputs.call import Call
+
+
+def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) -> bytes:
+    """Run `launch` up to the point where Triton would compile, and return what it would compile.
+
+    Nothing is compiled, loaded or launched.
+    """
+    captured: list[bytes] = []
+
+    def stop(
+        key: Any,
+        signature: Any,
+        index: int,
+        constexprs: Any,
+        options: Any,
+        attrs: Any,
+        warmup: bool,
+    ) -> None:
+        spec = (signature, constexprs, attrs, dict(options.__dict__), target)
+        what = f"the constants of {jit.__name__}"
+        captured.append(kernel_pickle.pack(spec, what, by_value=[jit.fn]))
+
+    caches = jit.device_caches
+    _, _, target, backend, binder = caches[device]
+    # Empty caches, so that Triton gets as far as its compile step; it launches nothing when that
+    # returns None, as it may under a hook's veto.
+    jit.device_caches = {device: ({}, {}, target, backend, binder)}
+    jit._do_compile = stop
+    try:
+        launch()
+    finally:
+        del jit._do_compile
+        jit.device_caches = caches
+    return captured[0]
+
+
+class CallerResolver:
+    """Resolves the configs of a call in the caller, where that is sure to give the child's answer.
+
+    The caller's own objects stay as they are: other threads may be launching them.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._kernel, self._jit = _private(call.kernel)
+        self._usable = self._jit is not None and _plain(call, self._jit)
+
+    def resolve(self, config: Config) -> bytes | None:
+        """Return what `capture_spec` gives in the measuring child; None: it has to be asked."""
+        jit = self._jit
+        if not self._usable or jit is None or config.pre_hook is not None:
+            return None
+        args, pinned = self._call.pinned()
+        kwargs = {**pinned, **config.all_kwargs(), "grid": (1,), "warmup": False}
+        with contextlib.suppress(Exception):  # the child will say what is wrong with it
+            return capture_spec(jit, lambda: self._kernel.run(*args, **kwargs), self._call.index)
+        return None
+
+
+def _private(kernel: Any) -> tuple[Any, JITFunction | None]:
+    """Return shallow copies of a kernel and of its jit function; None for kinds not known here."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.runtime.autotuner import Heuristics
+
+    copied = copy.copy(kernel)
+    if type(kernel) in (JITFunction, GluonJITFunction):
+        copied.device_caches = defaultdict(copied.create_binder)
+        return copied, copied
+    if type(kernel) is not Heuristics:
+        return kernel, None
+    copied.fn, jit = _private(kernel.fn)
+    return copied, jit
+
+
+def _plain(call: Call, jit: JITFunction) -> bool:
+    """Whether nothing of the user's but heuristics runs before Triton's compile step."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    hooks = call.hooks
+    return (
+        hooks.pre_hook is None
+        and hooks.post_hook is None
+        and hooks.inputs is None
+        and not jit.pre_run_hooks
+        and getattr(knobs.runtime, "add_stages_inspection_hook", None) is None
+        and driver.active.get_current_device() == call.index
+    )
+
+
+def pack_for_compiler(jit: JITFunction) -> bytes:
+    """Return a jit function as a compile child needs it.
+
+    `launch_metadata` stays behind: it is for launches, and may need torch.
+    """
+    copied = copy.copy(jit)
+    copied.launch_metadata = None
+    return kernel_pickle.pack(copied, jit.__name__, by_value=[jit.fn])
