@@ -165,7 +165,7 @@ def _fill(directory: Path, space: str, records: int) -> None:
     from safetune.store.shared.record_files import file_name
 
     for record in map(_stored, range(records)):
-        bucket = directory / "1" / space / record.choice.key[:2]
+        bucket = directory / str(shared_record.FORMAT) / space / record.choice.key[:2]
         bucket.mkdir(parents=True, exist_ok=True)
         (bucket / file_name(record)).write_text(shared_record.encode(record))
 

@@ -63,12 +63,13 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json(vars(done))
         return
-    click.echo(
-        f"{counted(done.new, 'choice')} imported, {done.known} already stored, {done.kept} not "
-        "imported: the store has another choice of the same generation"
-        if done.kept
-        else f"{counted(done.new, 'choice')} imported, {done.known} already stored"
-    )
+    lines = [f"{counted(done.new, 'choice')} imported, {done.known} already stored"]
+    if done.kept:
+        known = "the store has another choice of the same generation"
+        lines.append(f"{done.kept} not imported: {known}")
+    if done.unknown:
+        lines.append(f"{done.unknown} not imported: only a newer safetune knows all their fields")
+    click.echo(", ".join(lines))
 
 
 @click.command("merge")

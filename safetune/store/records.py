@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from safetune.outcome import Outcome
@@ -87,7 +88,30 @@ class KinChoice:
 
 @dataclass(frozen=True)
 class StoredChoice:
-    """A choice together with the key it answers, as `safetune list` shows it."""
+    """A choice together with its key.
+
+    Attributes:
+        source: the JSON object that it was decoded from. A choice that is only passed on is written
+            from it, so that all values stay as they are.
+        unknown: fields of it that only a newer version knows. Such a choice is passed on, and never
+            launched or stored.
+    """
 
     key: KeyRecord
     choice: ChoiceRecord
+    source: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    unknown: tuple[str, ...] = ()
+
+
+def precedence(choice: ChoiceRecord) -> tuple[Any, ...]:
+    """Return a sort key for the choices of one key and one config list: the first is used.
+
+    The later generation; of one generation the choice that was made first, whichever is faster:
+    that is how processes agree too, and times of two machines do not compare.
+    """
+    return -choice.generation, choice.created, choice.config_digest, choice.median_ms
+
+
+def wins(choice: ChoiceRecord, other: ChoiceRecord) -> bool:
+    """Return whether a choice is used, and not the other, for one key and config list."""
+    return precedence(choice) < precedence(other)

@@ -55,7 +55,12 @@ def test_there_and_back(
         ]
     }
     assert contents(tmp_path / "again") == contents(out)
-    assert safetune.json("import", out, cache_dir) == {"new": 0, "known": 3, "kept": 0}
+    assert safetune.json("import", out, cache_dir) == {
+        "new": 0,
+        "known": 3,
+        "kept": 0,
+        "unknown": 0,
+    }
 
 
 def test_another_choice_of_the_same_generation_stays(

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | None
 
-#: The least value of a column; no count or time reaches `_MOST`, and counting up from it would
-#: never end.
+#: The least value of a column. No count or time comes near `MOST`, and counting up from a larger
+#: number would never end.
 _LEAST = {"generation": 1, "median_ms": 0, "count": 0, "measured": 0}
-_MOST = 10**12
+MOST = 10**12
 
 _TIMING = tuple(each.name for each in fields(Timing))
 
@@ -256,5 +256,5 @@ def _read(name: str, kind: type, value: Any, nullable: bool) -> Any:
 
 
 def _check_range(name: str, value: Any) -> None:
-    if name in _LEAST and not _LEAST[name] <= value <= _MOST:
-        raise ValueError(f"{name} is {value}, not a number from {_LEAST[name]} to {_MOST}")
+    if name in _LEAST and not _LEAST[name] <= value <= MOST:
+        raise ValueError(f"{name} is {value}, not a number from {_LEAST[name]} to {MOST}")

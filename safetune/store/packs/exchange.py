@@ -1,8 +1,6 @@
-"""Choices on the move: out of a database, into packs, together, and into a database.
+"""Moving choices: from a database to packs, from packs to a database, and merging them.
 
-Which of two choices for one key and one list of configs wins is the same rule everywhere (`wins`):
-that of the later generation; of one generation the first that was made, whoever is faster, for
-that is how processes agree too, and times of two machines do not compare.
+Of two choices for one key and one list of configs, `records.wins` says which is used.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from safetune.store.local.rows import CHOICE, Scalar, Table
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.packs import pack_format
 from safetune.store.packs.packs import beginning, read_pack
-from safetune.store.records import StoredChoice
+from safetune.store.records import StoredChoice, wins
 
 if TYPE_CHECKING:
     import sqlite3
@@ -32,7 +30,7 @@ _SQLITE = b"SQLite format 3\0"
 
 @dataclass(frozen=True)
 class Collected:
-    """Choices that can move, and for each that cannot, a line that says why."""
+    """Choices that can be written to a pack, and a line for each that cannot, with the reason."""
 
     entries: list[StoredChoice] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -40,17 +38,19 @@ class Collected:
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of imported choices.
+    """How many choices were imported, and how many were not.
 
     Attributes:
         new: the database had no choice of that generation.
         known: it has the same.
         kept: it has another of the same generation, which stays.
+        unknown: not imported: they have fields that only a newer version knows.
     """
 
     new: int
     known: int
     kept: int
+    unknown: int = 0
 
 
 def collect(path: Path) -> Collected:
@@ -88,7 +88,7 @@ def of_database(path: Path) -> Collected:
 def of_store(store: Store) -> Collected:
     """Return the choices of a store as packs hold them; raises `StoreError`.
 
-    Those that were timed beside a program's own work say little, and stay.
+    Choices that were timed while the program used the device are left out: their times say little.
     """
     found = Collected()
     contended = _contended(store)
@@ -111,19 +111,9 @@ def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:
         for entry in source:
             identity = (entry.key.digest, entry.choice.declared)
             other = best.get(identity)
-            if other is None or wins(entry, other):
+            if other is None or wins(entry.choice, other.choice):
                 best[identity] = entry
     return list(best.values())
-
-
-def wins(entry: StoredChoice, other: StoredChoice) -> bool:
-    """Whether a choice is used and not another one for the same key and configs."""
-
-    def order(each: StoredChoice) -> tuple[Any, ...]:
-        choice = each.choice
-        return -choice.generation, choice.created, choice.config_digest, choice.median_ms
-
-    return order(entry) < order(other)
 
 
 def selected(
@@ -168,8 +158,8 @@ def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
 def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
     """Write choices into a database, all of them or, where one fails, none.
 
-    A choice of the same generation that is there stays: processes may have adopted it. What the
-    database knows of a kernel stays too.
+    A choice of the same generation that is there stays: processes may have adopted it. Source and
+    file of a kernel that the database has stay too.
 
     Raises:
         StoreError: the database cannot be written.
@@ -177,15 +167,16 @@ def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
     prepared = [
         (rows.key_rows(entry.key), rows.choice_row(entry.choice), entry.choice.config_digest)
         for entry in entries
+        if not entry.unknown
     ]
-    counts = {"new": 0, "known": 0, "kept": 0}
+    counts = {"new": 0, "known": 0, "kept": 0, "unknown": len(entries) - len(prepared)}
     with store.connection.writing() as database:
         for key_rows, choice, config in prepared:
             for table, row in key_rows:
                 _put_if_absent(database.conn, table, row)
             stored = _put_if_absent(database.conn, CHOICE, choice)
-            what = "new" if stored is None else "known" if stored.config_digest == config else ""
-            counts[what or "kept"] += 1
+            same = stored is not None and stored.config_digest == config
+            counts["new" if stored is None else "known" if same else "kept"] += 1
     return Imported(**counts)
 
 

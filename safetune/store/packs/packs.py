@@ -1,8 +1,8 @@
-"""Packs at launch: read-only directories of choices that are looked through last.
+"""Packs at launch: read-only directories of choices, the last layer of a lookup.
 
-A pack is found by its name, which says kernel and device, and is read at the first miss of its
-kernel: a process whose choices are all in the store opens none. What a file says counts, not its
-name. One that is broken is skipped with one warning.
+A pack is found by its name, which has kernel and device, and is read at the first miss of its
+kernel: a process whose choices are all in the store opens no pack. The content of a file counts,
+not its name. A broken pack is skipped with one warning.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ def read_pack(path: Path) -> list[StoredChoice]:
 
 
 def beginning(path: Path, count: int) -> bytes:
-    """Return the first bytes of a plain file; raises `PackError` for a pipe, and `OSError`."""
-    # Opening a pipe would wait for whoever writes to it.
+    """Return the first bytes of a regular file; raises `PackError` for a pipe, and `OSError`."""
+    # Opening a pipe would wait until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise PackError("it is no plain file")
+            raise PackError("it is not a regular file")
         return file.read(count)
 
 
 def shipped() -> Path | None:
-    """Return where the packs are that were installed with safetune."""
+    """Return the directory of the packs that were installed with safetune."""
     spec = importlib.util.find_spec("safetune.cache")
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(places[0]) if places else None
+    directories = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(directories[0]) if directories else None
 
 
 class Packs:
-    """The packs in some directories, the first directory first.
+    """The packs in some directories, in their order.
 
-    Fork-safe and thread-safe: at worst a file is read twice. A file is read once per process, so
-    that a choice does not change in the middle of a run.
+    Safe after a fork and from several threads: at worst a file is read twice. A file is read once
+    per process, so that a choice does not change in the middle of a run.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -70,7 +70,7 @@ class Packs:
         return None
 
     def kin(self, key: TuningKey) -> list[KinChoice]:
-        """Return every choice for the key's kernel and device, of whatever toolchain."""
+        """Return every choice for the key's kernel and device, of any toolchain."""
         return [
             KinChoice(entry.key.toolchain, entry.key.call, entry.choice, place=str(path))
             for path, entry in self._of_kernel(key)
@@ -85,7 +85,7 @@ class Packs:
                 self._read[path] = self._content(path)
             for entry in self._read[path]:
                 same = (entry.key.kernel_digest, entry.key.device_digest)
-                if same == (kernel.digest, device.digest):
+                if same == (kernel.digest, device.digest) and not entry.unknown:
                     yield path, entry
 
     def _content(self, path: Path) -> list[StoredChoice]:
@@ -95,12 +95,12 @@ class Packs:
             missing = getattr(error.__cause__, "errno", None) == errno.ENOENT
             if not missing:
                 warnings.warn(f"safetune: skipping a pack: {error}", stacklevel=2)
-            elif not (path.parent.is_dir() or self._is_told(path.parent)):
+            elif not (path.parent.is_dir() or self._has_warned_of(path.parent)):
                 warnings.warn(
-                    f"safetune: SAFETUNE_PACKS names {path.parent}, which is no directory",
+                    f"safetune: SAFETUNE_PACKS names {path.parent}, which is not a directory",
                     stacklevel=2,
                 )
             return []
 
-    def _is_told(self, directory: Path) -> bool:
+    def _has_warned_of(self, directory: Path) -> bool:
         return any(path.parent == directory for path in list(self._read))

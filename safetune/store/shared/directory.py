@@ -1,6 +1,6 @@
 """A shared store that is a directory: one immutable file per choice, on any file system.
 
-    DIR/1/NAMESPACE/KEY[:2]/KERNEL.KEY.LIST.GENERATION.json
+    DIR/2/NAMESPACE/KEY[:2]/KERNEL.KEY.LIST.GENERATION.json
 
 Made for NFS, Lustre and FUSE: no locks, no mmap, no rename over a valid file, no directory that is
 ever removed. A file is written under another name, synced, and linked to its own, which fails where

@@ -243,7 +243,9 @@ class SharedLayer:
 
     def _get(self, space: str, key: str, declared: str) -> StoredChoice | None:
         stored = self._backend.get(space, key, declared)
-        self._keep([stored] if stored else [])
+        if stored is None or stored.unknown:
+            return None
+        self._keep([stored])
         return stored
 
     def _deliver(self, space: str, records: Sequence[StoredChoice]) -> list[StoredChoice]:
@@ -251,6 +253,8 @@ class SharedLayer:
         records = [record for record in records if local_copy.is_sound(record)]
         self._unsent.update({name_of(record): (space, record) for record in records})
         found = self._backend.publish(space, records) if records else []
+        pairs = zip(records, found, strict=True)  # a newer version's choice stays in the store
+        found = [own if other.unknown else other for own, other in pairs]
         for record in records:
             self._unsent.pop(name_of(record), None)
         pairs = zip(records, found, strict=True)
@@ -262,6 +266,7 @@ class SharedLayer:
             self._errand(lambda space=space, record=record: self._deliver(space, [record]))  # type: ignore[misc]
 
     def _keep(self, records: Sequence[StoredChoice]) -> None:
+        records = [record for record in records if not record.unknown]
         try:
             if records:
                 local_copy.adopt(self._local, records, _SLICE_S)

@@ -1,6 +1,6 @@
 """A shared store behind any fsspec URL: one immutable object per choice.
 
-    ROOT/1/NAMESPACE/KERNEL.KEY.LIST.GENERATION.json
+    ROOT/2/NAMESPACE/KERNEL.KEY.LIST.GENERATION.json
 
 Written with fsspec's `mode="create"`, which is a conditional put where the back end has one (S3's
 If-None-Match; memory). Elsewhere it is a look and then a write, so of two nodes that write at the

@@ -134,7 +134,9 @@ def test_a_directory_that_is_none_costs_one_warning(
     made, scales = copies(blocks=(16, 32)), copies(blocks=(16, 32), reset_to_zero=["dst"])
     assert made() == 16
     assert scales() == 16, "another kernel, and so another file"
-    assert told() == [f"safetune: SAFETUNE_PACKS names {tmp_path / 'typo'}, which is no directory"]
+    assert told() == [
+        f"safetune: SAFETUNE_PACKS names {tmp_path / 'typo'}, which is not a directory"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "huge", "folder"])

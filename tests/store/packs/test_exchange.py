@@ -14,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetune.errors import PackError, StoreError
+from safetune.keys.device import Device, Toolchain
+from safetune.keys.tuning_key import KernelIdentity, TuningKey
 from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.packs import exchange, pack_format
+from safetune.store.packs.packs import Packs
 from safetune.store.records import TrialRecord
 
 WIDE = {"BLOCK": 128, "num_ctas": 1, "num_stages": 3, "num_warps": 8}
@@ -150,7 +153,7 @@ class TestWhatStays:
         code = choices.entry(1, config={**WIDE, "ir_override": "/tmp/kernel.ptx"})
         found = exchange.of_store(choices.store(tmp_path / "a", code, choices.entry(2)))
         assert len(found.entries) == 1
-        assert "the choice.config sets ir_override, which is code" in found.left_out[0]
+        assert "config sets ir_override, which is code" in found.left_out[0]
 
 
 class TestMerge:
@@ -198,6 +201,53 @@ class TestMerge:
             assert by_key(some) == expected
 
 
+class TestNewerVersion:
+    """A pack whose choices have a field that this version does not know."""
+
+    @pytest.fixture
+    def pack(self, choices: Any, tmp_path: Path) -> Path:
+        text = pack_format.dump([choices.entry(1), choices.entry(2, median_ms=0.123)])
+        path = tmp_path / "packs" / pack_format.name_of(choices.entry())
+        path.parent.mkdir()
+        before, last = text.replace("0.123,", "0.123456789,").rsplit('Z"', 1)
+        path.write_text(f'{before}Z",\n          "clocks_mhz": [1980, -0.0]{last}')
+        return path
+
+    def test_merging_passes_them_on_as_they_are(
+        self, choices: Any, pack: Path, tmp_path: Path
+    ) -> None:
+        entries = exchange.collect(pack).entries
+        assert [entry.unknown for entry in entries] == [(), ("clocks_mhz",)]
+        assert write(exchange.merged(entries), tmp_path / "out") == contents(pack.parent)
+        both = exchange.merged(entries, [choices.entry(3)])
+        exchange.write_pack(both, tmp_path / "both.json")
+        assert exchange.collect(tmp_path / "both.json").entries[1] == entries[1]
+
+    def test_such_a_choice_is_not_imported(self, choices: Any, pack: Path, tmp_path: Path) -> None:
+        store = Store.open(tmp_path / "store")
+        done = exchange.import_into(store, exchange.collect(pack).entries)
+        assert done == exchange.Imported(new=1, known=0, kept=0, unknown=1)
+        assert [entry.key.call["values"] for entry in store.choices()] == [[["N", 1]]]
+        store.close()
+
+    def test_such_a_choice_is_not_launched(self, choices: Any, pack: Path) -> None:
+        kernel = KernelIdentity("add", "ab" * 16)
+        toolchain = Toolchain(
+            "3.6.0", "ptxas-12.8-90", "cuda:90:32", (("default_fp_fusion", "True"),)
+        )
+        keys = [
+            TuningKey(
+                kernel, (("N", n),), (("x", "float16"),), (), Device(**choices.h100), toolchain
+            )
+            for n in (1, 2)
+        ]
+        packs = Packs([pack.parent])
+        found = [packs.find(key, "cd" * 16) for key in keys]
+        assert found[0] is not None
+        assert found[1] is None
+        assert [kin.call["values"] for kin in packs.kin(keys[1])] == [[["N", 1]]]
+
+
 class TestSources:
     def test_a_database_in_use(self, choices: Any, tmp_path: Path) -> None:
         """With what is only in its log; and reading it leaves every file as it was."""
@@ -228,7 +278,7 @@ class TestSources:
             (lambda path: None, "No such file or directory"),
             (lambda path: path.mkdir(), r"holds no packs \(\*.json\) and no safetune.db"),
             (lambda path: path.write_text("{"), "it is not the JSON of a pack"),
-            (lambda path: os.mkfifo(path), "it is no plain file"),
+            (lambda path: os.mkfifo(path), "it is not a regular file"),
             (lambda path: path.touch() or os.truncate(path, 1 << 40), "over 64 MiB"),
             (lambda path: path.write_bytes(b"SQLite format 3\0" + b"x" * 99), "not a database"),
             (lambda path: sqlite3.connect(path).executescript("CREATE TABLE t(x)"), "not one of"),
@@ -245,7 +295,7 @@ class TestSources:
     def test_one_broken_pack_of_many(self, choices: Any, tmp_path: Path) -> None:
         write(various(choices), tmp_path / "packs")
         (tmp_path / "packs" / "zzz.json").write_text("{}")
-        with pytest.raises(PackError, match=r"zzz\.json: it is no pack"):
+        with pytest.raises(PackError, match=r"zzz\.json: it is not a pack"):
             exchange.collect(tmp_path / "packs")
 
 

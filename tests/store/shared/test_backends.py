@@ -53,7 +53,8 @@ def spoil(kind: str, url: str, shared: Any) -> Spoil:
                     "UPDATE safetune.choice SET record = %s WHERE key = %s", (text, name.key)
                 )
             return
-        path = f"1/{SPACE}/{name.key[:2]}/" if kind == "directory" else f"1/{SPACE}/"
+        space = f"{shared_record.FORMAT}/{SPACE}"
+        path = f"{space}/{name.key[:2]}/" if kind == "directory" else f"{space}/"
         path += f"add_kernel.{name.key}.{name.declared}.{name.generation}.json"
         if kind == "directory":
             Path(url.removeprefix("file://"), path).write_text(text)

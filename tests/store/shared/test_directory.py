@@ -16,7 +16,7 @@ from safetune.errors import StoreError
 from safetune.store.records import StoredChoice
 from safetune.store.shared import directory as module
 from safetune.store.shared.directory import Directory
-from safetune.store.shared.record import Name, name_of
+from safetune.store.shared.record import FORMAT, Name, name_of
 
 from .conftest import LIST, SPACE, Children, key, stored
 
@@ -115,7 +115,7 @@ def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
 def test_other_peoples_files_are_no_names(tmp_path: Path) -> None:
     store = Directory(tmp_path)
     store.publish(SPACE, [stored()])
-    bucket = tmp_path / "1" / SPACE / key().digest[:2]
+    bucket = tmp_path / str(FORMAT) / SPACE / key().digest[:2]
     for name in (".add.tmp", "README", f"x.{'0' * 32}.{'1' * 32}.0.json", "x.json"):
         (bucket / name).write_text("{}")
     (bucket / f"dir.{'0' * 32}.{'1' * 32}.1.json").mkdir()

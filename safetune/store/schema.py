@@ -1,0 +1,225 @@
+"""A stored choice as JSON: the one schema of packs and shared records, decoded by msgspec.
+
+A pack has the choices for one kernel on one kind of device; a shared record is a pack of one choice
+with a checksum. Nothing in the text is trusted: the digests of keys and configs are computed from
+their values, every field is checked, and an error names the path of the bad field. A choice with a
+field that only a newer version knows is kept and passed on as it is, and never launched
+(`StoredChoice.unknown`); an unknown field anywhere else is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from safetune.errors import PackError
+from safetune.keys import encoding
+from safetune.keys.device import Device
+from safetune.keys.tuning_key import key_digest
+from safetune.store.local import rows
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+
+#: The format that this version writes, and the newest that it reads.
+FORMAT = 1
+
+#: The fields of a choice that are part of its key.
+CALL = ("values", "dtypes", "options")
+
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_LAST_SECOND = 253402300799  # of the year 9999
+
+_Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Count = Annotated[int, Meta(ge=0, le=rows.MOST)]
+
+
+class _Kernel(Struct, forbid_unknown_fields=True):
+    name: str
+    digest: _Digest
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"{self.name[:60]!r} is not the name of a function")
+
+
+class _Toolchain(Struct):
+    triton: str
+    backend: str
+    target: str
+    environment: dict[str, str]
+
+
+class Choice(Struct):
+    """One choice of a pack: what was called, the config, and how it was chosen."""
+
+    values: list[tuple[str, Any]]
+    dtypes: list[tuple[str, str]]
+    options: list[tuple[str, Any]]
+    config: Annotated[dict[str, Any], Meta(min_length=1)]
+    median_ms: Annotated[float, Meta(gt=0, le=rows.MOST)]
+    measured: _Count
+    generation: Annotated[int, Meta(ge=1, le=rows.MOST)]
+    created: Annotated[float, Meta(ge=0, le=_LAST_SECOND)] | str
+
+    def __post_init__(self) -> None:
+        if "ir_override" in self.config:
+            raise ValueError("config sets ir_override, which is code: a file of choices must not")
+        seconds(self.created)
+
+
+class _Tuning(Struct, forbid_unknown_fields=True):
+    toolchain: _Toolchain
+    declared: _Digest
+    choices: list[Choice]
+
+
+class _Pack(Struct, forbid_unknown_fields=True):
+    safetune_pack: int
+    kernel: _Kernel
+    device: Device
+    tunings: list[_Tuning]
+    checksum: str = ""
+
+
+def parsed(data: bytes | str) -> Any:
+    """Return JSON in which every number is finite and no object has a name twice.
+
+    Raises:
+        PackError: it is not such JSON.
+    """
+    try:
+        return json.loads(
+            data if isinstance(data, str) else data.decode("utf-8"),
+            parse_constant=encoding.no_number,
+            parse_float=encoding.finite,
+            object_pairs_hook=_no_duplicates,
+        )
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"it is not the JSON of a pack: {error}") from error
+
+
+def entries(content: Any) -> list[StoredChoice]:
+    """Return the choices in a pack; raises `PackError`, which names the bad field."""
+    _check_format(content)
+    sealed = {name: value for name, value in content.items() if name != "checksum"}
+    try:
+        msgspec.convert(content, _Pack)
+        if sealed != content and encoding.digest(sealed) != content["checksum"]:
+            raise PackError("its checksum does not match")
+        found = [
+            _entry(content["kernel"], content["device"], tuning, choice)
+            for tuning in content["tunings"]
+            for choice in tuning["choices"]
+        ]
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        where = path.removesuffix("`") or "the pack"
+        raise PackError(f"{where}: {reason[0].lower()}{reason[1:]}") from error
+    except (RecursionError, UnicodeError) as error:
+        raise PackError("its lists or objects are too deep, or a text is not UTF-8") from error
+    seen: set[tuple[str, str]] = set()
+    for entry in found:
+        if (entry.key.digest, entry.choice.declared) in seen:
+            raise PackError(f"two choices for {encoding.dumps(entry.key.call)}")
+        seen.add((entry.key.digest, entry.choice.declared))
+    return found
+
+
+def content(entry: StoredChoice, choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pack of one choice; `choice` is made by `choice_object`."""
+    key, declared = entry.key, entry.choice.declared
+    return {
+        "safetune_pack": FORMAT,
+        "kernel": {"name": key.kernel_name, "digest": key.kernel_digest},
+        "device": key.device,
+        "tunings": [{"toolchain": key.toolchain, "declared": declared, "choices": [choice]}],
+    }
+
+
+def choice_object(entry: StoredChoice) -> Mapping[str, Any]:
+    """Return the JSON object of a choice: that from which it was decoded, if there is one.
+
+    Raises:
+        RecordError: a value is not one that a store keeps, such as a number that is not finite.
+    """
+    if entry.source is not None:
+        return entry.source
+    rows.key_rows(entry.key)
+    row = rows.choice_row(entry.choice)
+    own = [name for name in Choice.__struct_fields__ if name in row and name != "config"]
+    call = {name: entry.key.call.get(name) for name in CALL}
+    return {**call, "config": entry.choice.config, **{name: row[name] for name in own}}
+
+
+def time_text(seconds_since_epoch: float) -> str:
+    """Return a time as packs show it to people: in UTC, whole seconds."""
+    second = max(0, min(int(seconds_since_epoch), _LAST_SECOND))
+    return datetime.fromtimestamp(second, timezone.utc).strftime(_TIME)
+
+
+def seconds(created: float | str) -> float:
+    """Return the time in `created` as seconds since the epoch; raises `ValueError`."""
+    if not isinstance(created, str):
+        return float(created)
+    try:
+        found = datetime.strptime(created, _TIME).replace(tzinfo=timezone.utc).timestamp()
+        if found >= 0 and time_text(found) == created:
+            return found
+    except ValueError:
+        pass
+    raise ValueError(f"created is {created[:60]!r}, not a time such as 2026-11-21T07:30:00Z")
+
+
+def _entry(
+    kernel: dict[str, Any],
+    device: dict[str, Any],
+    tuning: dict[str, Any],
+    choice: Mapping[str, Any],
+) -> StoredChoice:
+    name, digest, toolchain = kernel["name"], kernel["digest"], tuning["toolchain"]
+    call = {part: choice[part] for part in CALL}
+    key = KeyRecord(
+        digest=key_digest(name, digest, call, device, toolchain),
+        kernel_name=name,
+        kernel_digest=digest,
+        kernel_source="",
+        kernel_file="",
+        kernel_line=0,
+        device_digest=encoding.digest(device),
+        device=device,
+        toolchain=toolchain,
+        call=call,
+    )
+    record = ChoiceRecord(
+        key=key.digest,
+        generation=choice["generation"],
+        config_digest=encoding.digest(choice["config"]),
+        config=choice["config"],
+        declared=tuning["declared"],
+        median_ms=float(choice["median_ms"]),
+        measured=choice["measured"],
+        created=seconds(choice["created"]),
+    )
+    unknown = tuple(sorted(set(choice) - set(Choice.__struct_fields__)))
+    return StoredChoice(key, record, choice, unknown)
+
+
+def _check_format(content: Any) -> None:
+    if not isinstance(content, dict) or type(content.get("safetune_pack")) is not int:
+        raise PackError('it is not a pack: it does not have "safetune_pack" and a number')
+    if not 1 <= content["safetune_pack"] <= FORMAT:
+        raise PackError(
+            f"it has pack format {content['safetune_pack']}, and this safetune knows {FORMAT}: "
+            "install the safetune that wrote it, or export it again"
+        )
+
+
+def _no_duplicates(named: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(named)
+    if len(found) < len(named):
+        raise ValueError("a name is there twice in one object")
+    return found
