@@ -23,7 +23,7 @@ from safetune.errors import InvalidSetting, MissingChoice, TracingError
 from safetune.inputs.call import checked_grid, grid_of, meta_arguments
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.launch.call_shape import heuristic_values, named_arguments
-from safetune.miss import frozen, record, reporting
+from safetune.miss import candidates, record, reporting
 from safetune.miss import resolve as miss_resolve
 from safetune.miss.inline import why_not_isolated
 from safetune.settings import Mode, Settings
@@ -192,7 +192,7 @@ def _chosen(
     if settings.mode in (Mode.FROZEN, Mode.RECORD):
         if settings.mode is Mode.RECORD:
             record.remember(abstract, request, lookup.store)
-        return frozen.instead(request, lookup), "fallback"
+        return candidates.best_known(request, lookup), "fallback"
     values = [*args, *kwargs.values()]
     given = [value for value in values if arrays.is_array(value)]
     factory = abstract.tuner.hooks.inputs is not None

@@ -6,6 +6,7 @@ a rejected config, torch.compile.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.config import config_digest
+from safetune.config import config_digest, config_text
 from safetune.keys.tuning_key import describe_call
 from safetune.outcome import TRANSIENT, Outcome
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
+    from safetune.store.lookup import Lookup
     from safetune.store.records import KinChoice
+
+logger = logging.getLogger("safetune")
 
 #: What the store knows of a key's configs.
 Outcomes = list[tuple[Config, Outcome]]
@@ -45,6 +49,24 @@ def fallbacks(request: TuningRequest, store: Store) -> list[Substitute]:
     outcomes = known_outcomes(request, store)
     found = list(ranked(request, outcomes, _related_in(store, request)))
     return found or [first_config(request)]
+
+
+def best_known(request: TuningRequest, lookup: Lookup) -> Config:
+    """Return the config for a key without a choice where nothing may be tuned, with a log line.
+
+    Unlike a fallback, it may be from a pack or from another toolchain, and the line says so.
+    """
+    outcomes = known_outcomes(request, lookup.store)
+    found = ranked(request, outcomes, lookup.kin(request.key))
+    best = next(found, first_config(request))
+    logger.warning(
+        "%s has no choice for %s and runs with %s: %s",
+        request.key.kernel.name,
+        request.key,
+        config_text(best.config),
+        best.reason,
+    )
+    return best.config
 
 
 def next_best(request: TuningRequest, store: Store) -> Iterator[Config]:

@@ -161,11 +161,11 @@ def _find(
     if choice is not None:
         return state.set_choice(choice)
     if not tunes:
-        from safetune.miss import frozen, record
+        from safetune.miss import record
 
         if settings.mode is Mode.RECORD:
             record.remember(miss, request, lookup.store)
-        return state.set_fallback(frozen.instead(request, lookup))
+        return state.set_fallback(candidates.best_known(request, lookup))
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.miss.background import tune_meanwhile
 

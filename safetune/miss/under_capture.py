@@ -27,7 +27,6 @@ from safetune.isolation import backend
 from safetune.launch.key_state import Decision, KeyState, Reason
 from safetune.miss import candidates
 from safetune.miss import resolve as miss_resolve
-from safetune.miss.frozen import instead
 from safetune.miss.inline import why_not_isolated
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
@@ -185,7 +184,11 @@ def _find(
     if lookup is None:
         config = request.configs[0]
     else:
-        config = candidates.fallback(request, lookup.store) if tunes else instead(request, lookup)
+        config = (
+            candidates.fallback(request, lookup.store)
+            if tunes
+            else candidates.best_known(request, lookup)
+        )
     captured = CapturedMiss(
         kernel=request.key.kernel.name,
         key=str(request.key),
