@@ -105,6 +105,27 @@ def parse_seconds(name: str, value: str) -> float:
     return seconds
 
 
+class SharedKind(str, Enum):
+    """What keeps the records of a shared store."""
+
+    DIRECTORY = "directory"
+    POSTGRES = "postgres"
+    OBJECTS = "objects"
+
+
+#: The URL schemes that safetune opens itself; fsspec opens every other one.
+_SCHEMES = {
+    "file": SharedKind.DIRECTORY,
+    "postgresql": SharedKind.POSTGRES,
+    "postgres": SharedKind.POSTGRES,
+}
+
+
+def shared_kind(url: str) -> SharedKind:
+    """Return the kind of shared store that a URL names."""
+    return _SCHEMES.get(url.partition("://")[0], SharedKind.OBJECTS)
+
+
 def check_url(url: str) -> str:
     """Return the URL of a shared store, or an empty string; raises `InvalidSetting`.
 
@@ -112,24 +133,24 @@ def check_url(url: str) -> str:
     """
     if not url:
         return url
-    problem = ""
+    problem, kind = "", shared_kind(url)
     scheme, separator, rest = url.partition("://")
     if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         problem = "it has no scheme"
-    elif scheme == "file" and not rest.startswith("/"):
+    elif kind is SharedKind.DIRECTORY and not rest.startswith("/"):
         problem = "a file URL is file:// and an absolute path"
-    elif not rest and scheme not in ("postgresql", "postgres", "memory"):
+    elif not rest and kind is not SharedKind.POSTGRES and scheme != "memory":
         problem = "it has no host or path"
     if problem:
         raise InvalidSetting(
-            f"SAFETUNE_SHARED={place_of(url)!r} is not the URL of a shared store: {problem}; give "
-            "file:///directory, postgresql://host/database, or a URL that fsspec knows, such as "
-            "s3://bucket/folder"
+            f"SAFETUNE_SHARED={display_url(url)!r} is not the URL of a shared store: {problem}; "
+            "give file:///directory, postgresql://host/database, or a URL that fsspec knows, such "
+            "as s3://bucket/folder"
         )
     return url
 
 
-def place_of(url: str) -> str:
+def display_url(url: str) -> str:
     """Return a URL for messages: without user, password and parameters.
 
     A password may contain any character; where its limits are ambiguous, nothing of it is shown.
@@ -139,10 +160,10 @@ def place_of(url: str) -> str:
         return "…" if re.search("[@=]", url) else url
     if scheme == "file":
         return url
-    before, _, place = rest.rpartition("@")
+    before, _, location = rest.rpartition("@")
     if re.search("[?#]", before):
         return f"{scheme}://…"
-    return f"{scheme}://{re.split('[?#]', place)[0]}"
+    return f"{scheme}://{re.split('[?#]', location)[0]}"
 
 
 @dataclass(frozen=True)

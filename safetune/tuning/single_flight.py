@@ -330,7 +330,7 @@ def _names() -> set[str]:
 
 
 def _after_fork_in_child() -> None:
-    """A forked child has waited for nobody, and tunes nothing."""
+    """A forked child has not waited for any other process, and tunes nothing."""
     global _waited
     _waited = Waited()
     _of_thread.__dict__.clear()

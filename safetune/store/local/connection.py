@@ -1,12 +1,12 @@
 """One SQLite connection per store and process: opening it, sharing it, surviving a fork.
 
 The threads of a process share one connection under a lock. Every statement is one indexed row and
-takes microseconds, and a connection per thread would leave one behind for each thread that ended.
-Who waits for another process to write does not hold that lock: the other threads go on reading.
-No connection is carried across a fork: it is closed before, and each side opens its own at its
-next use. In memory there is nothing to open again: a forked child starts with an empty database.
-A database that was deleted or replaced is opened anew, one that is damaged is moved aside.
-Whatever fails here fails as `StoreError`.
+takes microseconds, and a connection per thread would be left open for each thread that ended. A
+thread that waits for another process to write does not hold that lock: the others go on reading.
+
+A connection is closed before a fork, and each side opens its own at its next use. A database in
+memory cannot be opened again: a forked child starts with an empty one. A database that was deleted
+or replaced is opened anew, a damaged one is moved aside. Every failure is a `StoreError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-#: Device and inode; None where nothing can take the file's place.
+#: Device and inode; None where the file cannot be replaced.
 Identity = tuple[int, int] | None
 
 #: How long a writer waits for others, in seconds.
@@ -112,7 +112,7 @@ class Connection:
         self._notice_fork()
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store {self._place} is closed")
+                raise StoreError(f"the store {self._name} is closed")
             if self._sqlite is not None and self._is_replaced():
                 logger.warning("the store %s was deleted or replaced; opening it anew", self.path)
                 self._disconnect()
@@ -130,26 +130,26 @@ class Connection:
             self._suspect = False
 
     def _is_replaced(self) -> bool:
-        """Whether what is written would go to a file that nobody finds again."""
+        """Whether the path leads to another file now, so that what is written would be lost."""
         if self.path is None or self._file is None:
             return False
         try:
             return db_files.identity(self.path) != self._file
-        except OSError:  # SQLite will meet it, too, if it lasts
+        except OSError:  # SQLite will fail as well, if it lasts
             return False
 
     @contextlib.contextmanager
     def _failures(self, action: str) -> Iterator[None]:
-        """Turn what may fail in SQLite and sqlite-utils into one line that names the path."""
+        """Turn any error of SQLite and sqlite-utils into one line that names the path."""
         try:
             yield
         except RecordError:
             raise
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            message = f"cannot {action} the store {self._place}: {reason}"
+            message = f"cannot {action} the store {self._name}: {reason}"
             if not recovery.is_damage(error):
-                # Such as a lock that could not be let go: only a new connection is rid of that.
+                # Such as a lock that could not be released: only a new connection clears that.
                 if action == "read" and self.path is not None:
                     self._disconnect()
                 raise StoreError(message) from error
@@ -158,7 +158,7 @@ class Connection:
             raise Damaged(message) from error
 
     @property
-    def _place(self) -> str:
+    def _name(self) -> str:
         return "in memory" if self.path is None else str(self.path)
 
     def _disconnect(self) -> None:
@@ -195,9 +195,9 @@ class Connection:
 
 
 def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
-    """Open a database file, and return which one it was; a damaged one is moved aside first.
+    """Open a database file, and return its identity; a damaged one is moved aside first.
 
-    One that is damaged is looked at twice: SQLite says the same of a disk that fails to read once.
+    Damage must be found twice: SQLite reports the same for a disk that fails to read once.
     """
     looked = False
     for last in (False, False, False, True):
@@ -212,7 +212,7 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
                 prepare = migrations.prepare_suspect if suspect else migrations.prepare
                 connection = prepared(_plain(path), prepare)
         except (sqlite3.Error, Damaged) as error:
-            # An error of a file that is no longer there says nothing of the one that is.
+            # An error of a file that was replaced says nothing about the new one.
             replaced = db_files.identity(path) != found
             if last or not (replaced or recovery.is_damage(error)):
                 raise
@@ -222,7 +222,7 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
             continue
         if found == db_files.identity(path):
             return connection, found
-        connection.close()  # somebody has put another in its place
+        connection.close()  # it was replaced meanwhile
     raise StoreError("other processes keep replacing it")
 
 
@@ -251,7 +251,7 @@ def prepared(
 ) -> sqlite3.Connection:
     """Return a connection that was just opened once `prepare` is done with it; else close it."""
     try:
-        # A flipped byte may end in text that is no UTF-8: the checksum's business, not an error.
+        # A flipped byte may make text that is not UTF-8: the checksum finds it, it is not an error.
         connection.text_factory = _decode
         connection.execute("PRAGMA trusted_schema=OFF")
         prepare(connection)

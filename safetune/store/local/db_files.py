@@ -1,4 +1,4 @@
-"""Where the database is: made for its owner alone, refused where somebody else has a hand in it.
+"""The files of the database: made for their owner alone, and refused where others may write.
 
 SQLite follows a symbolic link and writes to what it leads to, and gives its log files the
 permissions of the database, so both are looked at before it opens anything.
@@ -34,7 +34,7 @@ def make_directory(path: Path) -> None:
     """
     if path.parts[0].startswith("~"):
         raise StoreError(
-            "there is no home directory; set SAFETUNE_CACHE_DIR to a place to write to"
+            "there is no home directory; set SAFETUNE_CACHE_DIR to a directory to write to"
         )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(path.parent, stat.S_ISDIR, "directory")
@@ -49,11 +49,11 @@ def make(path: Path) -> None:
 
 
 def check(path: Path) -> None:
-    """See that the directory and the files of a database are nobody else's, and no links.
+    """Check that the directory and the files of a database are this user's, and not links.
 
     Raises:
-        StoreError: one is.
-        OSError: that cannot be told.
+        StoreError: one is another user's, or a link.
+        OSError: that cannot be found out.
     """
     _check(path.parent, stat.S_ISDIR, "directory")
     for name in (path, *(path.with_name(path.name + log) for log in LOGS)):
@@ -62,10 +62,10 @@ def check(path: Path) -> None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells this file from one that took its place; None if there is none.
+    """Return the device and inode of a file; None if there is none.
 
     Raises:
-        OSError: that cannot be told.
+        OSError: they cannot be found out.
     """
     try:
         found = os.stat(path)
@@ -84,7 +84,7 @@ def _check(path: Path, is_kind: object, kind: str) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise StoreError(f"{path} is a symbolic link; set SAFETUNE_CACHE_DIR to where it leads")
     if not is_kind(found.st_mode):  # type: ignore[operator]
-        raise StoreError(f"{path} is no {kind}")
+        raise StoreError(f"{path} is not a {kind}")
     if not hasattr(os, "geteuid") or found.st_uid == os.geteuid():
         return
     # What root has put there, e.g. in an image, is trusted unless others may change it.

@@ -1,4 +1,4 @@
-"""What is done with a database that cannot be used as it is: move it aside, or only read it."""
+"""A database that cannot be used as it is: moved aside, or opened to be read only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetune.errors import StoreError
 from safetune.store.local import db_files
 from safetune.store.waiting import flock
 
-#: So many moved databases are kept, the newest.
+#: The newest moved databases are kept, this many.
 _KEPT = 3
 
 #: How long to wait for the lock, in seconds.
@@ -23,7 +23,7 @@ _WAIT_S = 30.0
 
 
 class Damaged(StoreError):
-    """It is a database of safetune, or was meant to be one, and cannot be used."""
+    """A database of safetune that cannot be used."""
 
 
 def is_damage(error: BaseException) -> bool:
@@ -64,7 +64,7 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
 
 @contextlib.contextmanager
 def unmoved(path: Path) -> Iterator[None]:
-    """Let nobody move a database aside while it is opened.
+    """Keep other processes from moving a database aside while it is opened.
 
     SQLite finds the logs by their names: a process that has just opened the file that is moved, and
     finds beside it the logs of the one that took its place, rolls those back or deletes them.
@@ -92,10 +92,10 @@ def moved(path: Path) -> list[Path]:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open a database that nobody can write to, such as one in an image.
+    """Open a database that cannot be written to, such as one in an image.
 
     Raises:
-        StoreError: part of it is in a log, which nobody can fold in.
+        StoreError: part of it is in a log, which cannot be folded in.
     """
     log = path.with_name(path.name + "-wal")
     if log.exists() and log.stat().st_size:

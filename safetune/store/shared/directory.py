@@ -2,10 +2,10 @@
 
     DIR/2/NAMESPACE/KEY[:2]/KERNEL.KEY.LIST.GENERATION.json
 
-Made for NFS, Lustre and FUSE: no locks, no mmap, no rename over a valid file, no directory that is
+Made for NFS, Lustre and FUSE: no locks, no mmap, no rename over a valid file, and no directory is
 ever removed. A file is written under another name, synced, and linked to its own, which fails where
-there is one: the first wins. Where there are no hard links it is renamed after a look, and what is
-read back counts. What is gone, stale or unreadable is a miss.
+that exists: the first wins. Where there are no hard links it is renamed if the name is free, and
+the record that is read back counts. A file that is gone, stale or unreadable is a miss.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from safetune.store.shared import record as shared_record
 from safetune.store.shared.record import ForeignRecord, Name
 from safetune.store.shared.record_files import RecordFiles, content, file_name, name_in
 
-#: What a network file system says of a file that another client has just changed or removed.
+#: Errors of a network file system for a file that another client has just changed or removed.
 _MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.EISDIR}
 
-#: What it says where it has no hard links.
+#: Its errors where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -33,7 +33,7 @@ class Directory(RecordFiles):
     """The records below a directory, which is made at the first write."""
 
     def __init__(self, root: Path) -> None:
-        self.place = f"file://{root}"
+        self.location = f"file://{root}"
         self._root = root / str(shared_record.FORMAT)
 
     def names(self, namespace: str) -> set[Name]:
@@ -82,7 +82,7 @@ class Directory(RecordFiles):
             if not _link(temporary, path):
                 try:
                     return self._load(path, name)
-                except ForeignRecord:  # such as half of one: nobody's choice
+                except ForeignRecord:  # such as half of one
                     os.replace(temporary, path)
         finally:
             with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Directory(RecordFiles):
             return content(file.read(shared_record.MAX_BYTES + 1), name)
 
     def _reachable(self) -> None:
-        """Raise where not even the directory above is there: a share that is not mounted."""
+        """Raise where even the directory above is missing: the share is not mounted."""
         if not self._root.parent.exists():
             os.stat(self._root.parent.parent)
 
@@ -133,11 +133,11 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _link(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:
-    """Give a finished file its name; False where somebody else's has it."""
+    """Give a finished file its name; False where another file has it."""
     try:
         link(temporary, path)
     except OSError as error:
-        # A reply that was lost on the way: NFS sends the request again, and finds the name taken.
+        # The reply was lost: NFS sends the request again, and finds the name taken.
         if temporary.stat().st_nlink == 2:
             return True
         if error.errno in _NO_LINKS and not path.exists():

@@ -1,8 +1,8 @@
-"""A thread of its own for errands that may take for ever, and callers that do not.
+"""A thread for I/O that may never return, and callers that stop waiting for it.
 
-One errand runs at a time, in order. Whoever asks waits as long as it wants to and no longer; what
-it asked for goes on without it. A thread that never comes back, such as one in a dead NFS mount, is
-left where it is: it is a daemon. A fork has no thread and no errands; it starts its own.
+Tasks run one at a time, in order. A caller waits up to its timeout; its task goes on without it. A
+thread that never returns, such as one that reads from a dead NFS mount, is left as it is: it is a
+daemon. A forked child has neither the thread nor its tasks, and starts its own.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from safetune import forks
 
 logger = logging.getLogger("safetune")
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
-_couriers: weakref.WeakSet[Courier] = weakref.WeakSet()
-
-
-class Late(Exception):
-    """The answer has not come in time. The errand goes on."""
+_threads: weakref.WeakSet[IOThread] = weakref.WeakSet()
 
 
-class _Errand(Generic[Answer]):
-    def __init__(self, work: Callable[[], Answer]) -> None:
+class TimedOut(Exception):
+    """The result has not come in time. The task goes on."""
+
+
+class _Task(Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
         self._work = work
         self._done = threading.Event()
-        self._answer: Answer | None = None
+        self._result: Result | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._answer = self._work()
+            self._result = self._work()
         except BaseException as error:
             self._error = error
         self._done.set()
@@ -45,42 +45,42 @@ class _Errand(Generic[Answer]):
     def is_done(self) -> bool:
         return self._done.is_set()
 
-    def answer(self, timeout_s: float) -> Answer:
+    def result(self, timeout_s: float) -> Result:
         if not self._done.wait(timeout_s):
-            raise Late
+            raise TimedOut
         if self._error is not None:
             raise self._error
-        return self._answer  # type: ignore[return-value]
+        return self._result  # type: ignore[return-value]
 
 
-class Courier:
-    """A queue of errands and its thread, which starts with the first."""
+class IOThread:
+    """A queue of tasks and the thread that runs them, which starts with the first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Errand[Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Task[Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._late: _Errand[Any] | None = None
-        _couriers.add(self)
+        self._timed_out: _Task[Any] | None = None
+        _threads.add(self)
 
-    def ask(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
-        """Return what `work` returns, or raise what it raises; `Late` after so many seconds."""
-        errand = _Errand(work)
-        self._put(errand)
+    def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
+        """Return what `work` returns, or raise what it raises; `TimedOut` after `timeout_s`."""
+        task = _Task(work)
+        self._put(task)
         try:
-            return errand.answer(timeout_s)
-        except Late:
-            self._late = errand
+            return task.result(timeout_s)
+        except TimedOut:
+            self._timed_out = task
             raise
 
     @property
     def is_stuck(self) -> bool:
-        """Whether an errand that came late once is still not done."""
-        return self._late is not None and not self._late.is_done
+        """Whether the last task that timed out is still running."""
+        return self._timed_out is not None and not self._timed_out.is_done
 
-    def send(self, work: Callable[[], object]) -> None:
-        """Have `work` done some time. What it raises is logged."""
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have `work` run later. What it raises is logged."""
 
         def logged() -> None:
             try:
@@ -88,32 +88,32 @@ class Courier:
             except Exception as error:
                 logger.info("%s", error)
 
-        self._put(_Errand(logged))
+        self._put(_Task(logged))
 
-    def _put(self, errand: _Errand[Any]) -> None:
+    def _put(self, task: _Task[Any]) -> None:
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # too late in the life of the process
-                    raise Late from error
+                except RuntimeError as error:  # the process is about to end
+                    raise TimedOut from error
                 self._thread = thread
-        self._queue.put(errand)
+        self._queue.put(task)
 
     def _run(self) -> None:
         while True:
             self._queue.get().run()
 
     def start_over(self) -> None:
-        """Forget the parent's thread and errands, in a fork."""
+        """Forget the parent's thread and tasks, in a forked child."""
         self._lock, self._queue = threading.Lock(), queue.SimpleQueue()
-        self._thread = self._late = None
+        self._thread = self._timed_out = None
 
 
 def _after_fork_in_child() -> None:
-    for courier in tuple(_couriers):
-        courier.start_over()
+    for thread in tuple(_threads):
+        thread.start_over()
 
 
 forks.register("shared store", after_in_child=_after_fork_in_child)

@@ -1,13 +1,13 @@
-"""The shared store as a run sees it: never in the way, whatever it does.
+"""The shared store as a run sees it: a call costs two seconds at most, whatever the store does.
 
-All its I/O happens on one thread of its own. A caller waits for it two seconds at most, and gets
-these two seconds back over a minute; then, and whenever the store fails, the layer is off for a
-minute: the run goes on with the local store alone, and one warning says so. What was not published
-is in the local store, and is published by the next process, or the next refresh of this one.
+All I/O happens on one thread. Callers wait for it two seconds in total, which come back over a
+minute. When they are spent, and whenever the store fails, the layer is off for a minute: the run
+goes on with the local store alone, and one warning says so. A choice that could not be published is
+in the local store, and is published by the next process, or by the next refresh of this one.
 
-A store with more choices than can be pulled in that time is pulled on by the thread, a little at a
-time, while the run goes on; until it has them all, a choice that is missing is asked for by its
-key. A process that ends before that leaves what it has, and the next one pulls the rest.
+Where a store has more choices than can be pulled in that time, the thread pulls the rest in slices
+while the run goes on; until it has all, a missing choice is looked up by its key. A process that
+ends before that keeps what it has, and the next one pulls the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 import warnings
 import weakref
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING, TypeVar
 from safetune import forks
 from safetune.errors import StoreError
 from safetune.keys import encoding
+from safetune.store.local import key_locks
 from safetune.store.shared import local_copy, once_per_node
-from safetune.store.shared.budget import BUDGET_S, RETRY_S, Budget
-from safetune.store.shared.io_thread import Courier, Late
+from safetune.store.shared.io_thread import IOThread, TimedOut
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, Unwritable
 from safetune.store.shared.record import Name, name_of
@@ -37,17 +38,52 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+
+#: How long callers wait for the store in total, and after how long all of that is back.
+BUDGET_S = 2.0
+RETRY_S = 60.0
 
 #: How old the local copy may be when a key is missed in it.
 REFRESH_S = 60.0
 
-#: Pulled choices are written in transactions of so many, and for so long until another errand. So
-#: long each waits for other processes that write; then what it has is kept in memory.
+#: Pulled choices are written in transactions of this many.
 _BATCH = 200
+
+#: The thread pulls for this long before it looks for another task, and waits this long for other
+#: processes that write to the database before it keeps the choices in memory.
 _SLICE_S = 0.2
 
 _layers: weakref.WeakSet[SharedLayer] = weakref.WeakSet()
+
+
+class _Budget:
+    """Seconds that callers may wait, which come back as time passes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left_s = BUDGET_S
+        self._at = clock()
+        self._lock = threading.Lock()
+
+    def left_s(self) -> float:
+        return self.spend(0.0)
+
+    def spend(self, seconds: float) -> float:
+        """Take seconds off; return what is left."""
+        with self._lock:
+            now = self._clock()
+            self._left_s += (now - self._at) * BUDGET_S / RETRY_S
+            self._left_s = max(0.0, min(self._left_s, BUDGET_S) - seconds)
+            self._at = now
+            return self._left_s
+
+    def refill(self) -> None:
+        self._left_s = BUDGET_S
+
+    def start_over(self) -> None:
+        """Replace the lock in a forked child: a thread of the parent may have held it."""
+        self._lock = threading.Lock()
 
 
 class SharedLayer:
@@ -69,11 +105,11 @@ class SharedLayer:
         self._backend = backend
         self._writes = writes
         self._local = local
-        self._courier = Courier("safetune-shared")
+        self._thread = IOThread("safetune-shared")
         self._clock = clock
-        self._budget = Budget(clock)
+        self._budget = _Budget(clock)
         self._off_until = self._unwritable_until = 0.0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._refreshed: dict[str, float] = {}
         self._partial: set[str] = set()
         self._unsent: dict[Name, tuple[str, StoredChoice]] = {}
@@ -82,17 +118,17 @@ class SharedLayer:
 
     @property
     def is_on(self) -> bool:
-        """Whether the store is asked at all just now."""
-        return self._clock() >= self._off_until and not self._courier.is_stuck
+        """Whether the store is used now."""
+        return self._clock() >= self._off_until and not self._thread.is_stuck
 
     def refresh(self, space: str, since: float | None = None) -> None:
-        """Bring the local store up to date with a namespace, unless that was done lately.
+        """Bring the local store up to date with a namespace, unless that was done since `since`.
 
-        One process of a node does it, and what this node has to give is published at the end. Half
-        of the time that is left is for this; what takes longer goes on without the caller.
+        One process of a node does it, and publishes this node's own choices at the end. It takes
+        half of the budget that is left; what takes longer goes on without the caller.
 
         Args:
-            since: how long ago is lately, in seconds since the epoch; a minute ago if None.
+            since: in seconds since the epoch; a minute ago if None.
         """
         now = self._clock()
         last = self._refreshed.get(space)
@@ -103,49 +139,49 @@ class SharedLayer:
         self._partial.add(space)
         seconds = self._budget.left_s() / 2
         pull = self._pull(space, oldest, seconds)
-        self._ask(lambda: self._go_on(space, pull, seconds), None)
+        self._call(lambda: self._go_on(space, pull, seconds), None)
 
     def choice(self, space: str, key: str, declared: str) -> ChoiceRecord | None:
-        """Return what the local store could not keep, or what is not pulled yet."""
+        """Return a choice that the local store could not keep, or that is not pulled yet."""
         found = self._unkept.get((key, declared))
         if found is None and space in self._partial:
-            stored = self._ask(lambda: self._get(space, key, declared), None)
+            stored = self._call(lambda: self._get(space, key, declared), None)
             found = stored.choice if stored else None
         return found
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
-        """Ask for the right to tune a key, and look once more whether another node has.
+        """Ask for the right to tune a key, and look once more for the choice of another node.
 
-        Where the store cannot be asked, everybody may tune.
+        Where the store does not answer, every node may tune.
         """
-        claim = self._ask(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
+        claim = self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
         if claim.problem is not None:
             self._stop_writing(claim.problem)
         return claim
 
     def release(self, lease: Lease, published: bool) -> None:
-        """Let others have a lease, without waiting for that."""
+        """Free a lease, without waiting for that."""
         if not isinstance(lease, NoLease):
-            with contextlib.suppress(Late):
-                self._courier.send(lambda: lease.release(published))
+            with contextlib.suppress(TimedOut):
+                self._thread.submit(lambda: lease.release(published))
 
     def publish(self, space: str, stored: StoredChoice) -> StoredChoice:
         """Publish a choice, and return the one that all nodes use: the first of its name.
 
-        That is `stored` itself where no answer comes in time; it is published later then.
+        That is `stored` itself where no answer comes in time; it is published later.
         """
         if not (self.is_on and self._writes) or self._clock() < self._unwritable_until:
             return stored
-        found = self._ask(lambda: self._deliver(space, [stored]), [stored])
+        found = self._call(lambda: self._deliver(space, [stored]), [stored])
         return found[0] if found else stored
 
     def flush(self) -> None:
-        """Wait, for two seconds at most, until what was to be published is."""
+        """Wait for two seconds at most until every choice is published."""
         if self.is_on:
-            with contextlib.suppress(Late, StoreError):
-                self._courier.ask(self._deliver_unsent, BUDGET_S)
+            with contextlib.suppress(TimedOut, StoreError):
+                self._thread.call(self._deliver_unsent, BUDGET_S)
 
-    def _ask(self, work: Callable[[], Answer], otherwise: Answer) -> Answer:
+    def _call(self, work: Callable[[], Result], otherwise: Result) -> Result:
         if not self.is_on:
             return otherwise
         if self._off_until:
@@ -153,63 +189,65 @@ class SharedLayer:
             self._budget.refill()
         begin = self._clock()
         try:
-            return self._courier.ask(lambda: self._errand(work), self._budget.left_s())
+            return self._thread.call(lambda: self._run(work), self._budget.left_s())
         except Unwritable as error:
             self._stop_writing(error)
-        except Late:
-            self._stop(f"the shared store {self._backend.place} does not answer in time")
+        except TimedOut:
+            self._stop(f"the shared store {self._backend.location} does not answer in time")
         except StoreError as error:
             self._stop(str(error))
         finally:
             self._budget.spend(self._clock() - begin)
         return otherwise
 
-    def _errand(self, work: Callable[[], Answer]) -> Answer:
-        """What runs on the thread: any failure of a back end is one of the store."""
+    def _run(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on the thread; any failure of a back end becomes a `StoreError`."""
         try:
             return work()
         except StoreError:
             raise
         except Exception as error:
-            raise StoreError(f"the shared store {self._backend.place} failed: {error!r}") from error
+            raise StoreError(
+                f"the shared store {self._backend.location} failed: {error!r}"
+            ) from error
         finally:
             self._backend.close()
 
     def _stop(self, problem: str) -> None:
         self._off_until = self._clock() + RETRY_S
-        self._tell("off", f"{problem}; going on without it, and trying again in {RETRY_S:.0f} s")
+        self._warn("off", f"{problem}; going on without it, and trying again in {RETRY_S:.0f} s")
 
     def _stop_writing(self, problem: Unwritable) -> None:
         self._unwritable_until = self._clock() + RETRY_S
-        self._tell("unwritable", f"{problem}; what is chosen here is not shared for now")
+        self._warn("unwritable", f"{problem}; choices of this node are not shared for now")
 
-    def _tell(self, what: str, text: str) -> None:
-        if what in self._told:
+    def _warn(self, subject: str, text: str) -> None:
+        if subject in self._warned:
             logger.info("%s", text)
             return
-        self._told.add(what)
+        self._warned.add(subject)
         warnings.warn(f"safetune: {text}", stacklevel=2)
 
     def _go_on(self, space: str, pull: Iterator[bool], seconds: float) -> None:
-        """Pull for so long, and leave the rest for later, after what others ask for meanwhile."""
+        """Pull for `seconds`, and leave the rest to a task of its own, behind those that wait."""
         end = self._clock() + seconds
         for complete in pull:
             if complete:
                 self._partial.discard(space)
             elif self._clock() >= end:
-                self._courier.send(lambda: self._go_on_later(space, pull))
+                self._thread.submit(lambda: self._go_on_later(space, pull))
                 return
 
     def _go_on_later(self, space: str, pull: Iterator[bool]) -> None:
         try:
-            self._errand(lambda: self._go_on(space, pull, _SLICE_S))
+            self._run(lambda: self._go_on(space, pull, _SLICE_S))
         except Unwritable as error:
             self._stop_writing(error)
 
     def _pull(self, space: str, since: float, wait_s: float) -> Iterator[bool]:
-        """Take over what is new and publish what is missing; yield whether all is there."""
+        """Copy what is new here and publish what is missing there; yield whether all is here."""
         connection, backend, problem = self._local, self._backend, None
-        name = encoding.digest([backend.place, space])[:16]
+        name = encoding.digest([backend.location, space])[:16]
         database = connection.path if self._writes else None
         with once_per_node.turn(database, name, since, wait_s) as turn:
             if turn is Turn.MINE:
@@ -231,7 +269,7 @@ class SharedLayer:
     def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         lease, problem = None, None
         try:
-            lease = self._backend.lease(key)
+            lease = self._backend.lease(key, key_locks.node_id(self._local.path))
         except Unwritable as error:
             lease, problem = NoLease(), error
         stored = self._get(space, key, declared)  # also with force: its generation is the next one
@@ -249,7 +287,7 @@ class SharedLayer:
         return stored
 
     def _deliver(self, space: str, records: Sequence[StoredChoice]) -> list[StoredChoice]:
-        """Publish records, and take over what others had published under their names."""
+        """Publish records, and copy those that others had published under the same names."""
         records = [record for record in records if local_copy.is_sound(record)]
         self._unsent.update({name_of(record): (space, record) for record in records})
         found = self._backend.publish(space, records) if records else []
@@ -263,7 +301,7 @@ class SharedLayer:
 
     def _deliver_unsent(self) -> None:
         for space, record in list(self._unsent.values()):
-            self._errand(lambda space=space, record=record: self._deliver(space, [record]))  # type: ignore[misc]
+            self._run(lambda space=space, record=record: self._deliver(space, [record]))  # type: ignore[misc]
 
     def _keep(self, records: Sequence[StoredChoice]) -> None:
         records = [record for record in records if not record.unknown]
@@ -271,7 +309,7 @@ class SharedLayer:
             if records:
                 local_copy.adopt(self._local, records, _SLICE_S)
         except StoreError as error:
-            logger.info("%s; what was pulled is kept in memory", error)
+            logger.info("%s; the pulled choices are kept in memory", error)
             for stored in sorted(records, key=lambda each: each.choice.generation):
                 self._unkept[stored.choice.key, stored.choice.declared] = stored.choice
 
@@ -282,7 +320,7 @@ def _flush_all() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """What the parent has to publish is the parent's to publish."""
+    """The parent publishes its own choices."""
     for layer in tuple(_layers):
         layer._unsent.clear()
         layer._budget.start_over()

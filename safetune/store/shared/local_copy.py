@@ -1,8 +1,8 @@
-"""The local database's side of a shared store: what it takes over, and what it has to give.
+"""Copies of shared choices in the local database, and this node's own choices for the others.
 
 A choice that another node published replaces the one of the same generation here: all nodes launch
-the first that was published. What a node gives is what it has measured itself, and neither beside
-its program's own work nor on inputs that were drawn at random.
+the first that was published. A node publishes what it has measured itself, except what it measured
+beside its program's own work, or on random inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-#: Of all choices in the database, those for which it has a trial, too: the newest of each list.
+#: The choices for which the database also has a trial: the newest of each list first.
 _OWN = (
     f"{CHOICE.select} WHERE EXISTS (SELECT 1 FROM trial WHERE trial.key = choice.key "
     "AND trial.config_digest = choice.config_digest) ORDER BY choice.generation DESC"
@@ -41,12 +41,12 @@ _OF_DIGEST = "{} WHERE digest = ?"
 
 
 def shareable(outcome: Outcome) -> bool:
-    """Whether the time of a config says something to other nodes."""
+    """Whether the time of a config holds on other nodes."""
     return not (outcome.marked(Mark.CONTENDED) or outcome.marked(Mark.REGENERATED))
 
 
 def is_sound(stored: StoredChoice) -> bool:
-    """Whether a choice can be written down for others; what cannot is logged."""
+    """Whether a choice can be encoded as a record; logs why not."""
     try:
         encode(stored)
     except StoreError as error:
@@ -56,16 +56,16 @@ def is_sound(stored: StoredChoice) -> bool:
 
 
 def adopted(connection: Connection) -> set[Name]:
-    """Return what was taken over from elsewhere, and need not be read again.
+    """Return the names of the choices copied from elsewhere, which need not be read again.
 
-    A record never changes; but what was also tuned here may have been chosen otherwise. Nothing
-    where the database cannot be read.
+    A record never changes; but a key that was also tuned here may have another choice. Empty where
+    the database cannot be read.
     """
     try:
         with connection.reading() as sqlite:
             return {Name(*row) for row in sqlite.execute(_ADOPTED).fetchall()}
     except StoreError as error:
-        logger.info("%s; all that is shared is read", error)
+        logger.info("%s; every shared choice is read", error)
         return set()
 
 
@@ -84,12 +84,12 @@ def adopt(
 def unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
     """Return the choices of a namespace that this node made and that `names` lacks.
 
-    None where the database cannot be read.
+    Empty where the database cannot be read.
     """
     try:
         return _unpublished(connection, space, names)
     except StoreError as error:
-        logger.info("%s; nothing in it is published", error)
+        logger.info("%s; its choices are not published", error)
         return []
 
 

@@ -2,9 +2,10 @@
 
     ROOT/2/NAMESPACE/KERNEL.KEY.LIST.GENERATION.json
 
-Written with fsspec's `mode="create"`, which is a conditional put where the back end has one (S3's
-If-None-Match; memory). Elsewhere it is a look and then a write, so of two nodes that write at the
-same moment the later one may win; what is read back counts, and the next pull puts the other right.
+Written with fsspec's `mode="create"`, a conditional put where the file system has one (S3's
+If-None-Match; memory). Elsewhere it checks and then writes, so if two nodes write at the same
+moment the later one may win; the record that is read back counts, and the next pull corrects the
+other node.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
-from safetune.settings import place_of
+from safetune.settings import display_url
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.record import ForeignRecord, Name
@@ -26,14 +27,14 @@ class Objects(RecordFiles):
     """The records below a path of an fsspec file system."""
 
     def __init__(self, url: str) -> None:
-        self.place = place_of(url)
+        self.location = display_url(url)
         self._url = url
 
     @property
     def _at(self) -> tuple[Any, str]:
-        """The file system, which may ask the network for credentials, and the path of our records.
+        """The file system and the path of the records; may ask the network for credentials.
 
-        fsspec keeps file systems, for one process each.
+        fsspec caches file systems, per process.
         """
         import fsspec
 
@@ -56,7 +57,7 @@ class Objects(RecordFiles):
             paths = {listing[name]: name for name in wanted[start : start + _TOGETHER]}
             with self._failures("read"):
                 texts = self._at[0].cat(list(paths), on_error="omit")
-            if isinstance(texts, bytes):  # fsspec's answer for a list of one, in some back ends
+            if isinstance(texts, bytes):  # some file systems answer so for a list of one
                 texts = dict.fromkeys(paths, texts)
             for path, text in texts.items():
                 if path in paths and (stored := _decoded(text, paths[path])):
@@ -79,7 +80,7 @@ class Objects(RecordFiles):
         except FileExistsError:
             if stored := _read(filesystem, path, name):
                 return stored
-            filesystem.pipe_file(path, data)  # what is there is no record
+            filesystem.pipe_file(path, data)  # what is there is not a record
         return _read(filesystem, path, name) or record
 
     def _listing(self, namespace: str) -> dict[Name, str]:

@@ -1,8 +1,8 @@
 """Once per node: of the processes that share a cache directory, one asks the shared store.
 
-The others wait for it, and read what it wrote into the local database. A file beside the database
-says when that was last done, and is locked meanwhile. Where no lock is to be had (a cache directory
-on a network file system, or none at all) every process asks for itself.
+The others wait for it, and read what it wrote to the local database. The time of a file beside the
+database says when that was last done, and the file is locked meanwhile. Where there are no locks
+(on some network file systems, or without a directory) every process asks for itself.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetune import forks
+from safetune.store.waiting import flock
 
 try:
     import fcntl
-except ImportError:  # no POSIX: every process asks for itself
+except ImportError:  # not POSIX: every process asks for itself
     fcntl = None  # type: ignore[assignment]
 
-_POLL_S = 0.01
-_MAX_POLL_S = 0.1
-
-#: What this process has open. A fork gets it, too, and would keep the lock for its parent's node.
+#: The lock files that this process has open. A forked child inherits flock's locks, and must close
+#: the files, or the lock would outlive the parent.
 _descriptors: set[int] = set()
 
 
 class Turn(enum.Enum):
-    """Whose turn it is: this process's, nobody's as it was asked lately, or that of another one."""
+    """Who asks: this process, none because one has asked lately, or another one right now."""
 
     MINE = enum.auto()
     DONE = enum.auto()
@@ -38,12 +37,12 @@ class Turn(enum.Enum):
 
 @contextlib.contextmanager
 def turn(database: Path | None, name: str, since: float, wait_s: float) -> Iterator[Turn]:
-    """Yield whose turn it is to ask.
+    """Yield whether this process is to ask the shared store.
 
     Args:
-        name: what is asked for.
-        since: seconds since the epoch; after it is lately.
-        wait_s: how long to wait for one that is asking. After that it is `BUSY`.
+        name: of the shared store and the namespace.
+        since: in seconds since the epoch: an answer that came later still counts.
+        wait_s: how long to wait for another process that is asking, before it is `BUSY`.
     """
     descriptor = _open(database, name)
     if descriptor is None or database is None:
@@ -82,24 +81,15 @@ def _open(database: Path | None, name: str) -> int | None:
 
 
 def _locked(descriptor: int, wait_s: float) -> bool | None:
-    """True: this process has the lock; False: it has waited in vain; None: there are no locks."""
-    end, pause_s = time.monotonic() + wait_s, _POLL_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() + pause_s > end:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
-        except OSError:
-            return None
-        else:
-            return True
+    """Whether this process has got the lock; None where there are no locks."""
+    try:
+        return flock(descriptor, fcntl.LOCK_EX, wait_s)
+    except OSError:
+        return None
 
 
 def _asked_since(descriptor: int, database: Path, since: float) -> bool:
-    """Whether the file says so, of this very database, and not from the future."""
+    """Whether the file says so of this very database, and not with a time in the future."""
     try:
         marked = os.pread(descriptor, 64, 0) == _mark(database)
         return marked and since <= os.fstat(descriptor).st_mtime <= time.time() + 1

@@ -1,31 +1,33 @@
-"""A shared store in PostgreSQL: two tables in the schema `safetune`, and leases across nodes.
+"""A shared store in PostgreSQL: two tables in the schema `safetune`, and leases between nodes.
 
-A connection is open for the length of one errand, never while a node works: three hundred nodes
-that start together share a hundred connections, with a few tries each.
+A connection is open for one task only, never while a node tunes: three hundred nodes that start
+together share a hundred connections, with a few tries each. TLS and every other option of a
+connection is libpq's: in the URL, in PG* variables, in ~/.pgpass. The first writer makes the
+tables, under an advisory lock; a reader never makes any.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import uuid
-from collections.abc import Iterable, Iterator, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import psycopg
 from psycopg import errors, sql
 
 from safetune.errors import StoreError
-from safetune.settings import place_of
+from safetune.settings import display_url
 from safetune.store.records import StoredChoice
-from safetune.store.shared import postgres_server as server
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import Lease, NoLease, Unwritable
 from safetune.store.shared.record import ForeignRecord, Name
+from safetune.store.waiting import tries
 
 _STATEMENT_TIMEOUT_MS = 5000
 
-#: How many records are fetched together: some MB.
+#: Records are fetched in groups of this many: some MB.
 _TOGETHER = 2000
 
 _UNWRITABLE = (
@@ -54,13 +56,14 @@ SELECT record FROM safetune.choice WHERE namespace = %s AND key = %s AND declare
 AND octet_length(record) <= {shared_record.MAX_BYTES} ORDER BY generation DESC
 """
 
-# The clock is the server's; the token goes up with each holder, and an old one's is worth nothing.
+# The clock is the server's. The token goes up with each holder, and an earlier one has no effect. A
+# node that has the lease gets it again: its process that had it has ended.
 _EXPIRY = "clock_timestamp() + make_interval(secs => %s)"
 _CLAIM = f"""
 INSERT INTO safetune.lease AS held (key, owner, token, expires) VALUES (%s, %s, 1, {_EXPIRY})
 ON CONFLICT (key) DO UPDATE
 SET owner = excluded.owner, token = held.token + 1, expires = excluded.expires
-WHERE held.expires < clock_timestamp() RETURNING token
+WHERE held.expires < clock_timestamp() OR held.owner = excluded.owner RETURNING token
 """
 _RENEW = f"""
 UPDATE safetune.lease SET expires = {_EXPIRY}
@@ -72,21 +75,73 @@ WHERE key = %s AND owner = %s AND token = %s
 """
 _OWNER = "SELECT owner FROM safetune.lease WHERE key = %s"
 
-#: The owner of a lease that nobody needs: its last holder found what is not shared.
+#: The owner of a lease that every node gets for a while: its last holder did not publish a choice.
 _UNSHARED = "unshared"
 _UNSHARED_S = 600.0
 
-#: A parent's connections, in a fork: to close one would end the parent's session.
+#: A parent's connections, in a forked child: to close one would end the parent's session.
 _abandoned: list[psycopg.Connection[Any]] = []
+
+#: The number of the advisory lock for migrations: "safetune" in ASCII.
+_MIGRATION_LOCK = 0x7361666574756E65
+
+#: Defaults for what the URL does not set: notice within seconds that a server is gone.
+_DEFAULTS = {
+    "connect_timeout": "2",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "2",
+    "tcp_user_timeout": "5000",
+    "application_name": "safetune",
+}
+
+#: How long to try to connect: others use a connection for some ten milliseconds each.
+CONNECT_FOR_S = 1.6
+_CONNECT_PAUSES_S = (0.1, 0.3)
+
+# Plain reads: `to_regclass` may answer from before this session got the lock.
+_HAS_SCHEMA = "SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = 'safetune'"
+_HAS_TABLES = """
+SELECT 1 FROM pg_catalog.pg_class AS relation
+JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = relation.relnamespace
+WHERE namespace.nspname = 'safetune' AND relation.relname = 'version'
+"""
+
+#: The schema's history: a database that has the first N steps is at version N.
+_HISTORY = (
+    """
+    CREATE TABLE safetune.version (version integer NOT NULL);
+    CREATE TABLE safetune.choice (
+        namespace text NOT NULL,
+        key text NOT NULL,
+        declared text NOT NULL,
+        generation integer NOT NULL,
+        kernel text NOT NULL,
+        record text NOT NULL,
+        stored timestamptz NOT NULL DEFAULT clock_timestamp(),
+        PRIMARY KEY (namespace, key, declared, generation)
+    );
+    CREATE TABLE safetune.lease (
+        key text PRIMARY KEY,
+        owner text NOT NULL,
+        token bigint NOT NULL,
+        expires timestamptz NOT NULL
+    );
+    INSERT INTO safetune.version VALUES (1);
+    """,
+)
 
 
 class Postgres:
     """The records in a database. For one thread at a time."""
 
-    def __init__(self, url: str, lease_s: float = 15.0) -> None:
-        self.place = place_of(url)
-        self.url = url
+    def __init__(
+        self, url: str, lease_s: float = 15.0, connect_for_s: float = CONNECT_FOR_S
+    ) -> None:
+        self.location = display_url(url)
+        self._url = url
         self._lease_s = lease_s
+        self._connect_for_s = connect_for_s
         self._connection: psycopg.Connection[Any] | None = None
         self._pid = os.getpid()
         self._prepared = False
@@ -131,15 +186,14 @@ class Postgres:
         with self.writing() as connection:
             return [_publish(connection, namespace, record) for record in records]
 
-    def lease(self, key: str) -> Lease | None:
-        """Take the lease for a key; None while another node has it; raises as `publish`."""
-        owner = uuid.uuid4().hex
+    def lease(self, key: str, node: str) -> Lease | None:
+        """Take the lease of a key; None while another node has it; raises as `publish`."""
         with self.writing() as connection:
-            row = connection.execute(_CLAIM, (key, owner, self._lease_s)).fetchone()
+            row = connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone()
             if row is None:
                 found = connection.execute(_OWNER, (key,)).fetchone()
                 return NoLease() if found and found[0] == _UNSHARED else None
-        return PostgresLease(self.url, key, owner, int(row[0]), self._lease_s)
+        return PostgresLease(self._url, key, node, int(row[0]), self._lease_s)
 
     def close(self) -> None:
         """Close the connection, until the next use."""
@@ -153,15 +207,15 @@ class Postgres:
     def reading(self) -> Iterator[psycopg.Connection[Any] | None]:
         """A connection in a transaction; None where no writer has made the tables yet."""
         with self._transaction("read") as connection:
-            version = None if self._prepared else server.version(connection)
+            version = None if self._prepared else _version(connection)
             yield connection if self._prepared or version else None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[psycopg.Connection[Any]]:
         """A connection in a transaction, with the tables made."""
         with self._transaction("write to") as connection:
-            if not self._prepared and server.version(connection) != len(server.HISTORY):
-                server.migrate(connection)
+            if not self._prepared and _version(connection) != len(_HISTORY):
+                _migrate(connection)
             yield connection
         self._prepared = True
 
@@ -170,7 +224,7 @@ class Postgres:
         self._notice_fork()
         try:
             if self._connection is None:
-                self._connection = server.connect(self.url)
+                self._connection = connect(self._url, self._connect_for_s)
             with self._connection.transaction():
                 timeout = sql.Literal(_STATEMENT_TIMEOUT_MS)
                 self._connection.execute(
@@ -183,10 +237,10 @@ class Postgres:
                 raise
             kind = Unwritable if isinstance(error, _UNWRITABLE) else StoreError
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise kind(f"cannot {action} the shared store {self.place}: {lines[0]}") from error
+            raise kind(f"cannot {action} the shared store {self.location}: {lines[0]}") from error
 
     def _notice_fork(self) -> None:
-        """Leave the parent's connection, and the lock in it that its thread may hold, alone."""
+        """Do not touch the parent's connection, whose lock a thread may hold."""
         if self._pid != os.getpid():
             if self._connection is not None:
                 _abandoned.append(self._connection)
@@ -194,7 +248,7 @@ class Postgres:
 
 
 class PostgresLease:
-    """A row that says who tunes a key. Its methods may be called from any one thread."""
+    """A row that says which node tunes a key. For one thread at a time, whichever it is."""
 
     def __init__(self, url: str, key: str, owner: str, token: int, expires_after_s: float) -> None:
         self.expires_after_s = expires_after_s
@@ -203,14 +257,14 @@ class PostgresLease:
         self._name = (key, owner, token)
 
     def renew(self) -> bool:
-        """Say that the holder lives; False if it was too late. Raises `StoreError`."""
+        """Extend it; False if it has expired. Raises `StoreError`."""
         store = Postgres(self._url)
         with contextlib.closing(store), store.writing() as connection:
             row = connection.execute(_RENEW, (self.expires_after_s, *self._name)).fetchone()
         return row is not None
 
     def release(self, published: bool = True) -> None:
-        """Let the next one have it, or all of them; raises `StoreError`."""
+        """Let another node have it, or all of them; raises `StoreError`."""
         owner, seconds = (self._name[1], 0.0) if published else (_UNSHARED, _UNSHARED_S)
         store = Postgres(self._url)
         with contextlib.closing(store), store.writing() as connection:
@@ -221,15 +275,15 @@ def _publish(
     connection: psycopg.Connection[Any], namespace: str, record: StoredChoice
 ) -> StoredChoice:
     name, text = shared_record.name_of(record), shared_record.encode(record)
-    place = (namespace, *name)
-    connection.execute(_INSERT, (*place, record.key.kernel_name, text))
+    key = (namespace, *name)
+    connection.execute(_INSERT, (*key, record.key.kernel_name, text))
     for _ in range(2):
-        row = connection.execute(_SELECT, place).fetchone()
+        row = connection.execute(_SELECT, key).fetchone()
         stored = _decoded(row[0]) if row else None
         if stored is not None and shared_record.name_of(stored) == name:
             return stored
-        if row:  # what is there is no record; whoever replaces it first, wins
-            connection.execute(_REPLACE, (text, *place, row[0]))
+        if row:  # what is there is not a record; the first to replace it wins
+            connection.execute(_REPLACE, (text, *key, row[0]))
     return record
 
 
@@ -242,3 +296,43 @@ def _decoded(text: str) -> StoredChoice | None:
         return shared_record.decode(text)
     except ForeignRecord:
         return None
+
+
+def connect(
+    url: str, for_s: float = CONNECT_FOR_S, clock: Callable[[], float] = time.monotonic
+) -> psycopg.Connection[Any]:
+    """Connect, and try again for `for_s` seconds: a server may have no connection left just now."""
+    given = psycopg.conninfo.conninfo_to_dict(url)
+    options: dict[str, Any] = {n: v for n, v in _DEFAULTS.items() if n not in given}
+    for last in tries(for_s, *_CONNECT_PAUSES_S, clock):
+        try:
+            # No prepared statements: a pooler may give each transaction another server process.
+            return psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
+        except psycopg.OperationalError:
+            if last:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _version(connection: psycopg.Connection[Any]) -> int:
+    """Return the version of the tables, 0 if there are none; raises `StoreError` on a newer one."""
+    if connection.execute(_HAS_TABLES).fetchone() is None:
+        return 0
+    found = connection.execute("SELECT found.version FROM safetune.version AS found").fetchone()
+    number = int(found[0]) if found else 0
+    if number > len(_HISTORY):
+        raise StoreError(
+            f"the shared store was written by a newer safetune (schema {number}, this one knows "
+            f"{len(_HISTORY)}); it is left untouched"
+        )
+    return number
+
+
+def _migrate(connection: psycopg.Connection[Any]) -> None:
+    """Make the tables or bring them up to date, in the open transaction."""
+    connection.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
+    found = _version(connection)
+    if connection.execute(_HAS_SCHEMA).fetchone() is None:
+        connection.execute("CREATE SCHEMA safetune")
+    for step in _HISTORY[found:]:
+        connection.execute(step)

@@ -1,7 +1,7 @@
-"""What a store is that several nodes share.
+"""The interface of a store that several nodes share.
 
-A backend does plain, blocking I/O and raises; that it is never in the way of a run, whatever it
-does, is the business of `shared_layer`, which calls it from a thread of its own.
+A back end does plain, blocking I/O and raises. `layer` calls it from a thread of its own, so that a
+run never waits long for it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ class Unwritable(StoreError):
 
 
 class Lease(Protocol):
-    """The right to tune one key, until it is released or its holder is not heard of any more."""
+    """The right of one node to tune a key, until it is released or expires."""
 
-    #: Seconds within which it must be renewed.
+    #: It must be renewed within this many seconds.
     expires_after_s: float
 
     def renew(self) -> bool:
-        """Say that the holder lives; False if somebody else has the lease by now."""
+        """Extend it; False if another node has it by now."""
 
     def release(self, published: bool = True) -> None:
-        """Let the next one have it; all of them at once where nothing was published.
+        """Let another node have it; all of them at once where nothing was published.
 
-        What is not shared has to be tuned by every node, and then one after the other is worst.
+        Then every node has to tune the key, and should not wait for the others.
         """
 
 
 class SharedStore(Protocol):
     """Choices of many nodes. The first valid record of a name is the choice.
 
-    Every method may block, and raises `StoreError`. What is stored but is no valid record is
+    Every method may block, and raises `StoreError`. Anything stored that is not a valid record is
     treated as absent.
     """
 
-    #: How to call it in a message: without a password.
-    place: str
+    #: Its URL for messages, without a password.
+    location: str
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace."""
@@ -64,24 +64,27 @@ class SharedStore(Protocol):
             Unwritable: nothing more can be written.
         """
 
-    def lease(self, key: str) -> Lease | None:
-        """Take the lease for a key; None while another node has it.
+    def lease(self, key: str, node: str) -> Lease | None:
+        """Take the lease of a key; None while another node has it.
+
+        A node that has it already gets it again: its process that had it has ended, as only one
+        process of a node asks at a time.
 
         Raises:
-            Unwritable: it cannot be taken by this reader.
+            Unwritable: this user may only read.
         """
 
     def close(self) -> None:
-        """Let go of what it holds between calls."""
+        """Close what it keeps open between calls."""
 
 
 class NoLease:
-    """Where a store has no leases, everybody gets one: tunings may then coincide."""
+    """The lease of a store that has none: every node gets one, and may tune at the same time."""
 
     expires_after_s = float("inf")
 
     def renew(self) -> bool:
-        """Return True: nobody else takes it."""
+        """Return True: it does not expire."""
         return True
 
     def release(self, published: bool = True) -> None:
@@ -90,12 +93,12 @@ class NoLease:
 
 @dataclass(frozen=True)
 class Claim:
-    """What came of wanting to tune a key.
+    """The answer to a node that wants to tune a key.
 
     Attributes:
         lease: the right to tune it; None while another node has it.
-        stored: what another node has chosen meanwhile.
-        problem: why nothing can be written.
+        stored: the choice of another node.
+        problem: why the store cannot be written to.
     """
 
     lease: Lease | None = None

@@ -1,6 +1,7 @@
-"""What the shared stores have in common that keep one file, or one object, per record.
+"""The common part of shared stores that keep one file, or one object, per record.
 
-They have no lock that can be trusted, so they have no leases: whoever publishes first, wins.
+They have no lock that can be trusted, so they have no leases: the first record that is published
+wins.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import Lease, NoLease, Unwritable
 from safetune.store.shared.record import ForeignRecord, Name
 
-#: What a file system says when nothing can be written, now or ever.
+#: Errors of a file system that cannot be written to.
 _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _FILE = re.compile(
@@ -26,9 +27,9 @@ _FILE = re.compile(
 
 
 class RecordFiles(ABC):
-    """Publishing records as files. A subclass says where, and how one is written."""
+    """Publishes records as files. A subclass decides where, and how one is written."""
 
-    place: str
+    location: str
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
         """Write records, none over a valid one; return what is there now.
@@ -40,12 +41,12 @@ class RecordFiles(ABC):
         with self._failures("write to"):
             return [self._publish(namespace, record) for record in records]
 
-    def lease(self, key: str) -> Lease:
-        """Return a lease that keeps nobody away."""
+    def lease(self, key: str, node: str) -> Lease:
+        """Return a lease that excludes no other node."""
         return NoLease()
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Do nothing: nothing is held open between calls."""
+    def close(self) -> None:  # noqa: B027 - a subclass need not override it
+        """Do nothing: nothing stays open between calls."""
 
     @abstractmethod
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
@@ -62,7 +63,7 @@ class RecordFiles(ABC):
             refused = refused or getattr(error, "errno", None) in _UNWRITABLE
             kind = Unwritable if refused and action != "read" else StoreError
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise kind(f"cannot {action} the shared store {self.place}: {reason}") from error
+            raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
 
 
 def file_name(record: StoredChoice) -> str:
@@ -73,14 +74,14 @@ def file_name(record: StoredChoice) -> str:
 
 
 def name_in(file: str) -> Name | None:
-    """Return the name of the record that a file of this name holds; None if it is no such file."""
+    """Return the name of the record in a file of this name; None if it is not a record's file."""
     match = _FILE.fullmatch(file)
     return Name(match[1], match[2], int(match[3])) if match else None
 
 
 def content(data: bytes, name: Name) -> StoredChoice:
-    """Return the record in a file's bytes; raises `ForeignRecord`, also on one of another name."""
+    """Return the record in a file's bytes; raises `ForeignRecord`, also if it has another name."""
     stored = shared_record.decode(data)
     if shared_record.name_of(stored) != name:
-        raise ForeignRecord("it is another one than its name says")
+        raise ForeignRecord("its name is that of another record")
     return stored

@@ -1,28 +1,26 @@
-"""Which shared store a URL names. What opens it is imported only where it is used."""
+"""Opens the shared store that a URL names. Each kind is imported only where it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from safetune.errors import InvalidSetting
-from safetune.settings import place_of
+from safetune.settings import SharedKind, display_url, shared_kind
 from safetune.store.shared.protocol import SharedStore
 
 
 def open_shared(url: str) -> SharedStore:
-    """Return the store that a URL names. Connects to nothing yet.
+    """Return the store that a URL names. Does not connect yet.
 
     Raises:
-        InvalidSetting: nothing here can open such a URL; says what to install.
+        InvalidSetting: a package is missing, or fsspec does not know the scheme.
     """
-    scheme = url.partition("://")[0]
-    openers: dict[str, Callable[[], SharedStore]] = {
-        "file": lambda: _directory(url),
-        "postgresql": lambda: _postgres(url),
-        "postgres": lambda: _postgres(url),
+    openers = {
+        SharedKind.DIRECTORY: _directory,
+        SharedKind.POSTGRES: _postgres,
+        SharedKind.OBJECTS: _objects,
     }
-    return openers.get(scheme, lambda: _objects(url))()
+    return openers[shared_kind(url)](url)
 
 
 def _directory(url: str) -> SharedStore:
@@ -38,7 +36,7 @@ def _postgres(url: str) -> SharedStore:
         import psycopg  # noqa: F401
     except ImportError as error:
         raise InvalidSetting(
-            f"SAFETUNE_SHARED={place_of(url)!r} needs psycopg ({error}): "
+            f"SAFETUNE_SHARED={display_url(url)!r} needs psycopg ({error}): "
             "pip install 'safetune[postgres]'"
         ) from error
     from safetune.store.shared.postgres import Postgres
@@ -54,8 +52,9 @@ def _objects(url: str) -> SharedStore:
             fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         raise InvalidSetting(
-            f"SAFETUNE_SHARED={place_of(url)!r} cannot be opened: {error}; "
-            "pip install 'safetune[shared]' has fsspec, which may ask for a package of its own"
+            f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; "
+            "pip install 'safetune[shared]' installs fsspec, which may need a package of its own "
+            "for this scheme"
         ) from error
     from safetune.store.shared.objects import Objects
 

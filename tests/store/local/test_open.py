@@ -73,7 +73,7 @@ def test_a_path_below_a_file_is_named(tmp_path):
 
 def test_a_directory_in_the_place_of_the_database(tmp_path):
     (tmp_path / "safetune.db").mkdir()
-    with pytest.raises(StoreError, match=r"safetune\.db is no regular file"):
+    with pytest.raises(StoreError, match=r"safetune\.db is not a regular file"):
         Store.open(tmp_path)
 
 

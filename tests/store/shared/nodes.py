@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.store.shared import budget
+from safetune.store.shared import layer
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def process(node: int, home: Path, url: str, commands: Any, answers: Any) -> Non
 
 def main() -> None:
     directory, count, urls = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]
-    budget.BUDGET_S = float(sys.argv[3])
+    layer.BUDGET_S = float(sys.argv[3])
     fork = multiprocessing.get_context("fork")
     running = []
     for node, url in enumerate(urls):

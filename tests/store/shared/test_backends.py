@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from safetune.errors import InvalidSetting
-from safetune.settings import Settings, place_of
+from safetune.settings import Settings, display_url
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import SharedStore
 from safetune.store.shared.record import Name, name_of
@@ -180,7 +180,7 @@ def test_a_url_that_nothing_can_open() -> None:
 
 def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://someone:secret@127.0.0.1:1/db?password=secret"
-    assert place_of(url) == "postgresql://127.0.0.1:1/db"
+    assert display_url(url) == "postgresql://127.0.0.1:1/db"
     for none in ("nothing:secret@host", "host=127.0.0.1 password=secret"):
         monkeypatch.setenv("SAFETUNE_SHARED", none)
         with pytest.raises(InvalidSetting) as caught:
@@ -202,7 +202,7 @@ def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_password_of_any_characters(url: str, place: str) -> None:
-    assert place_of(url) == place
+    assert display_url(url) == place
 
 
 def test_a_file_name_is_one_whatever_the_kernel_is_called() -> None:

@@ -21,10 +21,10 @@ from safetune.store.shared.protocol import NoLease
 from safetune.store.shared.url import open_shared
 from safetune.tuning import single_flight
 from safetune.tuning.requests import TuningRequest
-from safetune.tuning.single_flight import Election, WaitBudget, elect_cluster
+from safetune.tuning.single_flight import Election, WaitBudget, elect, elect_cluster
 from safetune.tuning.tuner import tune
 
-from .conftest import choice
+from .conftest import Children, choice
 
 OK = Outcome(Verdict.OK)
 NOW = WaitBudget(0.0)
@@ -106,6 +106,40 @@ def test_force_counts_on_from_what_others_have_published(
     assert (found.generation, found.config_digest) == (4, config_digest(result.choice))
     with elect_cluster(request_, others, NOW) as other:
         assert other.choice == found
+
+
+def test_a_process_of_the_node_that_died_is_followed_at_once(
+    node: Node, request_: TuningRequest, database: str, children: Children
+) -> None:
+    """Its lease expires after 15 s; another process of its node does not wait for that."""
+    first, second = node(), node()
+    child = children.start(
+        """
+import sys
+from pathlib import Path
+from safetune.store.local.key_locks import node_id, try_lock
+from safetune.store.shared.postgres import Postgres
+path, url, key = Path(sys.argv[1]), *sys.argv[2:]
+held = try_lock(path, key), Postgres(url).lease(key, node_id(path))
+print(None not in held, flush=True)
+sys.stdin.readline()
+""",
+        str(first.path),
+        database,
+        request_.key.digest,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "True\n", child.communicate()[1]
+    for store in (first, second):
+        with pytest.raises(Busy), elect(request_, store, NOW):
+            pass
+    child.kill()
+    child.wait()
+    with elect(request_, first, NOW) as election:
+        assert election.choice is None
+        assert election.lease is not None
+        with pytest.raises(Busy), elect(request_, second, NOW):
+            pass
 
 
 def none_works(verdict: Verdict) -> NoWorkingConfig:

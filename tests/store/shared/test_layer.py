@@ -20,8 +20,7 @@ import pytest
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.lookup import Lookup
 from safetune.store.shared import once_per_node
-from safetune.store.shared.budget import BUDGET_S, RETRY_S
-from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.layer import BUDGET_S, RETRY_S, SharedLayer
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.protocol import NoLease, SharedStore
 from safetune.store.shared.url import open_shared
@@ -210,7 +209,7 @@ class Slow:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self.place = store.place
+        self.location = store.location
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
@@ -432,7 +431,7 @@ from safetune.store.shared.url import open_shared
 from safetune.store.shared.layer import SharedLayer
 store = GuardedStore.open(Path(sys.argv[2]))
 layer = SharedLayer(open_shared(sys.argv[1]), store.connection)
-layer._courier.send(lambda: layer._deliver(SPACE, [stored()]))
+layer._thread.submit(lambda: layer._deliver(SPACE, [stored()]))
 print(time.time())
 """
     children.run(script, database, tmp_path / "a")
@@ -445,7 +444,7 @@ print(time.time())
 
 
 def test_a_fork_starts_afresh(database: str, local: GuardedStore) -> None:
-    """The thread is not there in the child: an errand given to the parent's would never be run."""
+    """The thread is not there in the child: a task for the parent's thread would never run."""
     layer = SharedLayer(open_shared(database), local.connection)
     assert layer.publish(SPACE, stored(0)) == stored(0)
     pid = os.fork()
@@ -476,7 +475,7 @@ def test_a_fork_during_a_query(database: str, local: GuardedStore) -> None:
 
     with psycopg.connect(database, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(1)")
-        layer._courier.send(lambda: layer._errand(query))
+        layer._thread.submit(lambda: layer._run(query))
         while other.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is None:
             other.execute("SELECT pg_sleep(0.01)")
         pid = os.fork()
@@ -486,7 +485,7 @@ def test_a_fork_during_a_query(database: str, local: GuardedStore) -> None:
                 assert claim.stored == stored(0)
                 assert layer.is_on
         status = os.waitpid(pid, 0)[1]
-    layer._courier.ask(lambda: None, 20)  # behind all that it was sent
+    layer._thread.call(lambda: None, 20)  # behind all that it was sent
     assert status == 0
     assert answers == [[("",)], [(1,)]]
 

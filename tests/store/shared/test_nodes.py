@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from safetune.store.shared.budget import BUDGET_S
+from safetune.store.shared.layer import BUDGET_S
 
 from .conftest import Children, Proxy
 

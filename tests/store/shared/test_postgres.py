@@ -15,8 +15,7 @@ import pytest
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
 
 from safetune.errors import StoreError  # noqa: E402
-from safetune.store.shared import postgres_server  # noqa: E402
-from safetune.store.shared.postgres import Postgres  # noqa: E402
+from safetune.store.shared.postgres import Postgres, connect  # noqa: E402
 from safetune.store.shared.protocol import NoLease, Unwritable  # noqa: E402
 
 from .conftest import LIST, SPACE, key, stored  # noqa: E402
@@ -60,24 +59,21 @@ def test_sixteen_writers_find_an_empty_database(database: str) -> None:
     assert execute(database, "SELECT count(*) FROM safetune.version") == [(1,)]
 
 
-def test_a_hundred_nodes_share_forty_connections(
-    database: str, shared: Postgres, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever finds none tries again; how long that takes is this machine's affair."""
-    monkeypatch.setattr(postgres_server, "_CONNECT_FOR_S", 60.0)
+def test_a_hundred_nodes_share_forty_connections(database: str, shared: Postgres) -> None:
+    """A node that finds none free tries again, here for as long as a loaded machine needs."""
     shared.publish(SPACE, [stored(number) for number in range(20)])
     shared.close()
 
     def pull(number: int) -> int:
-        with closing(Postgres(database)) as store:
+        with closing(Postgres(database, connect_for_s=60.0)) as store:
             return len(list(store.pull(SPACE, store.names(SPACE))))
 
     assert together(100, pull) == [20] * 100
 
 
-def test_no_connection_is_held_between_errands(database: str, shared: Postgres) -> None:
+def test_no_connection_is_open_between_tasks(database: str, shared: Postgres) -> None:
     shared.publish(SPACE, [stored()])
-    shared.lease(key().digest)
+    shared.lease(key().digest, "node")
     shared.close()
     others = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'safetune'"
     with psycopg.connect(database, autocommit=True) as connection:
@@ -110,43 +106,54 @@ def test_a_fork_between_two_statements(shared: Postgres) -> None:
 
 class TestLeases:
     def test_one_holder(self, shared: Postgres) -> None:
-        lease = shared.lease("key")
+        lease = shared.lease("key", "node")
         assert lease is not None
-        assert shared.lease("key") is None
-        assert shared.lease("another key") is not None
+        assert shared.lease("key", "another node") is None
+        assert shared.lease("another key", "another node") is not None
         assert lease.renew()
         lease.release()
-        assert shared.lease("key") is not None
+        assert shared.lease("key", "another node") is not None
+
+    def test_a_node_gets_its_own_lease_again(self, shared: Postgres) -> None:
+        """Its process that had it has died; what that one still sends has no effect."""
+        first, second = shared.lease("key", "node"), shared.lease("key", "node")
+        assert first is not None
+        assert second is not None
+        assert not first.renew()
+        first.release()
+        first.release(published=False)
+        assert shared.lease("key", "another node") is None
+        assert second.renew()
 
     def test_of_sixteen_one_gets_it(self, database: str) -> None:
         def take(number: int) -> Any:
             with closing(Postgres(database)) as store:
-                return store.lease("key")
+                return store.lease("key", f"node {number}")
 
         assert sum(lease is not None for lease in together(16, take)) == 1
 
     def test_one_that_is_not_renewed_expires(self, database: str) -> None:
-        """By the server's clock; what its holder does afterwards is nobody's business."""
+        """By the server's clock; what its holder does afterwards has no effect."""
         store = Postgres(database, lease_s=0.05)
-        first = store.lease("key")
+        first = store.lease("key", "node")
         assert first is not None
         execute(database, "SELECT pg_sleep(0.1)")
-        second = Postgres(database).lease("key")
+        second = Postgres(database).lease("key", "another node")
         assert second is not None
         assert (first.token, second.token) == (1, 2)
         assert not first.renew()
         first.release()
         first.release(published=False)
-        assert store.lease("key") is None
+        assert store.lease("key", "node") is None
         assert second.renew()
         store.close()
 
     def test_nobody_waits_for_what_is_not_shared(self, shared: Postgres) -> None:
-        lease = shared.lease("key")
+        lease = shared.lease("key", "node")
         assert lease is not None
         lease.release(published=False)
-        assert isinstance(shared.lease("key"), NoLease)
-        assert isinstance(shared.lease("key"), NoLease)
+        for node in ("node", "another node"):
+            assert isinstance(shared.lease("key", node), NoLease)
 
 
 class TestRoles:
@@ -171,7 +178,7 @@ class TestRoles:
             with pytest.raises(Unwritable, match="permission denied for table choice"):
                 reader.publish(SPACE, [stored(1)])
             with pytest.raises(Unwritable, match="permission denied for table lease"):
-                reader.lease("key")
+                reader.lease("key", "node")
 
     def test_a_read_only_database(self, database: str, shared: Postgres) -> None:
         """As a standby is."""
@@ -189,7 +196,7 @@ def test_a_newer_schema_is_left_alone(database: str, shared: Postgres) -> None:
     for use in (
         lambda store: store.names(SPACE),
         lambda store: store.publish(SPACE, [stored(1)]),
-        lambda store: store.lease("key"),
+        lambda store: store.lease("key", "node"),
     ):
         store = Postgres(database)
         with closing(store), pytest.raises(StoreError, match=r"newer safetune \(schema 99"):
@@ -228,6 +235,6 @@ def test_a_server_that_has_no_connection_left_is_tried_again(database: str) -> N
                 connection.close()
         return 0.0
 
-    with postgres_server.connect(database, clock) as connection:
+    with connect(database, clock=clock) as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
     assert attempts >= 3

@@ -17,8 +17,7 @@ from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.lookup import Lookup
 from safetune.store.records import StoredChoice
 from safetune.store.shared import once_per_node
-from safetune.store.shared.budget import BUDGET_S
-from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.layer import BUDGET_S, SharedLayer
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.protocol import SharedStore
 from safetune.store.shared.record import Name
@@ -35,7 +34,7 @@ class Large:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self.place = store.place
+        self.location = store.location
         self.go_on = threading.Event()
         self.asked: list[int] = []
 
