@@ -17,7 +17,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
-from safetune.frontend import launch_by_triton, pruning
+from safetune.frontend import launch_by_triton, observers, pruning
 from safetune.inputs.call import Hooks
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport, classify
@@ -118,9 +118,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what launches on this grid: `kernel[grid](...)`."""
-        if (
-            "run" in self.__dict__ or type(self).run is not _run
-        ):  # a subclass's, or one that watches
+        if observers.active or "run" in self.__dict__ or type(self).run is not _run:
             return super().__getitem__(grid)  # type: ignore[no-any-return]
         return functools.partial(self._call, grid)
 
@@ -131,6 +129,11 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             NoWorkingConfig: every config failed.
             InvalidConfig: the call passes what the configs set.
         """
+        if observers.active:
+            return observers.observed(self._launch, self, args, kwargs)
+        return self._launch(*args, **kwargs)
+
+    def _launch(self, /, *args: Any, **kwargs: Any) -> Any:
         if "grid" not in kwargs or kwargs.get("warmup", True):
             return launch_by_triton.by_triton(self, args, kwargs)[0]
         grid = kwargs.pop("grid")
@@ -256,6 +259,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         )
         from safetune.miss import under_capture
 
+        for observer in observers.active:
+            observer.miss(self)
         call_shape.refuse_vmap(kernel_name(self.fn), args)
         state = self.states.of(key)
         if (running := under_capture.under_way()) and not kwargs.get("warmup"):

@@ -107,6 +107,7 @@ def install() -> Installation:
     import triton  # which may install, where `when_triton_is_imported` was called
     import triton.runtime.autotuner as triton_autotuner
 
+    from safetune.frontend import observers
     from safetune.frontend.autotuner import Autotuner
     from safetune.integrations import shadow_tuner
     from safetune.settings import Settings
@@ -119,7 +120,7 @@ def install() -> Installation:
         ours = _replacement(installation, triton_autotuner.autotune)
         for module in (triton_autotuner, triton.runtime, triton):
             module.autotune = ours  # type: ignore[attr-defined]
-        _count(installation, Autotuner)
+        observers.add(_counter(installation))
         shadow_tuner.reach(installation, triton_autotuner.Autotuner, Autotuner)
         _report_at_exit(installation)
     return installation
@@ -159,21 +160,18 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
     return autotune
 
 
-def _count(installation: Installation, ours: type[Any]) -> None:
-    """Count launches and misses, on the class: a program without `install` pays nothing."""
-    run, miss = ours.run, ours._miss
+def _counter(installation: Installation) -> Any:
+    """Return an observer that counts launches and misses: a program without `install` has none."""
+    from safetune.frontend import observers
 
-    @functools.wraps(run)
-    def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        installation.launches += 1
-        return run(self, *args, **kwargs)
+    class Counter(observers.Observer):
+        def launch(self, *_: Any) -> None:
+            installation.launches += 1
 
-    @functools.wraps(miss)
-    def counted_miss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        installation.misses += 1
-        return miss(self, *args, **kwargs)
+        def miss(self, *_: Any) -> None:
+            installation.misses += 1
 
-    ours.run, ours._miss = counted_run, counted_miss  # type: ignore[attr-defined]
+    return Counter()
 
 
 def _listed(items: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetune.config import config_text
 from safetune.errors import CaptureError
+from safetune.frontend import observers
 from safetune.frontend.autotuner import Autotuner
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
@@ -150,29 +151,37 @@ class _Launched:
 @contextlib.contextmanager
 def _launches() -> Iterator[dict[Any, _Launched]]:
     """Yield what is launched meanwhile, by tuner and memory key."""
-    seen: dict[Any, _Launched] = {}
-    lock = threading.Lock()
-    run = Autotuner.run
-
-    def watched(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
-        memory_key = self._forms.of(args, kwargs).key(args, kwargs)
-        with lock:
-            each = seen.get((self, memory_key))
-            if each is None:
-                each = _Launched(self, memory_key, resolve.Miss(self, args, kwargs))
-                seen[self, memory_key] = each
-        hit = each.known()
-        result = run(self, *args, **kwargs)
-        with lock:
-            each.count(hit)
-        return result
-
-    # On the class, so that a launch costs nothing while nobody watches.
-    Autotuner.run = watched  # type: ignore[method-assign]
+    launches = _Launches()
+    observers.add(launches)
     try:
-        yield seen
+        yield launches.seen
     finally:
-        Autotuner.run = run  # type: ignore[method-assign]
+        observers.remove(launches)
+
+
+class _Launches(observers.Observer):
+    """Notes every launch, by tuner and memory key."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, _Launched] = {}
+        self._lock = threading.Lock()
+
+    def launch(
+        self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], None]:
+        memory_key = tuner._forms.of(args, kwargs).key(args, kwargs)
+        with self._lock:
+            launched = self.seen.get((tuner, memory_key))
+            if launched is None:
+                launched = _Launched(tuner, memory_key, resolve.Miss(tuner, args, kwargs))
+                self.seen[tuner, memory_key] = launched
+        hit = launched.known()
+
+        def after() -> None:
+            with self._lock:
+                launched.count(hit)
+
+        return after
 
 
 @contextlib.contextmanager

@@ -1,0 +1,53 @@
+"""Code that is told of every launch and every miss in this process; `install` and `prepare` add it.
+
+While there is none, a launch pays for one look at an empty tuple.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_lock = threading.Lock()
+
+#: All of them, in the order in which they were added. Replaced, never changed in place.
+active: tuple[Observer, ...] = ()
+
+
+class Observer:
+    """Does nothing; a subclass overrides what it wants to know. Called from any thread."""
+
+    def launch(
+        self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], None] | None:
+        """Called before a launch; if it returns a function, that is called after the launch."""
+
+    def miss(self, tuner: Any) -> None:
+        """Called when a key has no choice in memory."""
+
+
+def add(observer: Observer) -> None:
+    """Tell an observer of every launch that begins from here on."""
+    global active
+    with _lock:
+        active = (*active, observer)
+
+
+def remove(observer: Observer) -> None:
+    """Undo `add`."""
+    global active
+    with _lock:
+        active = tuple(other for other in active if other is not observer)
+
+
+def observed(
+    launch: Callable[..., Any], tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what `launch(*args, **kwargs)` returns, and tell all observers."""
+    after = [observer.launch(tuner, args, kwargs) for observer in active]
+    result = launch(*args, **kwargs)
+    for function in after:
+        if function is not None:
+            function()
+    return result
