@@ -14,8 +14,8 @@ from tally import DECLARED, NotHere, Tally, choice, fault, filled, judge, run, t
 from safetune.store.local import migrations, recovery, rows
 from safetune.store.local.store import DATABASE_NAME, Store
 
-_MOVED = "kept aside, an empty one in its place, one warning that names it"
-_MEMORY = "left as it is; one warning; in memory"
+_MOVED = "renamed and replaced by an empty database; one warning that names it"
+_MEMORY = "not changed; one warning; in memory"
 
 
 def _copies(place: Path, times: int, count: int = 40) -> list[Path]:
@@ -53,7 +53,7 @@ def zero_length(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("garbage", "something else is in the file", _MOVED, 4, 50)
+@fault("garbage", "the file has other content", _MOVED, 4, 50)
 def garbage(place: Path, times: int) -> Tally:
     tally = Tally()
     for number, path in enumerate(_copies(place, times)):
@@ -100,8 +100,8 @@ def flipped_byte(place: Path, times: int) -> Tally:
 
 @fault(
     "flipped-anywhere",
-    "one byte of the file is flipped, in an index or a header as well",
-    "never another choice; the run goes on",
+    "one byte of the file is flipped, also in an index or a header",
+    "never another choice; the run continues",
     40,
     1000,
 )
@@ -117,7 +117,7 @@ def flipped_anywhere(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("zeroed-page", "a page is all zeros", "never another choice; the run goes on", 8, 100)
+@fault("zeroed-page", "a page is all zeros", "never another choice; the run continues", 8, 100)
 def zeroed_page(place: Path, times: int) -> Tally:
     tally = Tally()
     for number, path in enumerate(_copies(place, times)):
@@ -142,7 +142,7 @@ def _with_log(place: Path) -> Path:
     return kept
 
 
-@fault("log-left", "a log that a killed writer left", "every row is found", 2, 20)
+@fault("log-left", "a killed writer left a log", "every row is found", 2, 20)
 def log_left(place: Path, times: int) -> Tally:
     tally = Tally()
     kept = _with_log(place)
@@ -154,7 +154,13 @@ def log_left(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("log-cut", "such a log, cut off anywhere", "the rows before the cut are found", 12, 200)
+@fault(
+    "log-cut",
+    "the log of a killed writer is cut off anywhere",
+    "the rows before the cut are found",
+    12,
+    200,
+)
 def log_cut(place: Path, times: int) -> Tally:
     tally = Tally()
     kept = _with_log(place)
@@ -170,17 +176,17 @@ def log_cut(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("newer-schema", "a newer safetune made it", _MEMORY, 1, 10)
+@fault("newer-schema", "a newer safetune created it", _MEMORY, 1, 10)
 def newer_schema(place: Path, times: int) -> Tally:
     return _left_alone(place, times, "PRAGMA user_version = 99", "newer safetune")
 
 
-@fault("foreign-database", "it is another program's database", _MEMORY, 1, 10)
+@fault("foreign-database", "the database is another program's", _MEMORY, 1, 10)
 def foreign_database(place: Path, times: int) -> Tally:
     return _left_alone(place, times, "PRAGMA application_id = 7", "not one of safetune")
 
 
-@fault("trigger", "somebody added a trigger or a view", _MEMORY, 2, 10)
+@fault("trigger", "the database has a trigger or a view", _MEMORY, 2, 10)
 def trigger(place: Path, times: int) -> Tally:
     made = "CREATE TRIGGER t AFTER INSERT ON choice BEGIN DELETE FROM choice; END"
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT * FROM n"
@@ -206,7 +212,7 @@ def _left_alone(place: Path, times: int, statement: str, reason: str) -> Tally:
     return tally
 
 
-@fault("older-schema", "an older safetune made it", "brought up to date, every row found", 1, 20)
+@fault("older-schema", "an older safetune created it", "upgraded; every row is found", 1, 20)
 def older_schema(place: Path, times: int) -> Tally:
     tally = Tally()
     history = migrations.HISTORY
@@ -248,17 +254,17 @@ def missing_column(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("deleted", "the file is deleted while it is open", "made anew at the next use", 2, 50)
+@fault("deleted", "the file is deleted while it is open", "created again at the next use", 2, 50)
 def deleted(place: Path, times: int) -> Tally:
     return _gone(place, times, lambda path: [each.unlink() for each in path.parent.iterdir()])
 
 
-@fault("directory-deleted", "its directory is deleted while it is open", "made anew", 2, 50)
+@fault("directory-deleted", "its directory is deleted while it is open", "created again", 2, 50)
 def directory_deleted(place: Path, times: int) -> Tally:
     return _gone(place, times, lambda path: shutil.rmtree(path.parent))
 
 
-@fault("replaced", "another database takes its place while it is open", "it is used", 2, 50)
+@fault("replaced", "another database replaces it while it is open", "it is used", 2, 50)
 def replaced(place: Path, times: int) -> Tally:
     other = filled(place / "other", count=3)
 

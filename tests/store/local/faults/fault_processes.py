@@ -45,7 +45,7 @@ def _together(tally: Tally, what: str, count: int, work: Callable[[int], object]
     tally.expect(ends == [0] * count, f"{what}: {sum(map(bool, ends))} of {count} failed")
 
 
-@fault("first-opens", "32 processes make the store at once", "each can use it", 3, 20)
+@fault("first-opens", "32 processes create the store at once", "each can use it", 3, 20)
 def first_opens(place: Path, times: int) -> Tally:
     """The obvious way (WAL, then Migrations.apply) fails in most of them."""
     tally = Tally()
@@ -79,7 +79,9 @@ def _write(directory: Path, count: int, process: int) -> None:
         store.put_trial(trial(process * 100 + index))
 
 
-@fault("damaged-at-once", "32 processes open a damaged store at once", "one moves it aside", 2, 20)
+@fault(
+    "damaged-at-once", "32 processes open a damaged store at once", "one process renames it", 2, 20
+)
 def damaged_at_once(place: Path, times: int) -> Tally:
     tally = Tally()
     for number in range(times):
@@ -126,7 +128,13 @@ def forks_and_threads(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("one-lock", "32 processes lock one key, owners are killed", "one has it at a time", 2, 50)
+@fault(
+    "one-lock",
+    "32 processes lock one key, owners are killed",
+    "one process has it at a time",
+    2,
+    50,
+)
 def one_lock(place: Path, times: int) -> Tally:
     """The owner makes a file that must not be there; every third is killed with the file there."""
     tally, draw = Tally(), random.Random(2)
@@ -168,7 +176,13 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-@fault("herd", "processes miss one key; the owner is killed", "one tunes, one takes over", 0, 4)
+@fault(
+    "herd",
+    "processes miss one key; the owner is killed",
+    "one process tunes, another takes over",
+    0,
+    4,
+)
 def herd(place: Path, times: int) -> Tally:
     """32 processes each time, and every other time the owner is killed in the third config.
 

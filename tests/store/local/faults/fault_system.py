@@ -95,7 +95,7 @@ def _check(tally: Tally, what: str, directory: Path, done, before: int) -> bool:
     return in_memory
 
 
-@fault("killed", "SIGKILL at any point of a write", "what was told to be stored is", 40, 400)
+@fault("killed", "SIGKILL at any point of a write", "every confirmed row is found", 40, 400)
 def killed(place: Path, times: int) -> Tally:
     """Forks that write rows of several pages; killed after so many acknowledgements, and a bit."""
     tally, draw = Tally(), random.Random(1)
@@ -140,7 +140,7 @@ def _write_until_killed(directory: Path, send: int, first: int) -> None:
 @fault(
     "failing-call",
     "ENOSPC, EIO, EMFILE, EROFS or SIGKILL at the n-th system call on the store's files, every n",
-    "rows survive; a warning and memory where writing fails",
+    "rows survive; a warning and memory if writing fails",
     16,
     100_000,
 )
@@ -150,7 +150,7 @@ def failing_call(place: Path, times: int) -> Tally:
 
 @fault(
     "failing-first-call",
-    "the same at the n-th call of a process that makes the store",
+    "the same at the n-th call of a process that creates the store",
     "a store, or a warning and memory",
     8,
     100_000,
@@ -215,7 +215,7 @@ def _on(directory: Path) -> list[str]:
     return [word for path in paths for word in ("-P", str(path))]
 
 
-@fault("file-size-limit", "files may not grow any more", "rows survive; in memory", 6, 60)
+@fault("file-size-limit", "files cannot grow any more", "rows survive; in memory", 6, 60)
 def file_size_limit(place: Path, times: int) -> Tally:
     tally = Tally()
     for number in range(times):
@@ -230,7 +230,7 @@ def file_size_limit(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("no-descriptors", "no file can be opened any more", "rows survive; in memory", 4, 40)
+@fault("no-descriptors", "files cannot be opened any more", "rows survive; in memory", 4, 40)
 def no_descriptors(place: Path, times: int) -> Tally:
     tally = Tally()
     for number in range(times):
@@ -326,7 +326,7 @@ def read_only(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("no-home", "HOME is missing or not there", "in memory; one warning", 2, 10)
+@fault("no-home", "HOME is not set, or does not exist", "in memory; one warning", 2, 10)
 def no_home(place: Path, times: int) -> Tally:
     """Nobody's directory `~` is made in the working directory either."""
     tally = Tally()
@@ -355,7 +355,9 @@ def no_home(place: Path, times: int) -> Tally:
     return tally
 
 
-@fault("reader-of-a-writer", "a reader while another writes", "never blocked, never half", 2, 20)
+@fault(
+    "reader-of-a-writer", "a reader while another writes", "never blocked; never half a row", 2, 20
+)
 def reader_of_a_writer(place: Path, times: int) -> Tally:
     import sqlite3
 
