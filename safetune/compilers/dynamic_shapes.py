@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from safetune.miss.candidates import comparable, pairs_of
-from safetune.store.records import KinChoice
+from safetune.store.records import RelatedChoice
 from safetune.tuning.requests import TuningRequest
 
 #: Dynamo compiles a function at most 8 times (`recompile_limit`), and two are for the first, static
@@ -20,7 +20,7 @@ Regions = tuple[tuple[Any, Any], ...]
 
 
 def regions(
-    request: TuningRequest, names: Sequence[str], related: Iterable[KinChoice]
+    request: TuningRequest, names: Sequence[str], related: Iterable[RelatedChoice]
 ) -> tuple[Regions, ...]:
     """Return the regions of each of `names`, for the keys that differ from the request's in those.
 
@@ -32,7 +32,7 @@ def regions(
 
 
 def _points(
-    request: TuningRequest, names: Sequence[str], related: Iterable[KinChoice]
+    request: TuningRequest, names: Sequence[str], related: Iterable[RelatedChoice]
 ) -> dict[tuple[Any, ...], str]:
     """The choices of the keys that differ from the request's in `names` only, by their values."""
     known, toolchain = dict(request.key.values), request.key.toolchain.record()

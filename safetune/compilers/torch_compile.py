@@ -147,7 +147,7 @@ def stored_regions(
     if not names or settings.mode is Mode.OFF:
         return tuple(() for _ in names)
     request = _request(_tuners[number], facts, index)
-    return dynamic_shapes.regions(request, names, open_lookup(settings).kin(request.key))
+    return dynamic_shapes.regions(request, names, open_lookup(settings).related(request.key))
 
 
 @constant

@@ -23,7 +23,7 @@ from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
     from safetune.store.lookup import Lookup
-    from safetune.store.records import KinChoice
+    from safetune.store.records import RelatedChoice
 
 logger = logging.getLogger("safetune")
 
@@ -57,7 +57,7 @@ def best_known(request: TuningRequest, lookup: Lookup) -> Config:
     Unlike a fallback, it may be from a pack or from another toolchain, and the line says so.
     """
     outcomes = known_outcomes(request, lookup.store)
-    found = ranked(request, outcomes, lookup.kin(request.key))
+    found = ranked(request, outcomes, lookup.related(request.key))
     best = next(found, first_config(request))
     logger.warning(
         "%s has no choice for %s and runs with %s: %s",
@@ -80,7 +80,7 @@ def next_best(request: TuningRequest, store: Store) -> Iterator[Config]:
 def ranked(
     request: TuningRequest,
     outcomes: Outcomes,
-    related: Iterable[KinChoice],
+    related: Iterable[RelatedChoice],
     measured_first: bool = False,
 ) -> Iterator[Substitute]:
     """Yield each config that is not known to fail for a key once, best first, with its reason.
@@ -115,7 +115,7 @@ def first_config(request: TuningRequest) -> Substitute:
 
 
 def _chosen_elsewhere(
-    request: TuningRequest, outcomes: Outcomes, related: Iterable[KinChoice]
+    request: TuningRequest, outcomes: Outcomes, related: Iterable[RelatedChoice]
 ) -> Iterator[Substitute]:
     """Yield the choices of related keys: those for the same call, then the nearest ones."""
     broken = failed(outcomes)
@@ -137,8 +137,8 @@ def _chosen_elsewhere(
 
 
 def comparable(
-    request: TuningRequest, related: Iterable[KinChoice]
-) -> Iterator[tuple[Config, KinChoice]]:
+    request: TuningRequest, related: Iterable[RelatedChoice]
+) -> Iterator[tuple[Config, RelatedChoice]]:
     """Yield the choices that are one of a request's configs, for calls of its dtypes and options.
 
     Each with the config of the request.
@@ -153,8 +153,8 @@ def comparable(
 
 
 def _nearest(
-    request: TuningRequest, usable: Iterable[tuple[Config, KinChoice]]
-) -> tuple[Config, KinChoice] | None:
+    request: TuningRequest, usable: Iterable[tuple[Config, RelatedChoice]]
+) -> tuple[Config, RelatedChoice] | None:
     """Return the choice of the key that is nearest by `distance`, of equals the first."""
     values = request.key.record()["values"]
     apart = [
@@ -165,15 +165,15 @@ def _nearest(
     return min(near, key=lambda found: found[0] or 0.0)[1:] if near else None
 
 
-def _related_in(store: Store, request: TuningRequest) -> list[KinChoice]:
+def _related_in(store: Store, request: TuningRequest) -> list[RelatedChoice]:
     """Return the choices in a store for the request's kernel, device and toolchain."""
     key = request.key
-    found = store.kin(key.kernel.digest, key.device.digest)
+    found = store.related(key.kernel.digest, key.device.digest)
     toolchain = key.toolchain.record()
     return [source for source in found if source.toolchain == toolchain]
 
 
-def _origin(request: TuningRequest, source: KinChoice) -> str:
+def _origin(request: TuningRequest, source: RelatedChoice) -> str:
     """Return in parentheses which Triton and which file a choice is from, where that is news."""
     parts = []
     if source.toolchain != request.key.toolchain.record():
@@ -183,8 +183,8 @@ def _origin(request: TuningRequest, source: KinChoice) -> str:
             if theirs != ours
             else "made by another compiler or under other switches"
         )
-    if source.place:
-        parts.append(f"from {source.place}")
+    if source.pack:
+        parts.append(f"from {source.pack}")
     return f" ({', '.join(parts)})" if parts else ""
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.settings import Settings
     from safetune.store.packs.packs import Packs
-    from safetune.store.records import ChoiceRecord, KinChoice
+    from safetune.store.records import ChoiceRecord, RelatedChoice
     from safetune.store.shared.protocol import SharedStore
 
 Layer = Callable[["TuningKey", str], "ChoiceRecord | None"]
@@ -73,9 +73,12 @@ class Lookup:
                 return choice
         return None
 
-    def kin(self, key: TuningKey) -> list[KinChoice]:
+    def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return the choices for the key's kernel and device, whatever else they are for."""
-        return [*self.store.kin(key.kernel.digest, key.device.digest), *self._packs.kin(key)]
+        return [
+            *self.store.related(key.kernel.digest, key.device.digest),
+            *self._packs.related(key),
+        ]
 
     def adopt(self, choice: ChoiceRecord) -> None:
         """Keep a valid choice in memory, over the one that was there."""

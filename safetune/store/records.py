@@ -73,17 +73,17 @@ class ChoiceRecord:
 
 
 @dataclass(frozen=True)
-class KinChoice:
-    """A choice for a key of the same kernel on the same device, with what else is in that key.
+class RelatedChoice:
+    """A choice for a key of the same kernel on the same device, with that key's call and toolchain.
 
     Attributes:
-        place: the pack that it is in; nothing for a store's own.
+        pack: the path of the pack that it is in; empty for a store's own.
     """
 
     toolchain: dict[str, Any]
     call: dict[str, Any]
     choice: ChoiceRecord
-    place: str = ""
+    pack: str = ""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class TestTheRanking:
             for config in request.configs
             if (block := config.kwargs["BLOCK"]) in (works, fails)
         ]
-        related = keys.store.kin(request.key.kernel.digest, request.key.device.digest)
+        related = keys.store.related(request.key.kernel.digest, request.key.device.digest)
         found = list(candidates.ranked(request, outcomes, related, **order))
         reasons = {substitute.config.kwargs["BLOCK"]: substitute.reason for substitute in found}
         assert len(reasons) == len(found), "a config comes once"

@@ -251,8 +251,11 @@ def test_kin_in_memory_are_found_too_and_a_broken_store_has_none(guarded, record
     refuse_writes(guarded)
     guarded.put_key(records.key("kept"))
     guarded.put_choice(records.choice(key="kept"))
-    assert [kin.choice.key for kin in guarded.kin("kernel", "device")] == ["stored", "kept"]
+    assert [related.choice.key for related in guarded.related("kernel", "device")] == [
+        "stored",
+        "kept",
+    ]
     connection = sqlite3.connect(guarded.path)
     connection.executescript("DROP TABLE choice")
     connection.close()
-    assert [kin.choice.key for kin in guarded.kin("kernel", "device")] == ["kept"]
+    assert [related.choice.key for related in guarded.related("kernel", "device")] == ["kept"]

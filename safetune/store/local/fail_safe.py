@@ -13,7 +13,7 @@ from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
 
 if TYPE_CHECKING:
-    from safetune.store.records import ChoiceRecord, KeyRecord, KinChoice, TrialRecord
+    from safetune.store.records import ChoiceRecord, KeyRecord, RelatedChoice, TrialRecord
 
 logger = logging.getLogger("safetune")
 
@@ -63,10 +63,10 @@ class GuardedStore(Store):
         """Return the highest generation, stored or in memory; 0 if none."""
         return max(self._read(Store.generation, key), default=0)
 
-    def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
+    def related(self, kernel_digest: str, device_digest: str) -> list[RelatedChoice]:
         """Return the choices of a kernel's keys on a device, stored and in memory."""
-        answers = self._read(Store.kin, kernel_digest, device_digest)
-        return [kin for answer in answers for kin in answer]
+        answers = self._read(Store.related, kernel_digest, device_digest)
+        return [related for answer in answers for related in answer]
 
     def _write(self, method: Callable[..., Answer], record: Any) -> Answer | None:
         try:

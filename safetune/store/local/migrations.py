@@ -60,7 +60,7 @@ def m001_create_tables(database: Database) -> None:
 
 
 def m002_lease_and_choice_per_list(database: Database) -> None:
-    """One choice for each config list of a key; leases; an index for the kin of a key.
+    """One choice for each config list of a key; leases; an index for keys related to a key.
 
     A token is never used twice, not even after its row is gone: AUTOINCREMENT.
     """

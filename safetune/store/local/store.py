@@ -31,7 +31,7 @@ from safetune.store.local.rows import (
 from safetune.store.records import (
     ChoiceRecord,
     KeyRecord,
-    KinChoice,
+    RelatedChoice,
     StoredChoice,
     TrialRecord,
 )
@@ -60,9 +60,11 @@ _KEYS = f"{KEY.select} WHERE ?1 IS NULL OR name = ?1 ORDER BY name, rowid"
 _OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ?1 IS NULL OR key.name = ?1"
 _CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} {_BEST_FIRST}"
 _TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
-_KIN = "key.kernel = ? AND key.device = ?"
-_KIN_KEYS = f"{KEY.select} WHERE {_KIN} ORDER BY rowid"
-_KIN_CHOICES = f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_KIN} {_BEST_FIRST}"
+_RELATED = "key.kernel = ? AND key.device = ?"
+_RELATED_KEYS = f"{KEY.select} WHERE {_RELATED} ORDER BY rowid"
+_RELATED_CHOICES = (
+    f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_RELATED} {_BEST_FIRST}"
+)
 
 _CLEAR = (
     "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
@@ -182,21 +184,21 @@ class Store:
             trials = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
         return max((each.generation for each in (*choices, *trials)), default=0)
 
-    def kin(self, kernel_digest: str, device_digest: str) -> list[KinChoice]:
+    def related(self, kernel_digest: str, device_digest: str) -> list[RelatedChoice]:
         """Return the current choices of a kernel's keys on a device; raises `StoreError`.
 
         One for each key and list of configs.
         """
         wanted = (text(kernel_digest), text(device_digest))
         with self._connection.reading() as connection:
-            found_keys = self._fetch(connection, KEY, _KIN_KEYS, *wanted)
-            choices = self._fetch(connection, CHOICE, _KIN_CHOICES, *wanted)
+            found_keys = self._fetch(connection, KEY, _RELATED_KEYS, *wanted)
+            choices = self._fetch(connection, CHOICE, _RELATED_CHOICES, *wanted)
         keys = {key["digest"]: key for key in found_keys}
         current: dict[str, dict[str, ChoiceRecord]] = {digest: {} for digest in keys}
         for choice in choices:
             current.get(choice.key, {}).setdefault(choice.declared, choice)
         return [
-            KinChoice(keys[digest]["toolchain"], keys[digest]["call"], choice)
+            RelatedChoice(keys[digest]["toolchain"], keys[digest]["call"], choice)
             for digest, choices in current.items()
             for choice in choices.values()
         ]

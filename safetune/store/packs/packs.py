@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from safetune.errors import PackError
 from safetune.store.packs import pack_format
-from safetune.store.records import ChoiceRecord, KinChoice, StoredChoice
+from safetune.store.records import ChoiceRecord, RelatedChoice, StoredChoice
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
@@ -69,10 +69,10 @@ class Packs:
                 return entry.choice
         return None
 
-    def kin(self, key: TuningKey) -> list[KinChoice]:
+    def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return every choice for the key's kernel and device, of any toolchain."""
         return [
-            KinChoice(entry.key.toolchain, entry.key.call, entry.choice, place=str(path))
+            RelatedChoice(entry.key.toolchain, entry.key.call, entry.choice, pack=str(path))
             for path, entry in self._of_kernel(key)
         ]
 

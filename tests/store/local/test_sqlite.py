@@ -277,10 +277,10 @@ def test_kin_are_the_current_choices_of_one_kernel_on_one_device(store, records)
             store.put_choice(records.choice("c1", key=digest))
     store.put_choice(records.choice("c2", key="b", generation=2))
 
-    first, second = store.kin("kernel", "device")
+    first, second = store.related("kernel", "device")
 
     assert (first.choice, second.choice.config_digest) == (records.choice("c1", key="a"), "c2")
     assert first.call == records.key().call
     assert second.call["values"] == [["N", 2048]]
     assert first.toolchain == records.key().toolchain
-    assert store.kin("kernel", "nowhere") == []
+    assert store.related("kernel", "nowhere") == []

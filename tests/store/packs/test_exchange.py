@@ -245,7 +245,7 @@ class TestNewerVersion:
         found = [packs.find(key, "cd" * 16) for key in keys]
         assert found[0] is not None
         assert found[1] is None
-        assert [kin.call["values"] for kin in packs.kin(keys[1])] == [[["N", 1]]]
+        assert [related.call["values"] for related in packs.related(keys[1])] == [[["N", 1]]]
 
 
 class TestSources:
