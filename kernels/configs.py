@@ -128,7 +128,7 @@ def slice_count(tile_elements: int, columns: int) -> int:
 def programs_per_sm(columns: int) -> float:
     """Return the number of programs of the backward kernel per multiprocessor; slices count once.
 
-    Enough programs keep the memory busy, but each has partial sums of its own, so long rows get
+    Enough programs keep the memory busy, but each has partial sums of its own: long rows get
     few. Up to 1024 columns the numbers are the fastest on an H100 (benchmarks/norms.py --sweep):
     rows of 512 columns are slower with two programs, shorter rows with more.
     """

@@ -116,7 +116,7 @@ def _take_over(job: Start) -> None:
 
 
 def _limit_memory(limit: int) -> None:
-    """Limit what this process, and each that it starts, may allocate; 0 is no limit."""
+    """Limit the memory of this process and of those that it starts; 0 removes the limit."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if limit and most != resource.RLIM_INFINITY:
         limit = min(limit, most)

@@ -136,10 +136,10 @@ def resolve(
     """Return what a launch of `kernel` with these arguments would use, without launching it.
 
     Raises:
-        MissingChoice: the key has no choice, and there is no data to tune it on, or no grid.
-        NoWorkingConfig: it was tuned now, and every config failed.
-        InvalidSetting: `kernel` is no safetuned kernel, `grid` no grid, `device` no index, an
-            argument there twice.
+        MissingChoice: the key has no choice, and the call lacks the data or the grid to tune it.
+        NoWorkingConfig: the call was tuned now, and every config failed.
+        InvalidSetting: `kernel` is not a kernel under @safetune, `grid` is not a grid, `device` is
+            not an index, or an argument is passed twice.
     """
     values = {name: arrays.plain(value) for name, value in kwargs.items()}
     args = tuple(map(arrays.plain, args))
@@ -154,7 +154,7 @@ def resolve(
     if grid is not None:
         grid = checked_grid(grid)
     if not (device is None or (type(device) is int and device >= 0)):
-        raise InvalidSetting(f"device={device!r} is no index of a GPU: give an int, e.g. device=0")
+        raise InvalidSetting(f"device={device!r} is not the index of a GPU: give e.g. device=0")
     abstract = AbstractMiss(
         kernel, _each(arrays.meta, args), {**_each(arrays.meta, values), "grid": grid}, device
     )

@@ -54,7 +54,7 @@ def safetune(
         isolation: `worker` (one measuring process until a config spoils it), `config` (a new one
             for every config), or `inline` (stock triton.autotune, in this process, stored nowhere).
         compile_timeout_s, run_timeout_s: seconds for one config.
-        scratch: names of arguments that hold nobody's result, such as partial sums per program;
+        scratch: names of arguments that are not results, such as partial sums per program;
             configs may leave different values in them.
         reference: called in the measuring process with the arguments by name; returns, by name,
             what the written ones should hold. Configs that disagree with it are `wrong_result`.
@@ -75,7 +75,7 @@ def safetune(
 
     if hasattr(configs, "fn"):
         return take_over(configs)
-    if callable(configs):  # used bare, above what is no kernel
+    if callable(configs):  # used bare, above something that is not a kernel
         _check_kernel(configs)
     return decorate
 

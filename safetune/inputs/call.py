@@ -24,7 +24,7 @@ class Hooks:
     """What runs around a launch, in the child. The first five are those of `triton.autotune`.
 
     Attributes:
-        scratch: arguments whose contents are nobody's result, so that they are not compared.
+        scratch: arguments that are not results, so their contents are not compared.
         reference: called with the arguments by name, returns what written ones should hold.
         inputs: called with the arguments by name, tensors as meta tensors; returns what to tune on.
     """
@@ -149,7 +149,7 @@ def checked_grid(grid: Any) -> Any:
     """Return a grid as a tuple of up to three integers, or a function that returns one.
 
     Raises:
-        InvalidSetting: it is none, or what the function returns is none.
+        InvalidSetting: `grid`, or the value that the function returns, is not a grid.
     """
     if callable(grid):
         return lambda arguments: checked_grid(grid(arguments))
@@ -159,8 +159,8 @@ def checked_grid(grid: Any) -> Any:
         sizes = ()
     if not 1 <= len(sizes) <= 3:
         raise InvalidSetting(
-            f"grid={grid!r} is none: give up to three integers, or a function of the arguments by "
-            "name that returns them"
+            f"grid={grid!r} is not a grid: give up to three integers, or a function that takes the "
+            "arguments by name and returns them"
         )
     return sizes
 

@@ -2,8 +2,8 @@
 
 Where a tensor lies is kept as exactly as for a child (`storages`): shape, strides, offset,
 alignment, and what shares memory with what. Floats are drawn at random, as inputs too large to copy
-are (`regenerate`); nobody knows what integers mean, so they are zeros: in range as an index, and
-nothing more.
+are (`random_inputs`). The meaning of integers is not known, so they are zeros, which are valid as
+indices, and nothing more.
 """
 
 from __future__ import annotations

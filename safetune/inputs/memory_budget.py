@@ -26,7 +26,7 @@ def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
 
 
 def check_host(needed: int, arguments: Mapping[str, int]) -> None:
-    """Raise `NotReproducible` where the host has not so many bytes left.
+    """Raise `NotReproducible` where the host has fewer than `needed` bytes left.
 
     Args:
         arguments: bytes behind each argument, for the message.

@@ -21,7 +21,7 @@ _REAL = {
     "complex128": "float64",
 }
 
-#: A sample is so many runs of so many elements, evenly spread.
+#: A sample is _RUNS runs of _RUN elements each, evenly spread.
 _RUNS, _RUN = 16, 4096
 #: Elements drawn at once: what they take beside the block itself is small.
 _CHUNK = 1 << 24

@@ -44,10 +44,10 @@ def triton_call(
 
     Raises:
         MissingChoice: there is no choice and no data to tune on; the message says what to run.
-        TracingError: under `jax.vmap`, or with a config that jax-triton cannot carry; there is no
+        TracingError: under `jax.vmap`, with a config that jax-triton would ignore, or without
             jax-triton.
-        InvalidSetting: an alias between arrays of another shape or dtype; what is no safetuned
-            kernel or no grid; a launch option, which the choice has.
+        InvalidSetting: an alias between arrays of different shapes or dtypes; `kernel` or `grid` is
+            not one; a launch option, which the choice sets.
     """
     jax, jax_triton = _modules()
     args = tuple(map(_scalar, args))

@@ -63,7 +63,7 @@ class ForkServer:
         return int(reply["pid"])
 
     def collect(self) -> None:
-        """Wait for the server if it has ended, so that it is no zombie."""
+        """Wait for the server if it has ended, so that it does not stay a zombie."""
         with self._lock:
             self._collect()
 

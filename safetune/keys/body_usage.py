@@ -45,7 +45,7 @@ class Reads:
     everything: str = ""
 
     def find(self, name: str) -> str:
-        """Return who reads `name`, or "" where nobody does."""
+        """Return the code that reads `name`, or "" if nothing reads it."""
         return self.names.get(name) or self.everything
 
     def add(self, other: Reads) -> None:

@@ -98,8 +98,8 @@ def finite(text: str) -> float:
 
 
 def no_number(text: str) -> NoReturn:
-    """Raise `ValueError`: this is no finite number."""
-    raise ValueError(f"{text[:20]} is no finite number")
+    """Raise `ValueError`: the text is not a finite number."""
+    raise ValueError(f"{text[:20]} is not a finite number")
 
 
 def digest(data: Any) -> str:

@@ -1,8 +1,8 @@
 """What a kernel is: its text and the text and values of everything that it refers to.
 
 The digest is made of source text and plain values only, so it is the same with the compiler and in
-the interpreter, in every supported Triton and Python. Line numbers, module paths and decorators
-are no part of it. It resolves globals when it is called, not when the kernel is defined: call it
+the interpreter, in every supported Triton and Python. It does not depend on line numbers, module
+paths and decorators. It resolves globals when it is called, not when the kernel is defined: call it
 at the first launch, when the module's later helpers exist.
 """
 
@@ -116,7 +116,7 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     """Return the identity of a kernel: a digest over all that decides what it computes.
 
     Args:
-        around: hooks and the like that run around each launch; None among them is no hook.
+        around: hooks and the like that run around each launch; None stands for a missing hook.
 
     Raises:
         InvalidSetting: `kernel` is not a Triton kernel.

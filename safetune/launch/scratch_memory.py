@@ -36,8 +36,8 @@ _driver_calls: Counter[int] = Counter()
 _pooled: dict[int, bool] = {}
 
 #: By capture and stream, shared by its launches, which follow each other: what was reserved, until
-#: the capture ends; and what a capture uses that torch's allocator does not know of. Nobody says
-#: when that one's graph ends, so this stays as long as the process.
+#: the capture ends; and what a capture uses that torch's allocator does not know of. Nothing
+#: tells when that graph ends, so this memory is kept until the process ends.
 _kept: dict[tuple[int, int], list[Block]] = {}
 
 

@@ -45,7 +45,7 @@ _AT_WORK_NS = 1_000_000
 
 
 class Stopped(BaseException):
-    """The process is ending: the tuning is over, and its last outcome is nobody's fault."""
+    """The process is ending: the tuning is over, and no config is to blame for it."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class BackgroundBench(LaunchBench):
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
         """Measure as `LaunchBench` does, and mark what was timed beside the program's own work.
 
-        Nobody can tell what runs on a GPU beside a measurement. In the interpreter, the program is
+        What else runs on a GPU during a measurement is unknown. In the interpreter, the program is
         at rest when no other thread of it has run.
         """
         _worker.check()

@@ -119,7 +119,7 @@ def late_line(kernel: str) -> Iterator[Observer]:
 def on_terminal() -> bool:
     """Whether somebody watches standard error on a terminal that can move its cursor.
 
-    A notebook, a pipe and a file are none, whatever FORCE_COLOR says.
+    A notebook, a pipe and a file are not terminals, whatever FORCE_COLOR says.
     """
     stderr = sys.stderr
     if stderr is None or not hasattr(stderr, "isatty") or not stderr.isatty():

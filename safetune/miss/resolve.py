@@ -208,7 +208,7 @@ def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
         return None
     config, kernel = configs.get(choice.config_digest), request.key.kernel.name
     if config is None:
-        text = "not using a stored choice of %s for %s: it is none of the configs to choose from"
+        text = "not using a stored choice of %s for %s: its config is not a candidate now"
         logger.info(text, kernel, request.key)
         return None
     if encoding.dumps(choice.config) != encoding.dumps(config_record(config)):

@@ -201,7 +201,7 @@ def _mapped(value: Any, change: Any) -> Any:
 def _is_wrapper(value: Any) -> bool:
     """Whether a value is a host tensor descriptor, or what `triton.reinterpret` returns.
 
-    A NumPy array over a tensor's memory has a base, too, and is no argument of a kernel.
+    A NumPy array over a tensor's memory has a base, too, but is not an argument of a kernel.
     """
     known = isinstance(getattr(value, "base", None), torch.Tensor)
     return known and not isinstance(value, np.ndarray)

@@ -126,7 +126,7 @@ class TestResolve:
     def test_what_is_no_device(self, module: Any, given: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
-        with pytest.raises(InvalidSetting, match=r"device=.* is no index of a GPU"):
+        with pytest.raises(InvalidSetting, match=r"device=.* is not the index of a GPU"):
             tuner.resolve(x, x, 100, device=given)
 
     def test_an_argument_that_is_there_twice(self, module: Any) -> None:

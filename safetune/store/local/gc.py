@@ -1,4 +1,4 @@
-"""What a store holds in numbers, and taking out of it what nobody will need again."""
+"""What a store holds in numbers, and deleting keys that are not needed any more."""
 
 from __future__ import annotations
 

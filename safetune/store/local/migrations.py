@@ -100,7 +100,7 @@ def prepare(connection: sqlite3.Connection) -> None:
     Raises:
         StoreError: it was written by a newer safetune, or by something else; it is left as it is.
             `Damaged` where tables or columns are missing.
-        sqlite3.Error: it is no database, or cannot be read or written.
+        sqlite3.Error: the file is not a database, or cannot be read or written.
     """
     with _transaction(connection, "BEGIN"):  # one snapshot: another process may migrate right now
         current = is_current(connection)

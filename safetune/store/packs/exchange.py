@@ -57,7 +57,7 @@ def collect(path: Path) -> Collected:
     """Return the choices in a pack, in a directory of packs, or in a database or its directory.
 
     Raises:
-        PackError: it is none of these, or a pack is broken; names file and reason.
+        PackError: `path` is something else, or a pack is broken; names file and reason.
         StoreError: it is a database that cannot be read.
     """
     if path.is_dir():

@@ -122,7 +122,7 @@ def test_a_broken_pack_costs_one_warning(copies: Any, packed: Any, told: Any) ->
     made(101)
     (message,) = told()
     assert message == f"safetune: skipping a pack: {path}: it is not the JSON of a pack: " + (
-        "NaN is no finite number"
+        "NaN is not a finite number"
     )
 
 
