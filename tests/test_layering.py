@@ -29,8 +29,8 @@ LAYERS: list[list[str]] = [
     ["isolation"],
     ["child"],  # no other folder imports it, see below
     ["tuning"],
-    ["miss", "compilers", "frontend.pruning"],
-    ["launch", "frontend.launch_by_triton"],
+    ["miss", "compilers"],
+    ["launch"],
     ["frontend"],
     ["safetune"],  # the package's own __init__: the public names
     ["integrations", "verify", "kernels", "offline"],

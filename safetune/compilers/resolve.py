@@ -25,13 +25,12 @@ from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import candidates, record, reporting
 from safetune.miss import resolve as miss_resolve
-from safetune.miss.inline import why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+    from safetune.miss.tuner import Tuner
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class AbstractMiss(miss_resolve.Miss):
     """A call whose tensors have no data, on a device of which they know nothing."""
 
     def __init__(
-        self, tuner: Autotuner, args: Any, kwargs: Mapping[str, Any], index: int | None
+        self, tuner: Tuner, args: Any, kwargs: Mapping[str, Any], index: int | None
     ) -> None:
         self._index = index
         super().__init__(tuner, args, kwargs)
@@ -186,19 +185,19 @@ def _chosen(
     if len(request.configs) == 1:
         return request.configs[0], "only"
     lookup = open_lookup(settings)
-    stored = miss_resolve.stored(abstract, request, lookup)
+    stored = miss_resolve.stored(abstract.tuner, request, lookup, abstract.readable_key())
     if stored is not None:
         return stored, "stored"
     if settings.mode in (Mode.FROZEN, Mode.RECORD):
         if settings.mode is Mode.RECORD:
-            record.remember(abstract, request, lookup.store)
+            record.remember(request, lookup.store)
         return candidates.best_known(request, lookup), "fallback"
     values = [*args, *kwargs.values()]
     given = [value for value in values if arrays.is_array(value)]
     factory = abstract.tuner.hooks.inputs is not None
     if not (factory or any(map(arrays.has_data, given))) or any(map(arrays.is_traced, given)):
         without_grid = "" if abstract.call.grid is not None else "it was resolved without a grid"
-        record.remember(abstract, request, lookup.store, without_grid)
+        record.remember(request, lookup.store, without_grid)
         raise MissingChoice(
             f"{request.key.kernel.name} has no choice for {request.key} on "
             f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
@@ -242,7 +241,7 @@ def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lo
         abstract.tuner, _each(place, args), {**_each(place, kwargs), **grid}, index
     )
     request = concrete.request()
-    if reason := why_not_isolated(concrete.call):
+    if reason := miss_resolve.why_not_isolated(concrete.call):
         raise MissingChoice(
             f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
         )

@@ -20,7 +20,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -38,14 +37,14 @@ from safetune.store.lookup import open_lookup
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+    from safetune.miss.tuner import Tuner
     from safetune.store.local.store import Store
 
 logger = logging.getLogger("safetune")
 
 _numbers = itertools.count()
 #: The tuners by number, as a string: under dynamic shapes Dynamo makes an integer a variable.
-_tuners: weakref.WeakValueDictionary[str, Autotuner] = weakref.WeakValueDictionary()
+_tuners: weakref.WeakValueDictionary[str, Tuner] = weakref.WeakValueDictionary()
 
 #: The choice for each key that a `triton_op` has launched, for the tag of torch's caches.
 _traced: dict[str, str] = {}
@@ -64,11 +63,11 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def one_config(tuner: Autotuner) -> Callable[..., list[Config]]:
-    """Return the prune function that torch finds on a tuner in place of the user's."""
+def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
+    """Return the prune function that torch finds on a tuner in place of the user's, `early`."""
     number = str(next(_numbers))
     _tuners[number] = tuner
-    early, keys, parameters = tuner.pruning[0], tuple(tuner.keys), tuple(tuner.arg_names)
+    keys, parameters = tuple(tuner.keys), tuple(tuner.arg_names)
 
     def choose(configs: Any, named_args: Any, **kwargs: Any) -> list[Config]:
         """Return one of `configs`. Dynamo traces this function, so it has to stay plain."""
@@ -166,29 +165,16 @@ def best_first(
         return (compilable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
-    choice = resolve.stored(Traced(tuner, request, facts), request, lookup)  # type: ignore[arg-type]
+    key = readable_key(tuner.keys, tuner.arg_names, _arguments(facts))
+    choice = resolve.stored(tuner, request, lookup, key)
     if choice is None:
         order = [found.config for found in candidates.fallbacks(request, lookup.store)]
-        missed(Traced(tuner, request, facts), order[0], lookup.store)
+        missed(tuner, request, order[0], lookup.store)
         return compilable(tuner, order)
     if lost_options(choice):
         order = [choice, *candidates.next_best(request, lookup.store)]
         return (compilable(tuner, order)[0],)
     return compilable(tuner, [choice])
-
-
-@dataclass(frozen=True)
-class Traced:
-    """One call as a compiler saw it, without data."""
-
-    tuner: Autotuner
-    request: TuningRequest
-    facts: tuple[Fact, ...]
-
-    def readable_key(self) -> tuple[Any, ...]:
-        """Return the key as Triton writes it."""
-        arguments = _arguments(self.facts)
-        return readable_key(self.tuner.keys, self.tuner.arg_names, arguments)
 
 
 def lost_options(config: Config) -> dict[str, Any]:
@@ -201,7 +187,7 @@ def lost_options(config: Config) -> dict[str, Any]:
     }
 
 
-def compilable(tuner: Autotuner, order: Sequence[Config]) -> tuple[int, ...]:
+def compilable(tuner: Tuner, order: Sequence[Config]) -> tuple[int, ...]:
     """Return the indices of the configs that Inductor keeps whole; warns if the first is not kept.
 
     Raises:
@@ -223,20 +209,18 @@ def compilable(tuner: Autotuner, order: Sequence[Config]) -> tuple[int, ...]:
     return tuple(indices[id(config)] for config in kept)
 
 
-def missed(traced: Traced, config: Config, store: Store) -> None:
+def missed(tuner: Tuner, request: TuningRequest, config: Config, store: Store) -> None:
     """Record a key that is compiled without a choice, and warn once for each kernel."""
-    tuner, request = traced.tuner, traced.request
     name = request.key.kernel.name
     if Settings.current().mode is not Mode.FROZEN:
         from safetune.miss import record  # imports torch
 
-        record.remember(traced, request, store, record.TRACED)  # type: ignore[arg-type]
+        record.remember(request, store, record.TRACED)
     logger.info(
         "%s is to be tuned offline for %s: torch.compile found no choice", name, request.key
     )
-    if tuner.__dict__.get("_warned_of_compile"):
+    if not tuner.first_time("compiled without a choice"):
         return
-    tuner.__dict__["_warned_of_compile"] = True
     warnings.warn(
         f"{name} has no choice for {request.key} and is compiled with {config_text(config)}: "
         "nothing is tuned while torch.compile traces. Call safetune.prepare with what you compile, "
@@ -264,7 +248,7 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -
     config.cache_key_tag = f"{users}safetune:{encoding.digest(sorted(_traced.items()))}"
 
 
-def _request(tuner: Autotuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
+def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
     """Return the request for a tuning of the traced call, without its tensors."""
     index = index if index >= 0 else device.current_index()
     key = tuning_key(tuner.identity, tuner.keys, tuner.arg_names, _arguments(facts), index)

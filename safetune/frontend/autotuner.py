@@ -6,8 +6,10 @@ threads miss is tuned once.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
+from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
-from safetune.frontend import launch_by_triton, observers, pruning
+from safetune.frontend import observers
 from safetune.inputs.call import Hooks
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport, classify
-from safetune.launch import call_shape
+from safetune.keys.tuning_key import readable_key
+from safetune.launch import call_shape, fast_path, scratch_memory
 from safetune.launch.key_state import KeyStates
+from safetune.miss import relaunch
 from safetune.settings import (
     CaptureMissPolicy,
     PhantomPolicy,
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
     from safetune.keys.tuning_key import KernelIdentity
     from safetune.workload import DeclaredWorkload, WorkloadFunction
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 ISOLATIONS = ("worker", "config", "inline")
 
 #: Attributes that report the last launch or tuning. No launch depends on them.
@@ -49,6 +57,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     Everything that torch, JAX and others read of Triton's tuner is here under the same name. Made
     by `safetune`; see there for the parameters.
     """
+
+    needs_scratch = False  # until a launch needs it
 
     def __init__(
         self,
@@ -97,9 +107,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.tuning_phases: dict[str, float] = {}
         hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=tuple(scratch), reference=reference, inputs=inputs)
-        self._forms = call_shape.Forms(self)
-        self.needs_scratch = False  # until a launch needs it
-        pruning.show_one_config(self)
+        self.forms = call_shape.Forms(self)
+        self._topics: set[str] = set()
+        self._take_pruning()
 
     def __copy__(self) -> Autotuner:
         """A tuner that shares the choices; as it is not told of changes, it knows no launches."""
@@ -135,7 +145,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def _launch(self, /, *args: Any, **kwargs: Any) -> Any:
         if "grid" not in kwargs or kwargs.get("warmup", True):
-            return launch_by_triton.by_triton(self, args, kwargs)[0]
+            return self._by_triton(args, kwargs, {})[0]
         grid = kwargs.pop("grid")
         del kwargs["warmup"]
         return self._call(grid, *args, **kwargs)
@@ -150,7 +160,41 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             kernel = known(grid, args, kwargs)
             if kernel is not None:
                 return kernel
-        return launch_by_triton.first(self, grid, args, kwargs)
+        return self._first(grid, args, kwargs)
+
+    def _first(self, grid: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Launch as Triton does, and remember the launch for calls that are the same to Triton."""
+        plans = self._plans  # replaced once anything that a launch depends on is changed
+        complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
+        kind = fast_path.kind(args, kwargs)
+        if kind not in plans:
+            made = fast_path.make(self, args, kwargs)
+            plans[kind] = made and made.launch
+        launch = plans[kind]
+        values: Kwargs = {}
+        plain = launch is not None and not launch.plan.in_the_way()  # may hold for one launch only
+        kernel, config = self._by_triton(args, complete, values)
+        if plain and config is not None:
+            launch.plan.remember(args, kwargs, config, kernel, values)
+        return kernel
+
+    def _by_triton(self, args: Args, kwargs: Kwargs, values: Kwargs) -> tuple[Any, Config | None]:
+        """Launch with the key's config, tuning first if there is none.
+
+        Args:
+            values: gets the values that the heuristics set for this launch, by name.
+
+        Returns:
+            What Triton returns, and the config; None if it had to be replaced for this launch.
+        """
+        form = self.forms.of(args, kwargs)
+        with _no_collection_under_capture():  # Triton may compile, even for a known choice
+            if len(self.configs) == 1:
+                only = self.configs[0]
+                return relaunch.launch(self, None, form, only, args, kwargs, values)
+            key = form.key(args, kwargs)
+            config = self.states.hits.get(key) or self._miss(key, form, args, kwargs)
+            return relaunch.launch(self, key, form, config, args, kwargs, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Forget every launch when anything is changed that one may depend on."""
@@ -160,7 +204,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         if name in ("fn", "hooks"):
             self.__dict__.pop("_identity", None)
         elif name == "configs":
-            pruning.show_one_of_several(self)
+            self._show_one_config()
 
     def forget_launches(self) -> None:
         """Have every call go by Triton's path again, which reads everything anew."""
@@ -222,7 +266,33 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
         """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
-        return pruning.prune(self, kwargs)
+        stock = triton_autotuner.Autotuner.prune_configs
+        if self.early_config_prune is not self.shown:  # replaced, as jax-triton does
+            return stock(self, kwargs)  # type: ignore[no-any-return]
+        early, ranked = copy.copy(self), copy.copy(self)
+        early.early_config_prune, ranked.perf_model = self.pruning
+        early.perf_model, ranked.early_config_prune = None, None
+        ranked.configs = stock(early, kwargs)
+        # Triton 3.6 takes a fraction of all the configs, and rounds it down to zero.
+        if isinstance(ranked.configs_top_k, float) and ranked.configs_top_k <= 1.0:
+            ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
+        return stock(ranked, kwargs)  # type: ignore[no-any-return]
+
+    def _take_pruning(self) -> None:
+        """Keep the user's functions for `prune_configs`: torch traces those that it finds here."""
+        self.pruning: tuple[Any, Any] = (self.early_config_prune, self.perf_model)
+        self.shown: Any = None
+        self.early_config_prune: Any = None
+        self.perf_model: Any = None
+        self._show_one_config()
+
+    def _show_one_config(self) -> None:
+        """Have torch find a prune function that leaves one config, if there are several."""
+        if vars(self).get("shown", self) is not None or self.early_config_prune is not None:
+            return
+        if len(self.configs) > 1 or any(map(torch_compile.lost_options, self.configs)):
+            self.shown = torch_compile.one_config(self, self.pruning[0])
+            self.early_config_prune = self.shown
 
     def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
         """Prune for one call, without touching this tuner: Triton's code reads `self.nargs`."""
@@ -232,7 +302,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def warmup(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Compile every config left by pruning in this process, as `triton.autotune` does."""
-        form = self._forms.of(args, kwargs)
+        form = self.forms.of(args, kwargs)
         view = copy.copy(self)
         view.nargs = call_shape.named_arguments(self.arg_names, args)
         pinned_args, pinned_kwargs = form.pinned(args, kwargs)
@@ -240,6 +310,33 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
             for config in view.prune_configs(kwargs)
         ]
+
+    def tune_inline(self, args: Args, kwargs: Kwargs) -> Config:
+        """Return the fastest config, measured as `triton.autotune` does; nothing is stored."""
+        from safetune.miss import reporting  # not before the first miss
+
+        view = copy.copy(self)
+        view.nargs = named = call_shape.named_arguments(self.arg_names, args)
+        configs = view.prune_configs(kwargs)
+        if len(configs) == 1:
+            return configs[0]
+        if self.hooks.do_bench is None and is_interpreted(self.fn):
+            view.do_bench = _wall_clock
+        start = time.perf_counter()
+        reporting.count_tuning()
+        with scratch_memory.scratch_allocator():
+            timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
+        best = min(timings, key=lambda config: timings[config])
+        view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
+        key = readable_key(self.keys, self.arg_names, {**named, **kwargs})
+        reporting.report(self, key, best, timings, time.perf_counter() - start)
+        return best
+
+    def first_time(self, topic: str) -> bool:
+        """Whether this is the first call with this topic; for warnings that are given once."""
+        known = topic in self._topics
+        self._topics.add(topic)
+        return not known
 
     def _hooks(self, do_bench: Callable[..., Any] | None) -> Hooks:
         """What the user put around a launch; Triton's own stand-ins for it stay here."""
@@ -271,6 +368,21 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
 
 _run = Autotuner.run
+
+
+def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:
+    from safetune.miss import under_capture  # the store and the tuning wait for the first miss
+
+    return under_capture.no_collection() if under_capture.under_way() else contextlib.nullcontext()
+
+
+def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
+    """Take the place of Triton's `do_bench` in its interpreter, where that finds no device."""
+    from safetune.isolation.protocol import Budget
+    from safetune.launch.timing import Timer, measure
+
+    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
+    return [timing.median_ms, timing.p20_ms, timing.p80_ms]
 
 
 def kernel_name(fn: Any) -> str:

@@ -69,7 +69,7 @@ class Companion:
         """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
         tuner = self.tuner
         assert tuner is not None
-        decision = tuner.states.decision(tuner._forms.of(args, kwargs).key(args, kwargs))
+        decision = tuner.states.decision(tuner.forms.of(args, kwargs).key(args, kwargs))
         if decision is None or decision.reason is not Reason.CHOICE:
             return
         self._settled[key] = kernel.cache[key] = decision.config

@@ -2,7 +2,7 @@
 
 A back end answers, or raises `BackendError`. It never guesses: a wrong answer would disturb a
 capture, or send an address to a process where it means nothing. On a device without a back end
-nothing is tuned in child processes (see `miss.inline`), so nothing here is asked.
+nothing is tuned in child processes (see `miss.resolve`), so nothing here is asked.
 
 To add one, write a module like `cuda.py` and name it in `_MODULES`.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from triton.runtime.autotuner import Config, Heuristics
 
@@ -18,7 +18,8 @@ from safetune.keys import device, encoding
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+    from safetune.keys.key_names import KeyReport
+    from safetune.launch.key_state import KeyStates
 
 #: What the compiled kernel sees for every dropped name. Triton makes a constant of an integer 1,
 #: so the argument costs nothing at launch either.
@@ -56,6 +57,17 @@ def heuristic_values(kernel: Any, named: Kwargs, exact: bool = False) -> tuple[A
     return kernel, values
 
 
+def run_below_heuristics(kernel: Any, found: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Launch as Triton's `Heuristics.run` does, and add the values that they set to `found`."""
+    if type(kernel) is not Heuristics:
+        return kernel.run(*args, **kwargs)
+    below, values = heuristic_values(
+        kernel, named_arguments(kernel.arg_names, args, kwargs), exact=True
+    )
+    found.update(values)
+    return below.run(*args, **{**kwargs, **values})
+
+
 def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
     """Raise `TracingError` under torch.vmap, which no Triton kernel can be run under."""
     torch = sys.modules.get("torch")
@@ -72,6 +84,28 @@ def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
         )
 
 
+class Tuner(Protocol):
+    """What a launch reads of a tuner. The first five are those of Triton's tuner.
+
+    Attributes:
+        fn: the kernel below the tuner: a jit function, or heuristics around one.
+        base_fn: the Python function.
+        keys: names of the arguments whose values have a choice of their own.
+        needs_scratch: whether a launch has asked for global scratch memory.
+    """
+
+    fn: Any
+    base_fn: Any
+    arg_names: list[str]
+    keys: list[str]
+    configs: list[Config]
+    key_report: KeyReport
+    states: KeyStates
+    forms: Forms
+    best_config: Config
+    needs_scratch: bool
+
+
 class CallForm:
     """One way of calling one kernel.
 
@@ -80,7 +114,7 @@ class CallForm:
         pins: names among the arguments that the compiled kernel gets as a constant.
     """
 
-    def __init__(self, tuner: Autotuner, positional: int, keywords: tuple[str, ...]) -> None:
+    def __init__(self, tuner: Tuner, positional: int, keywords: tuple[str, ...]) -> None:
         self._where = {
             **{name: f"a[{i}]" for i, name in enumerate(tuner.arg_names[:positional])},
             **{name: f"k[{name!r}]" for name in keywords if name not in LAUNCH_KEYWORDS},
@@ -139,7 +173,7 @@ class CallForm:
 class Forms:
     """The forms in which one kernel has been called so far."""
 
-    def __init__(self, tuner: Autotuner) -> None:
+    def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
         self._known: dict[Any, CallForm] = {}
 
@@ -171,9 +205,7 @@ def constexpr_names(kernel: Any) -> frozenset[str]:
     return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
 
 
-def specialisation(
-    tuner: Autotuner, form: CallForm, config: Config, args: Args, kwargs: Kwargs
-) -> Any:
+def specialisation(tuner: Tuner, form: CallForm, config: Config, args: Args, kwargs: Kwargs) -> Any:
     """Return what decides which binary of a config a call needs: at least what Triton tells apart.
 
     The tuner's heuristics see the config, and the values that they set are a part of that.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 from triton import knobs
@@ -23,11 +23,8 @@ from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import JITFunction
 
 from safetune.launch import fast_path_codegen, scratch_memory
-from safetune.launch.call_shape import PIN, CallForm, named_arguments
+from safetune.launch.call_shape import PIN, CallForm, Tuner, named_arguments
 from safetune.settings import launches_fast
-
-if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
 
 #: Launches that one way of calling remembers. More are forgotten all at once, and found again.
 _MOST_LAUNCHES = 4096
@@ -56,7 +53,7 @@ class Plan:
 
     def __init__(
         self,
-        tuner: Autotuner,
+        tuner: Tuner,
         jit: Any,
         heuristics: Mapping[str, Any],
         form: CallForm,
@@ -122,15 +119,15 @@ class Plan:
         self._known[key] = (kernel, config, made_in, *how, rest)
 
 
-def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
     """Return a plan for calls like this one; None where Triton's own path has to be taken."""
     if not launches_fast():
         return None
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None
-    if tuner.states.tuner is not tuner:
-        return None  # a copy: the states tell the original when a choice changes
+    if tuner.states.shared_by_copy(tuner):
+        return None
     if _nvidia_driver() is None:
         return None
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -144,7 +141,7 @@ def make(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     values = named_arguments(names, args, kwargs)
     if heuristics.keys() & values.keys():
         return None
-    form = tuner._forms.of(args, kwargs)
+    form = tuner.forms.of(args, kwargs)
     source = fast_path_codegen.Source(tuner, jit, tuple(heuristics), form, len(args), values)
     return Plan(tuner, jit, heuristics, form, source) if source.possible else None
 
@@ -176,7 +173,7 @@ def _own_run() -> Any:
 _JIT_RUN = _own_run()
 
 
-def _names(tuner: Autotuner, jit: Any) -> dict[str, Any]:
+def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
     """What the code of a plan refers to; the switches as they are now."""
     import torch
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 from triton import knobs
 
-from safetune.launch.call_shape import CallForm
-
-if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+from safetune.launch.call_shape import CallForm, Tuner
 
 #: What a tensor whose address the kernel can use says of itself. One in pinned memory of the host
 #: does not say it, and is left to Triton, which asks the driver.
@@ -47,7 +44,7 @@ class Source:
 
     def __init__(
         self,
-        tuner: Autotuner,
+        tuner: Tuner,
         jit: Any,
         heuristics: Sequence[str],
         form: CallForm,

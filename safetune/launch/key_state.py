@@ -260,6 +260,10 @@ class KeyStates:
         state = self._states.get(key)
         return None if state is None else state.decision()
 
+    def shared_by_copy(self, tuner: object) -> bool:
+        """Whether this tuner is a copy, which does not get to know when a choice changes."""
+        return tuner is not self.tuner
+
     def __iter__(self) -> Iterator[KeyState]:
         return iter(list(self._states.values()))
 

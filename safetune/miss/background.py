@@ -19,6 +19,7 @@ from triton.runtime.autotuner import Config
 from safetune import forks
 from safetune.config import config_text
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
+from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers
 from safetune.isolation.protocol import OutputReport
 from safetune.miss import candidates, reporting, retry
@@ -30,9 +31,8 @@ from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
     from safetune.launch.key_state import KeyState
-    from safetune.miss.resolve import Miss
+    from safetune.miss.tuner import Tuner
     from safetune.settings import Settings
 
 logger = logging.getLogger("safetune")
@@ -61,7 +61,7 @@ class Job:
         over: set when nothing more comes of it.
     """
 
-    tuner: Autotuner
+    tuner: Tuner
     state: KeyState
     readable_key: tuple[Any, ...]
     request: TuningRequest
@@ -119,11 +119,16 @@ class BackgroundBench(LaunchBench):
 
 
 def tune_meanwhile(
-    miss: Miss, state: KeyState, request: TuningRequest, store: Store, settings: Settings
+    tuner: Tuner,
+    state: KeyState,
+    request: TuningRequest,
+    readable_key: tuple[Any, ...],
+    store: Store,
+    settings: Settings,
 ) -> Config:
     """Copy the call's inputs, have it tuned in the background, and return the fallback."""
-    tuner, call = miss.tuner, miss.call
-    size, limit = miss.input_bytes(), settings.copy_limit
+    call = request.call
+    size, limit = _input_bytes(call), settings.copy_limit
     config = candidates.fallback(request, store)
     if size > limit and call.hooks.inputs is None:
         logger.warning(
@@ -147,7 +152,7 @@ def tune_meanwhile(
         Job(
             tuner=tuner,
             state=state,
-            readable_key=miss.readable_key(),
+            readable_key=readable_key,
             request=replace(request, call=replace(call, args=(), kwargs={}, grid=None)),
             bench=bench,
             fallback=config,
@@ -156,6 +161,13 @@ def tune_meanwhile(
         )
     )
     return config
+
+
+def _input_bytes(call: Call) -> int:
+    """Return the size of the storages behind the call's tensors."""
+    values = leaves([*call.args, *call.kwargs.values()])
+    storages = [v.untyped_storage() for v in values if hasattr(v, "untyped_storage")]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def wait(state: KeyState) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetune.config import config_digest
 from safetune.errors import KernelNotTransferable
@@ -20,9 +20,6 @@ from safetune.keys.kernel_digest import base_function
 from safetune.store.local.recorded_calls import RecordedCall, put_call
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest, key_record
-
-if TYPE_CHECKING:
-    from safetune.miss.resolve import Miss
 
 logger = logging.getLogger("safetune")
 
@@ -36,14 +33,14 @@ TRACED = (
 _MOST_BYTES = 1 << 20
 
 
-def remember(miss: Miss, request: TuningRequest, store: Store, problem: str = "") -> None:
+def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
     """Write a call down, if its key is new to the store. Never raises.
 
     Args:
         problem: why nothing can be rebuilt from what is known of it; the key is kept with that.
     """
     try:
-        _, function = base_function(miss.tuner.fn)
+        _, function = base_function(request.call.kernel)
         call = RecordedCall(
             key=request.key.digest,
             name=request.key.kernel.name,

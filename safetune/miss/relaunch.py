@@ -1,4 +1,4 @@
-"""A choice that cannot be launched in the caller: for which arguments, and what is used instead.
+"""A launch by Triton's own path, and another config for a call that cannot launch the key's.
 
 A choice is tuned for a key, and Triton compiles once more for each specialisation: constexpr
 values, alignment, an integer that is 1. So a config that works for one call of a key may be out of
@@ -19,25 +19,77 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from safetune.config import config_text
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
-from safetune.launch.call_shape import CallForm, named_arguments, specialisation
+from safetune.launch.call_shape import (
+    CallForm,
+    named_arguments,
+    refuse_vmap,
+    run_below_heuristics,
+    specialisation,
+)
 from safetune.launch.key_state import KeyState, without_frames
+from safetune.settings import Mode, Settings
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+    from safetune.miss.tuner import Tuner
 
 #: What Triton raises before anything has run on the device.
-CLEAN_FAILURES = (OutOfResources, CompilationError, CompileTimeAssertionFailure, PTXASError)
+_CLEAN_FAILURES = (OutOfResources, CompilationError, CompileTimeAssertionFailure, PTXASError)
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
-def relaunch(
-    tuner: Autotuner,
+def launch(
+    tuner: Tuner,
+    key: Any,
+    form: CallForm,
+    config: Config,
+    args: Args,
+    kwargs: Kwargs,
+    values: Kwargs,
+) -> tuple[Any, Config | None]:
+    """Launch a call with a config, or with the next best where Triton cannot launch that.
+
+    Args:
+        key: the memory key; None where there is one config only.
+        values: gets the values that the heuristics set for this launch, by name.
+
+    Returns:
+        What Triton returns, and the config; None if another one had to be launched.
+    """
+    tuner.best_config = config
+    options = config.all_kwargs()
+    if config.pre_hook is not None:
+        config.pre_hook({**named_arguments(tuner.arg_names, args, kwargs), **options})
+    pinned, named = form.pinned(args, kwargs) if form.pins else (args, kwargs)
+    run = functools.partial(run_below_heuristics, tuner.fn, values)
+    try:
+        if tuner.needs_scratch:
+            return scratch_memory.launch(run, *pinned, **named, **options), config
+        return run(*pinned, **named, **options), config
+    except RuntimeError as error:
+        if tuner.needs_scratch or not scratch_memory.is_missing(error):
+            refuse_vmap(tuner.base_fn.__name__, args)
+            raise
+        tuner.needs_scratch = True
+        return scratch_memory.launch(run, *pinned, **named, **options), config
+    except _CLEAN_FAILURES as error:
+        if key is None or Settings.current().mode is Mode.OFF:
+            raise
+        if _is_callers(error, tuner.fn, kwargs):
+            raise
+        state = tuner.states.of(key)
+        return _relaunch(tuner, state, form, config, error, args, kwargs), None
+
+
+def _relaunch(
+    tuner: Tuner,
     state: KeyState,
     form: CallForm,
     config: Config,
     error: Exception,
-    call: Arguments,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Launch a call with the next-best config that can be, after `config` could not.
 
@@ -45,7 +97,6 @@ def relaunch(
         Exception: the last error, when none can be launched; `error`, when the caller's own code
             raised it.
     """
-    args, kwargs = call
     kind = specialisation(tuner, form, config, args, kwargs)
     rejected = state.reject(kind, config)
     reason = _text(error)
@@ -57,8 +108,8 @@ def relaunch(
             other.pre_hook({**named, **other.all_kwargs()})
         try:
             result = _launch(tuner, form, other, args, kwargs)
-        except CLEAN_FAILURES as next_error:
-            if is_callers(next_error, tuner, kwargs):
+        except _CLEAN_FAILURES as next_error:
+            if _is_callers(next_error, tuner.fn, kwargs):
                 raise
             state.reject(kind, other)
             error = next_error
@@ -74,9 +125,9 @@ def relaunch(
     raise error
 
 
-def is_callers(error: Exception, tuner: Autotuner, kwargs: Mapping[str, Any]) -> bool:
+def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the caller's grid or a heuristic raised `error`, or something that they called."""
-    functions = [kwargs.get("grid"), *inner_heuristics(tuner.fn).values()]
+    functions = [kwargs.get("grid"), *inner_heuristics(kernel).values()]
     codes = {code for function in functions for code in _codes(function)}
     trace = error.__traceback__
     while trace is not None:
@@ -86,14 +137,10 @@ def is_callers(error: Exception, tuner: Autotuner, kwargs: Mapping[str, Any]) ->
     return False
 
 
-def _candidates(
-    tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Config]:
+def _candidates(tuner: Tuner, args: Args, kwargs: Kwargs) -> Iterator[Config]:
     """What else there is to launch with, best first; from the store only when it is needed."""
     from safetune.miss.candidates import next_best
-    from safetune.miss.inline import why_not_isolated
-    from safetune.miss.resolve import Miss
-    from safetune.settings import Settings
+    from safetune.miss.resolve import Miss, why_not_isolated
     from safetune.store.lookup import open_lookup
 
     miss = Miss(tuner, args, kwargs)
@@ -103,9 +150,7 @@ def _candidates(
     yield from next_best(miss.request(), open_lookup(Settings.current()).store)
 
 
-def _launch(
-    tuner: Autotuner, form: CallForm, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _launch(tuner: Tuner, form: CallForm, config: Config, args: Args, kwargs: Kwargs) -> Any:
     tuner.best_config = config
     args, kwargs = form.pinned(args, kwargs)
     return scratch_memory.launch(tuner.fn.run, *args, **kwargs, **config.all_kwargs())

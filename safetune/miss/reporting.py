@@ -20,7 +20,7 @@ from safetune.config import config_text
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+    from safetune.miss.tuner import Tuner
     from safetune.outcome import Outcome
     from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("safetune")
 
 
 def report(
-    tuner: Autotuner,
+    tuner: Tuner,
     key: tuple[Any, ...],
     choice: Config,
     timings: dict[Config, list[float]],
@@ -173,11 +173,9 @@ def print_config(progress: Progress) -> None:
         )
 
 
-def warn_of_grid(tuner: Autotuner, names: set[str]) -> None:
+def warn_of_grid(tuner: Tuner, names: set[str]) -> None:
     """Warn, once per name, that a launch grid reads what was dropped from the key."""
-    told = tuner.__dict__.setdefault("_grid_names_told", set())
-    if new := sorted(names - told):
-        told.update(new)
+    if new := [name for name in sorted(names) if tuner.first_time(f"grid reads {name}")]:
         warnings.warn(
             f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, dropped from the "
             "key because nothing seemed to read it; one choice now serves every value. "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,23 +21,23 @@ from safetune.config import (
     declared_digest,
 )
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
-from safetune.inputs.call import Call, leaves
+from safetune.inputs.call import Call
+from safetune.isolation import backend
 from safetune.keys import device, encoding
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.tuning_key import TuningKey, readable_key, tuning_key
 from safetune.launch import call_shape
 from safetune.launch.key_state import Asked
 from safetune.miss import candidates, reporting, retry
-from safetune.miss.inline import tune_inline, why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
     from safetune.launch.call_shape import CallForm
     from safetune.launch.key_state import KeyState
+    from safetune.miss.tuner import Tuner
 
 logger = logging.getLogger("safetune")
 
@@ -43,7 +45,7 @@ logger = logging.getLogger("safetune")
 class Miss:
     """One call that a tuner has no config for."""
 
-    def __init__(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, tuner: Tuner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tuner = tuner
         self._named = call_shape.named_arguments(tuner.arg_names, args)
         self._passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
@@ -67,12 +69,6 @@ class Miss:
     def configs(self) -> tuple[Config, ...]:
         """Return the configs that pruning leaves for the call."""
         return tuple(self.tuner.pruned_for(self._named, self._kwargs))
-
-    def input_bytes(self) -> int:
-        """Return the size of the storages behind the call's tensors."""
-        values = leaves([*self.call.args, *self.call.kwargs.values()])
-        storages = [v.untyped_storage() for v in values if hasattr(v, "untyped_storage")]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def readable_key(self) -> tuple[Any, ...]:
         """Return the key as Triton writes it."""
@@ -107,7 +103,7 @@ class Miss:
 
 
 def resolve(
-    tuner: Autotuner,
+    tuner: Tuner,
     state: KeyState,
     form: CallForm,
     args: tuple[Any, ...],
@@ -137,9 +133,7 @@ def resolve(
     return state.allowed((find or _find)(tuner, state, args, kwargs), specialise)
 
 
-def _find(
-    tuner: Autotuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Config:
+def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
     settings = Settings.current()
     if kwargs.get("warmup"):
         return tuner.configs[0]
@@ -157,19 +151,20 @@ def _find(
         return state.set_choice(request.configs[0])
     state.asked = asked(request)
     lookup = open_lookup(settings)
-    choice = stored(miss, request, lookup)
+    choice = stored(tuner, request, lookup, miss.readable_key())
     if choice is not None:
         return state.set_choice(choice)
     if not tunes:
         from safetune.miss import record
 
         if settings.mode is Mode.RECORD:
-            record.remember(miss, request, lookup.store)
+            record.remember(request, lookup.store)
         return state.set_fallback(candidates.best_known(request, lookup))
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.miss.background import tune_meanwhile
 
-        return tune_meanwhile(miss, state, request, lookup.store, settings)
+        key = miss.readable_key()
+        return tune_meanwhile(tuner, state, request, key, lookup.store, settings)
     return _tune(miss, state, request, lookup.store, settings)
 
 
@@ -179,12 +174,10 @@ def asked(request: TuningRequest) -> Asked:
     return Asked(request.key, request.declared, configs)
 
 
-def _inline(
-    tuner: Autotuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Config:
+def _inline(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
     with contextlib.suppress(Exception):  # tuning raises it, or needs nothing of it
         state.asked = asked(Miss(tuner, args, kwargs).request())
-    return state.set_choice(tune_inline(tuner, args, kwargs))
+    return state.set_choice(tuner.tune_inline(args, kwargs))
 
 
 @contextlib.contextmanager
@@ -200,7 +193,9 @@ def waiting() -> Iterator[None]:
 _waiting: list[None] = []
 
 
-def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
+def stored(
+    tuner: Tuner, request: TuningRequest, lookup: Lookup, readable_key: tuple[Any, ...]
+) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
     choice = lookup.find(request.key, request.declared)
     configs = {config_digest(config): config for config in request.configs}
@@ -222,7 +217,7 @@ def stored(miss: Miss, request: TuningRequest, lookup: Lookup) -> Config | None:
     lookup.adopt(choice)
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     known = candidates.known_outcomes(request, lookup.store)
-    reporting.report(miss.tuner, miss.readable_key(), config, reporting.timings_of(known))
+    reporting.report(tuner, readable_key, config, reporting.timings_of(known))
     return config
 
 
@@ -250,6 +245,15 @@ def _tune(
     timings = reporting.timings_of(result.outcomes)
     reporting.report(tuner, miss.readable_key(), result.choice, timings, seconds)
     return state.set_choice(result.choice)
+
+
+def why_not_isolated(call: Call) -> str:
+    """Return why candidates for this call cannot run in a child; empty where they can."""
+    if not hasattr(os, "memfd_create"):
+        return f"there is no isolation on {sys.platform} yet"
+    if call.interpreted:
+        return ""
+    return backend.why_missing(device.active_driver().get_current_target().backend)
 
 
 @functools.cache

@@ -27,13 +27,12 @@ from safetune.isolation import backend
 from safetune.launch.key_state import Decision, KeyState, Reason
 from safetune.miss import candidates
 from safetune.miss import resolve as miss_resolve
-from safetune.miss.inline import why_not_isolated
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
     from safetune.launch.call_shape import CallForm
+    from safetune.miss.tuner import Tuner
     from safetune.store.local.store import Store
     from safetune.store.lookup import Lookup
     from safetune.tuning.requests import TuningRequest
@@ -133,7 +132,7 @@ def under_way() -> int:
 
 
 def resolve(
-    tuner: Autotuner,
+    tuner: Tuner,
     state: KeyState,
     form: CallForm,
     args: tuple[Any, ...],
@@ -155,7 +154,7 @@ def resolve(
 
 
 def _find(
-    tuner: Autotuner,
+    tuner: Tuner,
     state: KeyState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -169,9 +168,9 @@ def _find(
     if len(request.configs) == 1:
         return state.set_choice(request.configs[0])
     state.asked = miss_resolve.asked(request)
-    if not tunes or not (tuner.isolation == "inline" or why_not_isolated(missed.call)):
+    if not tunes or not (tuner.isolation == "inline" or miss_resolve.why_not_isolated(missed.call)):
         lookup = open_lookup(settings)
-        stored = miss_resolve.stored(missed, request, lookup)
+        stored = miss_resolve.stored(tuner, request, lookup, missed.readable_key())
         if stored is not None:
             return state.set_choice(stored)
     if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
@@ -199,23 +198,21 @@ def _find(
     )
     state.captured = captured
     store = None if lookup is None or settings.mode is Mode.FROZEN else lookup.store
-    record(captured, missed, request, store)
+    record(captured, request, store)
     if not tunes:  # the log has a line about it
         return state.set_fallback(config)
     _tell(tuner, captured)
     return config
 
 
-def record(
-    captured: CapturedMiss, missed: miss_resolve.Miss, request: TuningRequest, store: Store | None
-) -> None:
+def record(captured: CapturedMiss, request: TuningRequest, store: Store | None) -> None:
     """Keep a miss for the reports and, where there is a store, for `safetune tune --recorded`."""
     with _lock:
         _misses.append(captured)
     if store is not None:
         from safetune.miss.record import remember  # what takes a call apart waits until it has to
 
-        remember(missed, request, store)
+        remember(request, store)
     logger.info(
         "%s is to be tuned offline for %s: it had no choice under CUDA graph capture",
         captured.kernel,
@@ -244,11 +241,10 @@ def unwatch(capture: int) -> None:
     _watched.pop(capture, None)
 
 
-def _tell(tuner: Autotuner, captured: CapturedMiss) -> None:
+def _tell(tuner: Tuner, captured: CapturedMiss) -> None:
     """Warn, once for a kernel; the log has the rest."""
-    if captured.capture in _watched or tuner.__dict__.get("_told_of_capture"):
+    if captured.capture in _watched or not tuner.first_time("captured without a choice"):
         return
-    tuner.__dict__["_told_of_capture"] = True
     warnings.warn(
         f"{captured.kernel} has no choice for {captured.key} and is captured with "
         f"{config_text(captured.config)}, which the graph keeps: nothing is tuned under CUDA graph "

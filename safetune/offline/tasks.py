@@ -16,8 +16,7 @@ from safetune.frontend.autotuner import Autotuner
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting
-from safetune.miss.inline import why_not_isolated
-from safetune.miss.resolve import Miss
+from safetune.miss.resolve import Miss, why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup

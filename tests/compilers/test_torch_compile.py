@@ -233,7 +233,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     x = torch.zeros(100)
     missed = resolve.Miss(tuner, (x, x, 100), {"grid": (2,)})
     for _ in range(2):
-        record.remember(missed, missed.request(), lookup_now().store)
+        record.remember(missed.request(), lookup_now().store)
         ((found,), ()) = sort_out(calls(lookup_now().store), None, zeros=False)
         assert found.task("cpu").workload.args[2] == 100
         torch._dynamo.reset()

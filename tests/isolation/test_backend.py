@@ -14,7 +14,7 @@ from safetune.inputs import memory_budget, pointers, spans
 from safetune.isolation import backend, child_environment, devices
 from safetune.keys import device
 from safetune.miss import under_capture
-from safetune.miss.inline import why_not_isolated
+from safetune.miss.resolve import why_not_isolated
 from tests.backends import FakeBackend, launching_on
 
 #: A call on device 0, which is not interpreted.

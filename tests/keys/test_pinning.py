@@ -154,9 +154,9 @@ def hashes(kernel: Any, jit: JITFunction, keywords: bool, **more: Any) -> list[s
     for t, nb in calls():
         extra = dict(kernel.configs[0].all_kwargs()) if hasattr(kernel, "configs") else more
         with device_zero():
-            if hasattr(kernel, "_forms"):
+            if hasattr(kernel, "forms"):
                 args, kwargs = _arguments(x, t, nb, keywords)
-                form = kernel._forms.of(args, kwargs)
+                form = kernel.forms.of(args, kwargs)
                 args, kwargs = form.pinned(args, kwargs)
             else:
                 args, kwargs = _arguments(x, t, nb, keywords)
@@ -194,7 +194,7 @@ def test_a_child_is_told_to_compile_what_the_caller_launches(
     x = torch.zeros(16, D)
     for t, nb in calls():
         args, kwargs = _arguments(x, t, nb, keywords)
-        pinned, pinned_kwargs = kernel._forms.of(args, kwargs).pinned(args, kwargs)
+        pinned, pinned_kwargs = kernel.forms.of(args, kwargs).pinned(args, kwargs)
         for config in kernel.configs:
             with device_zero():
                 call = Miss(kernel, args, {**kwargs, "grid": (1,)}).call

@@ -261,7 +261,7 @@ def test_what_a_specialisation_tells_apart(copies: Any) -> None:
 
     def kind(dst: Any, n: Any, flag: Any = 0, **options: Any) -> Any:
         kwargs = {"FLAG": flag, "grid": (1,), **options}
-        form = tuner._forms.of((dst, memory, n), kwargs)
+        form = tuner.forms.of((dst, memory, n), kwargs)
         return specialisation(tuner, form, tuner.configs[0], (dst, memory, n), kwargs)
 
     assert kind(memory, 100) == kind(memory.clone(), 116)

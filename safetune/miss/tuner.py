@@ -1,0 +1,47 @@
+"""The tuner as the code of a miss and the compilers see it; only types are taken from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from triton.runtime.autotuner import Config
+
+from safetune.inputs.call import Hooks
+from safetune.keys.tuning_key import KernelIdentity
+from safetune.launch import call_shape
+from safetune.settings import CaptureMissPolicy
+from safetune.tuning.requests import Limits
+from safetune.workload import DeclaredWorkload
+
+
+class Tuner(call_shape.Tuner, Protocol):
+    """What a tuner has beyond a launch of a known choice.
+
+    Attributes:
+        isolation: `worker`, `config` or `inline`.
+        capture_miss: None for SAFETUNE_CAPTURE_MISS.
+        configs_timings, bench_time, tuning_phases: of the last tuning, for users to read.
+    """
+
+    hooks: Hooks
+    limits: Limits
+    isolation: str
+    capture_miss: CaptureMissPolicy | None
+    workloads: list[DeclaredWorkload]
+    configs_timings: dict[Config, list[float]]
+    bench_time: float
+    tuning_phases: dict[str, float]
+
+    @property
+    def identity(self) -> KernelIdentity:
+        """The kernel's identity, with what runs around it."""
+
+    def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
+        """Return the configs that pruning leaves for a call."""
+
+    def tune_inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+        """Tune as `triton.autotune` does, in this process on the caller's tensors."""
+
+    def first_time(self, topic: str) -> bool:
+        """Whether this is the first call with this topic; for warnings that are given once."""
