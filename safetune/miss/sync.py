@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from triton.runtime.autotuner import Config
 
-from safetune.config import config_digest, config_record
+from safetune.config import config_digest
 from safetune.errors import StoreError
 from safetune.keys import encoding
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
@@ -26,31 +26,31 @@ from safetune.miss import retry
 from safetune.settings import Mode, Settings
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.lookup import open_lookup
-from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.store.records import ChoiceRecord, StoredChoice, wins
 from safetune.tuning.requests import key_record
 
 logger = logging.getLogger("safetune")
 
 
 class Candidate(NamedTuple):
-    """What a process would launch for a key. The greatest wins, of equals that of the lowest rank.
+    """The config that a process would launch for a key.
 
     Attributes:
-        strength: 2 for a choice, 1 for one that is not shared otherwise (timed beside the program's
-            work, or on drawn inputs), 0 for a fallback.
+        strength: 2 for a choice, 1 for a choice that is not shared otherwise (timed beside the
+            program's work, or on random inputs), 0 for a fallback.
+        config: its digest.
+        choice: the stored choice; None for a fallback.
     """
 
     strength: int
-    generation: int
     config: str
-    median_ms: float = 0.0
-    measured: int = 0
-    created: float = 0.0
+    choice: ChoiceRecord | None = None
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """What candidates are compared by."""
-        return self.strength, self.generation
+    def beats(self, other: Candidate) -> bool:
+        """Return whether all launch this and not `other`, which is of a lower rank."""
+        if self.strength != other.strength or self.choice is None or other.choice is None:
+            return self.strength > other.strength
+        return wins(self.choice, other.choice)
 
 
 def sync(group: Any = None) -> None:
@@ -61,8 +61,8 @@ def sync(group: Any = None) -> None:
     most, and adopts the newest choice of each key that this process has launched, those of
     background tunings included. Where torch.distributed is initialised, all ranks of the group then
     launch the same config for the same key on the same kind of device: a choice before a fallback,
-    a later generation before an earlier one, and of equals that of the lowest rank. Does not wait
-    for tunings that are still running.
+    a later generation before an earlier one, then the choice that was made first; of fallbacks,
+    that of the lowest rank. Does not wait for tunings that are still running.
 
     Args:
         group: a process group of torch.distributed; all ranks if None.
@@ -123,12 +123,9 @@ def _candidates(
             trials = lookup.store.trials(each.key.digest)
             outcomes = [t.outcome for t in trials if t.config_digest == choice.config_digest]
             strength = 2 if all(map(local_copy.shareable, outcomes[-1:])) else 1
-            numbers = choice.median_ms, choice.measured, choice.created
-            found[each.identity] = Candidate(
-                strength, choice.generation, choice.config_digest, *numbers
-            )
+            found[each.identity] = Candidate(strength, choice.config_digest, choice)
         elif (decision := state.decision(capture=None)) is not None:
-            found.setdefault(each.identity, Candidate(0, 0, config_digest(decision.config)))
+            found.setdefault(each.identity, Candidate(0, config_digest(decision.config)))
     return found
 
 
@@ -137,14 +134,19 @@ def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
     distributed = _distributed(group)
     if distributed is None:
         return mine
-    text = encoding.dumps({identity: list(each) for identity, each in mine.items()})
+    text = encoding.dumps(
+        {
+            identity: [each.strength, each.config, each.choice and vars(each.choice)]
+            for identity, each in mine.items()
+        }
+    )
     if len(set(_gathered(distributed, encoding.digest(text), group))) == 1:
         return mine
     agreed: dict[str, Candidate] = {}
     for table in _gathered(distributed, text, group):
-        for identity, values in json.loads(table).items():
-            candidate, best = Candidate(*values), agreed.get(identity)
-            if best is None or candidate.order > best.order:
+        for identity, (strength, config, choice) in json.loads(table).items():
+            candidate = Candidate(strength, config, choice and ChoiceRecord(**choice))
+            if identity not in agreed or candidate.beats(agreed[identity]):
                 agreed[identity] = candidate
     differing = sum(1 for identity, each in mine.items() if agreed[identity].config != each.config)
     logger.info("%d of %d keys launch another rank's config from here on", differing, len(mine))
@@ -181,10 +183,10 @@ def _store(
     taken = []
     for each in known:
         winner = agreed.get(each.identity)
-        if winner is None or not winner.strength or winner == mine.get(each.identity):
+        if winner is None or winner.choice is None or winner == mine.get(each.identity):
             continue
-        if config := each.configs.get(winner.config):
-            taken.append(_stored(each, winner, config))
+        if winner.config in each.configs:
+            taken.append(StoredChoice(key_record(each.key), winner.choice))
     store = open_lookup(settings).store if taken else None
     if isinstance(store, GuardedStore):
         from safetune.store.shared import local_copy
@@ -193,20 +195,6 @@ def _store(
             local_copy.adopt(store.connection, taken)
         except StoreError as error:
             logger.warning("%s; what was agreed on holds for this process only", error)
-
-
-def _stored(known: Asked, winner: Candidate, config: Config) -> StoredChoice:
-    choice = ChoiceRecord(
-        key=known.key.digest,
-        generation=winner.generation,
-        config_digest=winner.config,
-        config=config_record(config),
-        declared=known.declared,
-        median_ms=winner.median_ms,
-        measured=winner.measured,
-        created=winner.created,
-    )
-    return StoredChoice(key_record(known.key), choice)
 
 
 def _warn_of_unknown(known: Asked) -> None:

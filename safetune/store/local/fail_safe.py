@@ -11,6 +11,7 @@ from safetune.store.local.connection import Connection
 from safetune.store.local.recovery import Damaged
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
+from safetune.store.records import precedence
 
 if TYPE_CHECKING:
     from safetune.store.records import ChoiceRecord, KeyRecord, RelatedChoice, TrialRecord
@@ -57,7 +58,7 @@ class GuardedStore(Store):
     def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
         """Return the choice of the highest generation, stored or in memory."""
         found = [choice for choice in self._read(Store.choice, key, declared) if choice is not None]
-        return max(found, key=lambda choice: choice.generation, default=None)
+        return min(found, key=precedence, default=None)
 
     def generation(self, key: str) -> int:
         """Return the highest generation, stored or in memory; 0 if none."""

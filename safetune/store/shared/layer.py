@@ -26,6 +26,7 @@ from safetune import forks
 from safetune.errors import StoreError
 from safetune.keys import encoding
 from safetune.store.local import key_locks
+from safetune.store.records import precedence
 from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.io_thread import IOThread, TimedOut
 from safetune.store.shared.once_per_node import Turn
@@ -310,8 +311,8 @@ class SharedLayer:
                 local_copy.adopt(self._local, records, _SLICE_S)
         except StoreError as error:
             logger.info("%s; the pulled choices are kept in memory", error)
-            for stored in sorted(records, key=lambda each: each.choice.generation):
-                self._unkept[stored.choice.key, stored.choice.declared] = stored.choice
+            for choice in sorted((each.choice for each in records), key=precedence, reverse=True):
+                self._unkept[choice.key, choice.declared] = choice
 
 
 def _flush_all() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from safetune.settings import display_url
-from safetune.store.records import StoredChoice
+from safetune.store.records import StoredChoice, precedence
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.record import ForeignRecord, Name
 from safetune.store.shared.record_files import RecordFiles, content, file_name, name_in
@@ -68,7 +68,7 @@ class Objects(RecordFiles):
         with self._failures("read"):
             listing = self._listing(namespace)
         found = self._load(listing, [name for name in listing if name[:2] == (key, declared)])
-        return max(found, key=lambda stored: stored.choice.generation, default=None)
+        return min(found, key=lambda stored: precedence(stored.choice), default=None)
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
         filesystem, root = self._at

@@ -16,7 +16,7 @@ from safetune.errors import StoreError
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.rows import RecordError, text
 from safetune.store.local.store import CHOICES_OF_LIST, Store
-from safetune.store.records import StoredChoice
+from safetune.store.records import StoredChoice, precedence
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -78,6 +78,30 @@ def test_the_choice_of_the_highest_generation_is_used(store, records):
     store.put_trial(records.trial(generation=3))
     assert store.generation("key") == 3
     assert store.choice("key") == second
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 4), st.floats(0, 9), milliseconds),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_sqlite_orders_choices_as_the_rule_does(records, made):
+    """`records.precedence` is the rule; ORDER BY is its copy."""
+    store = _shared_memory_store()
+    store.clear("add")
+    store.put_key(records.key())
+    stored = {}
+    for number, (declared, generation, created, median_ms) in enumerate(made):
+        facts = {"declared": declared, "generation": generation, "median_ms": median_ms}
+        choice = store.put_choice(records.choice(f"c{number}", created=created, **facts))
+        stored.setdefault(declared, {})[generation] = choice
+    best = {name: min(found.values(), key=precedence) for name, found in stored.items()}
+    assert {name: store.choice("key", name) for name in stored} == best
+    assert {each.choice.declared: each.choice for each in store.choices_of_lists()} == best
+    assert {each.choice.declared: each.choice for each in store.kin("kernel", "device")} == best
 
 
 def test_generations_keep_their_own_trials(store, records):

@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,12 +33,15 @@ from safetune.tuning.requests import key_record
 
 BLOCKS = (16, 32, 64, 128)
 
+#: When each rank made its choices, in seconds since the epoch: rank 2 was the first.
+MADE = (1700000002.0, 1700000001.0, 1700000000.0, 1700000003.0)
+
 #: What a rank's store holds: for each n, the BLOCK and generation, or None for no choice.
 #: 100: all differ. 200: one has a later generation. 300: one has a fallback. 400+: its own key.
 #: 500: one captures a fallback. 600: all do, of the key that is the nearest in their own stores.
 STORED = {
     100: lambda rank: (BLOCKS[rank], 1),
-    200: lambda rank: (BLOCKS[rank], 2 if rank == 2 else 1),
+    200: lambda rank: (BLOCKS[rank], 2 if rank == 3 else 1),
     300: lambda rank: None if rank == 0 else (BLOCKS[rank], 1),
 }
 CAPTURED = {500: STORED[300], 600: lambda rank: None}
@@ -127,7 +129,7 @@ def prepare(n: int, block: int, generation: int) -> None:
             declared=wanted.declared,
             median_ms=1.0,
             measured=4,
-            created=time.time(),
+            created=MADE[BLOCKS.index(block)],
         )
     )
 

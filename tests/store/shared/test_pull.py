@@ -166,8 +166,8 @@ def test_a_fork_does_not_keep_the_turn_of_a_parent_that_is_gone(
     child = children.start(
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from safetune.store import node\n"
-        "with node.turn(Path(sys.argv[1]), 'x', 0.0, 1.0):\n"
+        "from safetune.store.shared import once_per_node\n"
+        "with once_per_node.turn(Path(sys.argv[1]), 'x', 0.0, 1.0):\n"
         "    if os.fork() == 0:\n"
         "        print(flush=True)\n"
         "        sys.stdin.read()\n"
