@@ -214,7 +214,7 @@ def _key(number: int) -> Any:
 
 
 def _space() -> str:
-    from safetune.tuning.cluster import space_of
+    from safetune.store.shared.record import space_of
 
     return space_of(_key(0))
 
