@@ -30,11 +30,8 @@ from safetune.config import config_digest
 from safetune.errors import Busy, NoWorkingConfig, StoreError, WorkerUnavailable
 from safetune.outcome import Outcome
 from safetune.store.local import key_locks
-from safetune.store.local.key_locks import KeyLock
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.store.shared.local_copy import shareable
-from safetune.store.shared.record import space_of
 from safetune.store.waiting import pauses
 from safetune.tuning.requests import TuningRequest, key_record
 
@@ -123,7 +120,12 @@ class Election:
 
     def publish(self, choice: ChoiceRecord, outcome: Outcome) -> ChoiceRecord:
         """Publish a choice that may be shared; return the one that every node launches."""
-        if self.shared is None or not shareable(outcome):
+        if self.shared is None:
+            return choice
+        from safetune.store.shared.local_copy import shareable
+        from safetune.store.shared.record import space_of
+
+        if not shareable(outcome):
             return choice
         stored = StoredChoice(key_record(self.request.key), choice)
         found = self.shared.publish(space_of(self.request.key), stored)
@@ -204,49 +206,44 @@ def _locked(
     store: Store, name: str, budget: WaitBudget, chosen: Callable[[], ChoiceRecord | None]
 ) -> Iterator[ChoiceRecord | None]:
     """Yield None with the name locked, or the choice, whichever comes first."""
-    found = _Locked()
-    if store.path is not None:  # other processes do not see a store in memory
-        found = _first(lambda: _try(store, name, chosen), name, budget, _PAUSES_S)
-    if found.choice is not None:
+    with contextlib.ExitStack() as held:
+        found = _Ready()
+        if store.path is not None:  # other processes do not see a store in memory
+            found = _first(lambda: _try(store, name, chosen, held), name, budget, _PAUSES_S)
+        if found.choice is None:
+            _names().add(name)
+            held.callback(_names().discard, name)
         yield found.choice
-        return
-    _names().add(name)
-    try:
-        yield None
-    finally:
-        _names().discard(name)
-        if found.lock is not None:
-            found.lock.release()
 
 
 @dataclass(frozen=True)
-class _Locked:
-    """What ended a wait: a choice, or a lock. Neither where there are no locks."""
+class _Ready:
+    """The end of a wait: with a choice, or else with the lock, if there are any locks."""
 
     choice: ChoiceRecord | None = None
-    lock: KeyLock | None = None
 
 
-def _try(store: Store, name: str, chosen: Callable[[], ChoiceRecord | None]) -> _Locked | None:
+def _try(
+    store: Store,
+    name: str,
+    chosen: Callable[[], ChoiceRecord | None],
+    held: contextlib.ExitStack,
+) -> _Ready | None:
     assert store.path is not None
     try:
         if (choice := chosen()) is not None:
-            return _Locked(choice)
+            return _Ready(choice)
         lock = key_locks.try_lock(store.path, name)
+        if lock is None:
+            return None
+        held.callback(lock.release)
+        # Once more: the last owner may have chosen just before it let go.
+        return _Ready(chosen())
     except StoreError as error:
         logger.info("%s; tuning without waiting for other processes", error)
-        return _Locked()
     except OSError as error:
         _warn_of_no_locks(store.path, error.strerror or str(error))
-        return _Locked()
-    if lock is None:
-        return None
-    # Once more: the last owner may have chosen just before it let go.
-    with contextlib.suppress(StoreError):
-        if (choice := chosen()) is not None:
-            lock.release()
-            return _Locked(choice)
-    return _Locked(lock=lock)
+    return _Ready()
 
 
 @functools.cache
@@ -260,6 +257,8 @@ def _warn_of_no_locks(database: Path, reason: str) -> None:
 
 def _elected(request: TuningRequest, shared: SharedLayer, budget: WaitBudget) -> Election:
     """Wait until this node has the lease, or until the choice of another one is there."""
+    from safetune.store.shared.record import space_of
+
     wanted = (space_of(request.key), request.key.digest, request.declared, request.force)
 
     def attempt() -> Claim | None:

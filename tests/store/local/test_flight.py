@@ -394,20 +394,8 @@ print(*(each.message for each in caught), sep="\\n")
     assert "each may tune the same key" in line
 
 
-def test_a_tuning_within_a_tuning_does_not_wait_for_itself(tmp_path: Path) -> None:
+def test_a_tuning_within_a_tuning_does_not_wait_for_itself(fresh_process: Any) -> None:
     """Of another kernel it is tuned; of the same key it gets the fallback, with a warning."""
-    done = subprocess.run(
-        [sys.executable, str(HERD.with_name("nested.py"))],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "SAFETUNE_CACHE_DIR": str(tmp_path),
-            "TRITON_INTERPRET": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = fresh_process(HERD.with_name("nested.py"), warm=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1 1 1\n"
