@@ -116,7 +116,7 @@ def _unwritten(name: str, view: View, watch: Watch) -> Finding | None:
 
 
 def _outside(memory: Memory, watch: Watch) -> Iterator[Finding]:
-    """Group accesses outside all storages by what was tried and whose bounds they missed."""
+    """Group accesses outside all storages by kind of access and by the storage they missed."""
     grouped: dict[tuple[Access, int], list[Stray]] = {}
     for stray in watch.strays:
         grouped.setdefault((stray.access, stray.region), []).append(stray)
@@ -143,7 +143,7 @@ def _stray_place(memory: Memory, watch: Watch, stray: Stray, offset: int) -> Pla
 
 
 def _gap(memory: Memory, watch: Watch, number: int) -> Finding | None:
-    """What was written between the arguments that share a storage, or before or after them."""
+    """Return writes inside a storage, but outside the arguments that share it."""
     times = watch.times[number]
     covered = np.zeros(len(times.stored), dtype=bool)
     views = [view for view in memory.views if view.region == number]
@@ -158,12 +158,12 @@ def _gap(memory: Memory, watch: Watch, number: int) -> Finding | None:
     for granule in elements[:_MOST_PLACES]:
         index = _counted(memory, number, int(granule) * times.granule)
         touched = sorted({int(times.stored[granule]), int(times.last_update[granule])} - {NEVER})
-        places.append(_place(index, touched, watch, "in its storage, in no argument"))
+        places.append(_place(index, touched, watch, "in its storage, outside every argument"))
     return Finding(Kind.GAP, _region_name(memory, number), len(elements), 1, tuple(places))
 
 
 def _counted(memory: Memory, number: int, offset: int) -> tuple[int, ...]:
-    """A byte of a region as an element, counted from the first element of its first argument."""
+    """Return a byte of a region as an element index, from the start of its first argument."""
     view = next(view for view in memory.views if view.region == number)
     return ((offset - view.offset) // view.itemsize,)
 
@@ -178,7 +178,7 @@ def _is_written(times: Times) -> np.ndarray:
 
 
 def _elements(view: View, watch: Watch, flags: np.ndarray) -> np.ndarray:
-    """Return flags per granule as flags per element: any of its granules has it."""
+    """Return flags per granule as flags per element: set if any of its granules is set."""
     return np.asarray(_strided(flags, view, watch.times[view.region].granule).any(axis=-1))
 
 
@@ -202,6 +202,6 @@ def _some(mask: np.ndarray) -> list[tuple[int, ...]]:
 
 def _finding(kind: Kind, name: str, mask: np.ndarray, places: tuple[Place, ...]) -> Finding | None:
     if not places:
-        return None  # it is in another view of the same storage
+        return None  # the clash is in another view of the same storage
     rows = int(mask.reshape(-1, mask.shape[-1]).any(axis=1).sum()) if mask.ndim > 1 else 1
     return Finding(kind, name, int(mask.sum()), rows, places)

@@ -1,8 +1,8 @@
-"""What takes the place of the memory operations of Triton's interpreter.
+"""Replacements for the memory operations of Triton's interpreter.
 
 All loads, stores and atomics of a kernel, through pointers, block pointers and descriptors, end in
-the few methods of the interpreter's builder that stand here. Each is recorded, translated to real
-addresses, and then done by Triton's own method.
+the few methods of the interpreter's builder that are replaced here. Each is recorded, translated to
+real addresses, and then done by Triton's own method.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Instruments:
         self._nowhere = np.zeros(2, dtype=np.uint64)
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Return them by the names they have in the builder."""
+        """Return the methods by their names in the builder."""
         found: dict[str, Callable[..., Any]] = {
             "set_grid_idx": self.begin,
             "create_masked_load": self.load,
@@ -102,7 +102,7 @@ class Instruments:
         return self._rmw(op, real, value, allowed, sem, scope)
 
     def reduce(self, kind: Any, block: Any, value: Any, offsets: Any) -> None:
-        """Add and so on through a descriptor: as atomics, of which none orders anything."""
+        """Add and so on through a descriptor: as relaxed atomics, which order nothing."""
         pointers, mask = block.materialize_pointers(offsets)
         operands = (
             tl.tensor(handle, tl.block_type(handle.dtype, block.block_shape))

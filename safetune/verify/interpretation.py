@@ -1,13 +1,13 @@
-"""Run any kernel in Triton's interpreter, in any process, and leave nothing changed behind.
+"""Run any kernel in Triton's interpreter, in any process, and undo every change afterwards.
 
 Triton decides at decoration whether a kernel is compiled or interpreted, and its own library
-functions (`tl.sum`) at import. Here the plain function under the decorator is taken, with all that
-it calls, so neither matters. Triton's interpreter works by putting other functions into
-`triton.language`, its types, and the globals of the kernel's module. The first two are put back,
-whatever happens; the last is a copy.
+functions (`tl.sum`) at import. This module takes the plain function under the decorator, with every
+function that it calls, so neither matters. Triton's interpreter replaces functions in
+`triton.language`, in its types, and in the globals of the kernel's module. The first two are always
+restored; the last is a copy.
 
-While a kernel runs here, other threads must not compile or interpret one: `triton.language` is not
-itself. Two checks of different threads wait for each other.
+While a kernel runs here, other threads must not compile or interpret a kernel, because
+`triton.language` is changed. Checks in different threads wait for each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOCK = threading.RLock()
 
 _LANGUAGE = "triton.language"
 
-#: Called with the interpreter's builder, returns what takes the place of its methods.
+#: A function of the interpreter's builder that returns replacements for its methods.
 Instruments = Callable[[Any], Mapping[str, Callable[..., Any]]]
 
 
@@ -48,8 +48,8 @@ def interpret(
     """Run a kernel's Python function once for each program of the grid, in order.
 
     Args:
-        arguments: by name. What has `data_ptr()` and `dtype` becomes a pointer; nothing is copied.
-        instruments: see `Instruments`.
+        arguments: by name. Objects with `data_ptr()` and `dtype` become pointers; nothing is
+        copied. instruments: see `Instruments`.
 
     Raises:
         NotInterpretable: the interpreter raised, or the kernel itself did.
@@ -67,12 +67,12 @@ def interpret(
         except Exception as error:
             raise NotInterpretable(
                 f"{function.__name__} does not run in Triton's interpreter: "
-                f"{type(error).__name__}: {error}{_place(error)}"
+                f"{type(error).__name__}: {error}{_location(error)}"
             ) from error
 
 
 def _run(kernel: Callable[..., Any], given: Mapping[str, Any], grid: tuple[int, int, int]) -> None:
-    """Triton's loop over programs, on arguments that are where the kernel is to find them."""
+    """Run Triton's loop over programs."""
     names = list(inspect.signature(kernel).parameters)
     constants = interpreter.GridExecutor(kernel, names, grid).constexprs
     options = {name: value for name, value in given.items() if name in names}
@@ -102,7 +102,7 @@ def _argument(value: Any) -> Any:
 
 
 class _Interpreted:
-    """What a jit function is while kernels run here: called, it runs. Made when first called."""
+    """Replaces a jit function while kernels run here: a call runs it. Made at the first call."""
 
     def __init__(self, function: FunctionType, functions: _Functions) -> None:
         self.__name__ = function.__name__
@@ -114,7 +114,7 @@ class _Interpreted:
 
     @functools.cached_property
     def fn(self) -> FunctionType:
-        """The plain function, with globals in which every kernel is an interpreted one."""
+        """The plain function, with globals in which every kernel is interpreted."""
         function = self._function
         names = set(_names(function.__code__))
         space = {**function.__globals__, **_nonlocals(function)}
@@ -154,19 +154,19 @@ class _Rewriter(interpreter.FunctionRewriter):
 
 
 class _Functions:
-    """Jit functions and what they become, so that the same one is always the same one."""
+    """Jit functions and their replacements: one replacement for each function."""
 
     def __init__(self) -> None:
         self._made: dict[FunctionType, _Interpreted] = {}
 
     def interpreted(self, function: FunctionType) -> _Interpreted:
-        """Return the stand-in for the jit function around a plain one."""
+        """Return the replacement for the jit function around a plain function."""
         if function not in self._made:
             self._made[function] = _Interpreted(function, self)
         return self._made[function]
 
     def convert(self, value: Any) -> Any:
-        """Return what a global, or an argument, of a kernel is in the interpreter."""
+        """Return the value that a global, or an argument, of a kernel has in the interpreter."""
         if is_jit(value):
             return self.interpreted(value.fn)
         if isinstance(value, ModuleType) and not _is_language(value.__name__):
@@ -275,15 +275,15 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _place(error: BaseException) -> str:
-    """Where in the kernel an exception comes from, as ` (file:line)`."""
-    trace, place = error.__traceback__, ""
+def _location(error: BaseException) -> str:
+    """Return the line of the kernel that raised an exception, as ` (file:line)`."""
+    trace, location = error.__traceback__, ""
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
         if not is_machinery(filename):
-            place = f" ({filename}:{trace.tb_lineno})"
+            location = f" ({filename}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return place
+    return location
 
 
 _MACHINERY = tuple(

@@ -1,9 +1,9 @@
-"""Where a checked kernel's arguments are: copies, at addresses of their own.
+"""The memory of a checked kernel: copies of its arguments, at made-up addresses.
 
-A kernel is not given the addresses of the copies. Each storage has an address range far from all
-others, so an address that is out of bounds by less than 8 TiB still says whose bounds, and no stray
-address is another argument's. The kernel's loads and stores are translated; what has no
-translation touches nothing.
+A kernel does not get the addresses of the copies. Each storage has an address range far from all
+others, so an address that is out of bounds by less than 8 TiB still identifies its storage, and a
+stray address never hits another argument. The kernel's loads and stores are translated; an access
+without a translation is skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class View:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -63,7 +63,7 @@ class Region:
     Attributes:
         address: the made-up address of its first byte.
         real: the address of the copy's first byte.
-        original: where the caller's bytes are; an address in memory may point there.
+        original: the address of the caller's bytes; addresses in memory may point there.
     """
 
     address: int
@@ -73,7 +73,7 @@ class Region:
 
 
 class Address:
-    """What a kernel gets for a tensor."""
+    """What a kernel gets instead of a tensor."""
 
     def __init__(self, address: int, dtype: Any) -> None:
         self._address = address
@@ -107,13 +107,13 @@ class Memory:
         self.views = [_view(name, spec) for (name, _), spec in zip(leaves, specs, strict=True)]
 
     def _add(self, index: int, span: Span) -> None:
-        room = torch.zeros(span.size + _ALIGNMENT, dtype=torch.uint8)
-        begin = (span.start - room.data_ptr()) % _ALIGNMENT
-        copy = room[begin : begin + span.size]
+        buffer = torch.zeros(span.size + _ALIGNMENT, dtype=torch.uint8)
+        begin = (span.start - buffer.data_ptr()) % _ALIGNMENT
+        copy = buffer[begin : begin + span.size]
         address = _FIRST + index * _SPACING + span.start % _ALIGNMENT
-        self._buffers.append(room)
+        self._buffers.append(buffer)
         self._copies.append(copy)
-        self.regions.append(Region(address, room.data_ptr() + begin, span.start, span.size))
+        self.regions.append(Region(address, buffer.data_ptr() + begin, span.start, span.size))
 
     def _fill(self, tensor: torch.Tensor) -> None:
         spec = tensor_spec(tensor, self._spans)
@@ -148,7 +148,7 @@ class Memory:
         raise AssertionError(f"no copy at {pointer:#x}")
 
     def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the region of each address, -1 for none, and its byte there, maybe outside."""
+        """Return each address's region, or -1, and its byte offset there, which may be outside."""
         numbers = ((addresses - np.uint64(_FIRST - _SPACING // 2)) >> np.uint64(44)).astype(
             np.int64
         )
@@ -163,7 +163,7 @@ class Memory:
     def _locate_originals(
         self, addresses: np.ndarray, numbers: np.ndarray, offsets: np.ndarray
     ) -> None:
-        """Translate addresses that the kernel has read from memory: those of the caller's bytes."""
+        """Translate addresses of the caller's bytes, which the kernel has read from memory."""
         for number, region in enumerate(self.regions):
             begin, end = region.original, region.original + region.nbytes
             here = (numbers < 0) & (addresses >= begin) & (addresses < end)
@@ -199,7 +199,7 @@ def _mapped(value: Any, change: Any) -> Any:
 
 
 def _is_wrapper(value: Any) -> bool:
-    """Whether a value is a host tensor descriptor, or what `triton.reinterpret` returns.
+    """Whether a value is a host tensor descriptor, or a result of `triton.reinterpret`.
 
     A NumPy array over a tensor's memory has a base, too, but is not an argument of a kernel.
     """

@@ -1,7 +1,8 @@
-"""Who writes what: run a kernel in Triton's interpreter and see which program touches each element.
+"""Run a kernel in Triton's interpreter and record which program accesses each element.
 
-Comparing results cannot find two programs that store the same value to one element; here such an
-element is found by its two owners. The tensors given are not changed, and nothing runs on a device.
+A comparison of results cannot find two programs that store the same value to one element; this
+check finds the element by its two owners. It does not change the given tensors, and runs nothing on
+a device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from safetune.verify.memory import Memory
 from safetune.verify.report import OverlapReport
 from safetune.verify.watch import Watch
 
-#: How long one launch may take in the interpreter unless `timeout_s` says otherwise.
+#: The default of `timeout_s`: seconds that a launch may take in the interpreter.
 TIMEOUT_S = 600.0
 
 _OPTIONS = ("config", "outputs", "reachable", "timeout_s")
@@ -43,35 +44,37 @@ def check_overlap(
     timeout_s: float = TIMEOUT_S,
     **kwargs: Any,
 ) -> OverlapReport:
-    """Run one launch in Triton's interpreter and return which programs break write ownership.
+    """Run one launch in Triton's interpreter and report the programs that break write ownership.
 
-    A finding is an element that is stored by two programs; or written by one and read by another;
-    or stored by one and updated atomically by another; or that lies outside of every argument.
-    Accesses that a lock or a counter orders do not count: atomics on one element that are not
-    relaxed. Of the reads and of the atomics on an element the first and the last are looked at.
+    A finding is an element that two programs store; that one program writes and another reads; that
+    one program stores and another updates atomically; or that lies outside every argument. Accesses
+    that a lock or a counter puts in order do not count: atomics on one element that are not
+    relaxed. Of the reads and of the atomics on an element, the first and the last are checked.
 
     Args:
         kernel: under `@triton.jit`, `@triton.heuristics`, `@triton.autotune` or `@safetune`,
             decorated for the compiler or the interpreter.
         grid: as in `kernel[grid](...)`: one to three sizes, or a function of the arguments.
-        args, kwargs: those of the launch. Tensors of any device; they are copied to the CPU, with
-            all that their storages hold.
-        config: of a tuner, which one to run with; not needed if it has only one.
-        outputs: names of arguments of which each element must be written.
-        reachable: tensors to which the kernel gets by addresses that it reads from memory.
-        timeout_s: seconds in the interpreter. Programs run one after the other, so one that waits
-            for a later one would hang.
+        args, kwargs: those of the launch. Tensors may be on any device; their whole storages are
+            copied to the CPU.
+        config: the config of a tuner to run; optional if the tuner has only one config.
+        outputs: names of arguments of which every element must be written.
+        reachable: tensors that the kernel accesses by addresses that it reads from memory.
+        timeout_s: seconds in the interpreter. Programs run one after another, so a program that
+            waits for a later program would hang.
 
     Raises:
-        InvalidConfig: `config` is missing, or of no tuner, or sets what the call sets too.
-        InvalidSetting: `kernel` is no Triton kernel, an output no argument, or the grid no grid; a
-            parameter has no value; or a name is neither one nor a launch option of Triton's.
+        InvalidConfig: `config` is missing, is given without a tuner, or sets a name that the call
+            passes too.
+        InvalidSetting: `kernel` is not a Triton kernel, an output is not an argument, or `grid` is
+            not a grid; a parameter has no value; or a name is neither a parameter nor a launch
+            option of Triton's.
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
     """
     jit, function = base_function(kernel)
     if not is_jit(jit):
-        raise InvalidSetting(f"{function.__name__} is a {type(jit).__name__}, not a triton.jit one")
+        raise InvalidSetting(f"{function.__name__} is a {type(jit).__name__}, not a Triton kernel")
     named = _named(kernel, args, kwargs)
     _check_names(kernel, kwargs)
     memory = Memory(named, reachable)
@@ -142,9 +145,9 @@ def _defaults(function: Any) -> dict[str, Any]:
 def _apply_decorators(
     kernel: Any, config: Config | None, named: dict[str, Any], copies: dict[str, Any]
 ) -> str:
-    """Add what heuristics and the config set to both dicts; return the config as text.
+    """Add the values of heuristics and of the config to both dicts; return the config as text.
 
-    Heuristics see the caller's tensors, as they only look; a config's hook writes, to the copies.
+    Heuristics get the caller's tensors, because they only read; a config's hook gets the copies.
     """
     text = ""
     while not is_jit(kernel):
@@ -161,8 +164,8 @@ def _apply_decorators(
         kernel = kernel.fn if below is kernel else below
     if config is not None and not text:
         raise InvalidConfig(
-            f"config={config_text(config)}: {kernel.__name__} has no tuner that would set it; pass "
-            "its values as arguments of the call"
+            f"config={config_text(config)}: {kernel.__name__} does not have a tuner; pass the "
+            "values of the config as arguments of the call"
         )
     return text
 
@@ -191,14 +194,14 @@ def _sizes(grid: Any, meta: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def _check_names(kernel: Any, names: Iterable[str]) -> None:
-    """Raise `InvalidSetting` for what no launch takes; Triton itself raises when it compiles."""
+    """Raise `InvalidSetting` for names that no launch takes; Triton raises when it compiles."""
     parameters = kernel.arg_names
     unknown = sorted(set(names) - {*parameters} - backend_options())
     if unknown:
         raise InvalidSetting(
-            f"{', '.join(unknown)}: no parameter of {base_function(kernel)[1].__name__} "
-            f"({', '.join(parameters)}), no launch option of Triton's (num_warps, ...), and none "
-            f"of check_overlap's ({', '.join(_OPTIONS)})"
+            f"{', '.join(unknown)}: unknown name; {base_function(kernel)[1].__name__} has the "
+            f"parameters {', '.join(parameters)}, Triton has launch options (num_warps, ...), and "
+            f"check_overlap has {', '.join(_OPTIONS)}"
         )
 
 
@@ -206,7 +209,7 @@ def _check_complete(jit: Any, values: Mapping[str, Any]) -> None:
     missing = [name for name in jit.arg_names if name not in values]
     if missing:
         raise InvalidSetting(
-            f"{', '.join(missing)}: without a value; {base_function(jit)[1].__name__} has "
+            f"{', '.join(missing)}: no value is given; {base_function(jit)[1].__name__} has "
             f"{', '.join(jit.arg_names)}: pass all of them, or a config that sets them"
         )
 

@@ -1,4 +1,4 @@
-"""What a check of write ownership found, for people and for programs."""
+"""The report of a check of write ownership, for people and for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Program = tuple[int, int, int]
 
 
 class Kind(Enum):
-    """What can be wrong with what programs do to an argument."""
+    """The kinds of findings."""
 
     OVERLAP = "overlap"
     MIXED = "mixed"
@@ -25,7 +25,7 @@ class Kind(Enum):
     UNWRITTEN = "unwritten"
 
 
-#: What the elements of a finding are, after their number.
+#: The text after the number of elements of a finding.
 _WORDS = {
     Kind.OVERLAP: "stored by several programs",
     Kind.MIXED: "stored and atomically updated by different programs",
@@ -34,7 +34,7 @@ _WORDS = {
 }
 
 
-#: How many programs are named when an element is printed.
+#: The most programs that are named when an element is printed.
 _MOST_SHOWN = 8
 
 
@@ -43,9 +43,9 @@ class Place:
     """One element of a finding.
 
     Attributes:
-        index: in the argument; for what is outside, one number, counted in elements from its first.
-        where: for what is outside of a view, how it lies to the storage; else empty.
-        programs: those seen at it.
+        index: in the argument; outside of it one number, in elements from the argument's first.
+        where: outside of a view, the position relative to the storage; else empty.
+        programs: the programs that accessed it.
         lines: the kernel's source lines, as `file:line`.
     """
 
@@ -69,16 +69,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with one argument.
+    """A finding about one argument.
 
     Attributes:
-        argument: its name; names joined by a comma where several are the same view of one storage;
-            empty for addresses that belong to no argument.
-        elements: how many elements it concerns.
-        rows: how many different indices these have but for the last dimension.
-        places: a few of them.
-        access: for `OUTSIDE` what was tried: read, store, atomic.
-        most_programs: for what several programs do to an element, the most seen at one.
+        argument: its name; several names, joined by a comma, for the same view of one storage;
+            empty for addresses outside every argument.
+        elements: the number of elements.
+        rows: the number of rows: of different indices without the last dimension.
+        places: a few of the elements.
+        access: for `OUTSIDE`, the access that was tried: read, store, atomic.
+        most_programs: if several programs access an element, the most at one element.
     """
 
     kind: Kind
@@ -96,9 +96,9 @@ class Finding:
         what = _WORDS.get(self.kind, "")
         if self.kind is Kind.OUTSIDE:
             what = {"read": "read", "poll": "read", "store": "stored"}.get(self.access, "updated")
-            what += " outside its storage" if self.argument else " at addresses of no argument"
+            what += " outside its storage" if self.argument else " outside every argument"
         elif self.kind is Kind.GAP:
-            what = "written inside its storage, but in no argument"
+            what = "written inside its storage, but outside every argument"
         if self.most_programs > 2:
             what += f", up to {self.most_programs} of them"
         lines = [f"{self.argument or 'no argument'}: {count} {what}"]
@@ -123,9 +123,9 @@ class OverlapReport:
         kernel: the name of the function.
         config: of a tuner, the config as text; else empty.
         grid: its three sizes.
-        findings: what is wrong; none where the check passes.
-        written: the arguments that were written at all, or are in `outputs`.
-        idle_programs: programs that wrote nothing; wrong is this only if you say so.
+        findings: empty if the check passes.
+        written: the arguments that were written, or are in `outputs`.
+        idle_programs: programs that wrote nothing, which may be right.
     """
 
     kernel: str
@@ -137,7 +137,7 @@ class OverlapReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no findings."""
         return not self.findings
 
     def find(self, kind: Kind | str, argument: str | None = None) -> Finding | None:

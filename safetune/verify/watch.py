@@ -1,16 +1,16 @@
-"""Which program touched what, and in which order: the record of one interpreted launch.
+"""The record of one interpreted launch: which program accessed which element, and in which order.
 
-Programs run one after the other, so two accesses by different programs have an order here which
-they do not have on a device. They have one there, too, if the first program released and the second
-acquired in between: an atomic operation on one element, unless it is relaxed. A lock, and the
-counter by which the last program knows that it is the last, are made of these. Order is transitive.
-As with every checker of this kind, it is the order of the one run that was seen.
+Programs run one after another, so two accesses by different programs have an order here that they
+do not have on a device. They have that order on a device, too, if the first program released and
+the second acquired in between, by an atomic operation on one element that is not relaxed. Locks are
+made of these, and so is the counter by which the last program knows that it is the last. Order is
+transitive. As with every checker of this kind, it is the order of the run that was checked.
 
 Each access has a number, its time. Per granule of memory (the smallest element size in use) there
 are the times of the last plain store, and of the first and the last atomic and read, so the cost of
 an access does not grow with the number of programs. Two stores must be in order, so the last one
-stands for all; atomics and reads need not be, and the last may be the program's own where the first
-is another's. Accesses that clash are logged.
+stands for all. Atomics and reads need not be in order: the last may be the program's own and the
+first another program's. Accesses that clash are logged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_LOGGED = 1 << 22
 
 
 class Access(Enum):
-    """What a program does to an element. To poll is to read it volatile or atomically."""
+    """Kinds of accesses. A poll is a volatile or atomic read."""
 
     READ = "read"
     STORE = "store"
@@ -43,14 +43,14 @@ class Access(Enum):
 
 
 class Clash(Enum):
-    """What two programs must not do to one element without an order between them."""
+    """Pairs of accesses by two programs to one element that need an order between them."""
 
     OVERLAP = "overlap"
     MIXED = "mixed"
     READ_WRITE = "read_write"
 
 
-#: What an access must not follow, by the arrays of `Times`, if that was another program's.
+#: For each access, the earlier accesses (arrays of `Times`) of another program that clash with it.
 _RIVALS: dict[Access, dict[Clash, tuple[str, ...]]] = {
     Access.READ: {Clash.READ_WRITE: ("stored", "first_update", "last_update")},
     Access.STORE: {
@@ -115,7 +115,7 @@ class Stray:
     """Accesses of one instruction by one program outside every argument's storage.
 
     Attributes:
-        region: whose address it is by distance; -1 for no argument's.
+        region: the region closest to the address; -1 if every region is far away.
         offsets: bytes from the region's start; for no region, the addresses themselves.
     """
 
@@ -163,7 +163,7 @@ class Watch:
         return programs[np.searchsorted(begins, times, side="right") - 1]
 
     def enter(self, ids: tuple[int, int, int]) -> None:
-        """Note which program makes the accesses from here on."""
+        """Set the program of the accesses that follow."""
         _, height, depth = self._grid
         program = (ids[0] * height + ids[1]) * depth + ids[2]
         if program != self._program:
@@ -171,13 +171,13 @@ class Watch:
             self._programs.append(program)
             self._begins.append(self._begin)
 
-    def check_time(self, place: tuple[object, ...]) -> None:
+    def check_time(self, location: tuple[object, ...]) -> None:
         """Raise `NotInterpretable` if the launch takes longer than its limit."""
         if time.monotonic() > self._deadline:
             raise NotInterpretable(
                 f"the launch took longer than timeout_s={self._timeout_s:g} in Triton's "
-                f"interpreter, now at {':'.join(map(str, place))}: check a smaller problem. "
-                "Programs run one after the other: one that waits for a later one hangs."
+                f"interpreter, now at {':'.join(map(str, location))}: check a smaller problem. "
+                "Programs run one after another, so a program that waits for a later one hangs."
             )
 
     def access(
@@ -189,7 +189,7 @@ class Watch:
         acquires: bool = False,
         releases: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Record one operation; return the real addresses, and which of them may be touched.
+        """Record one operation; return the real addresses, and which of them may be accessed.
 
         Raises:
             NotInterpretable: the launch takes longer than its limit.
@@ -259,7 +259,7 @@ class Watch:
             times.log.append((clash, where, prior, now))
 
     def _acquire(self, address: int) -> None:
-        """See what programs had done when they released through this address."""
+        """Adopt the clock that programs released through this address."""
         released = self._released.get(address)
         if released is not None:
             self._seen = released.joined(self._seen)
@@ -271,7 +271,7 @@ class Watch:
 
 
 def _kernel_line() -> tuple[str, int]:
-    """The innermost line of the kernel, or of what it calls, that is being run."""
+    """Return the innermost running line of the kernel or of a function that it calls."""
     frame = sys._getframe(2)
     while is_machinery(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back

@@ -522,7 +522,7 @@ class TestOutside:
         assert len(report.findings) == 1
         assert found.elements == 16
         assert [place.index for place in found.places] == [(4,), (5,), (6,)]
-        assert found.places[0].where == "in its storage, in no argument"
+        assert found.places[0].where == "in its storage, outside every argument"
         assert check_overlap(store, (1,), whole[:, 4:8], 16, 4, 4).ok
         assert check_overlap(store, (1,), whole, 16, 4, 16, outputs=["y"]).ok
 
@@ -863,7 +863,8 @@ class TestErrors:
         tuner = triton.autotune(configs=[triton.Config(config)], key=[])(add_kernel)
         (name,) = {**named, **config}
 
-        with pytest.raises(InvalidSetting, match=rf"^{name}: no parameter of add_kernel \(y, x, n"):
+        message = rf"^{name}: unknown name; add_kernel has the parameters y, x, n"
+        with pytest.raises(InvalidSetting, match=message):
             check_overlap(tuner, (1,), zeros(4), zeros(4), 4, 16, **named)
 
     def test_an_argument_twice(self) -> None:
@@ -875,7 +876,7 @@ class TestErrors:
     )
     def test_an_argument_that_is_missing(self, grid: Any) -> None:
         with pytest.raises(
-            InvalidSetting, match=r"^n, BLOCK: without a value; add_kernel has y, x"
+            InvalidSetting, match=r"^n, BLOCK: no value is given; add_kernel has y, x"
         ):
             check_overlap(add_kernel, grid, zeros(4), zeros(4))
 
@@ -886,7 +887,7 @@ class TestErrors:
 
     def test_a_config_without_a_tuner(self) -> None:
         """Where the parameter has a default, the launch would be another one than was meant."""
-        with pytest.raises(InvalidConfig, match="add_kernel has no tuner that would set it"):
+        with pytest.raises(InvalidConfig, match="add_kernel does not have a tuner; pass"):
             check_overlap(add_kernel, (1,), zeros(4), zeros(4), 4, 16, config=CONFIGS[0])
 
     def test_launch_options(self) -> None:
