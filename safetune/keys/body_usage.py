@@ -1,8 +1,8 @@
-"""Which parameters of a kernel its code reads.
+"""Which parameters of a kernel its body reads.
 
-A parameter is read when its value can reach anything: one that is only handed to a callee which
-ignores it, or that is assigned before it is used, is not. Whatever cannot be followed reads all
-that it is given, so a mistake keeps a name that could go and never drops one that matters.
+A parameter is read when its value can reach anything. It is not read when it is only passed to a
+callee that ignores it, or assigned before it is used. Code that cannot be followed reads all of its
+arguments, so a mistake keeps a name that could be dropped, and never drops one that matters.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 
 
 @dataclass
-class Reads:
-    """Who reads which names: each reader as people read it, with its place.
+class Usage:
+    """The code that reads each name, as text with file and line.
 
     Attributes:
         names: the first reader of each name.
@@ -44,18 +44,18 @@ class Reads:
     names: dict[str, str] = field(default_factory=dict)
     everything: str = ""
 
-    def find(self, name: str) -> str:
-        """Return the code that reads `name`, or "" if nothing reads it."""
+    def reader_of(self, name: str) -> str:
+        """Return what reads `name`, or "" where nothing does."""
         return self.names.get(name) or self.everything
 
-    def add(self, other: Reads) -> None:
-        """Take over what `other` found; the first reader of a name stays."""
+    def add(self, other: Usage) -> None:
+        """Add the readers in `other`; the first reader of a name stays."""
         self.names = {**other.names, **self.names}
         self.everything = self.everything or other.everything
 
 
-def body_reads(kernel: Any) -> Reads:
-    """Return what the body of `kernel` reads, through every jit function that it calls.
+def usage_in_body(kernel: Any) -> Usage:
+    """Return the parameters that the body of `kernel` reads, through every jit function it calls.
 
     Raises:
         InvalidSetting: `kernel` is not a Triton kernel.
@@ -63,10 +63,10 @@ def body_reads(kernel: Any) -> Reads:
     jit, function = base_function(kernel)
     lines = _JitBodies().lines(jit)
     if lines is None:
-        return Reads(everything="the body, whose source is missing")
-    place = Path(function.__code__.co_filename).name
+        return Usage(everything="the body, whose source is missing")
+    file = Path(function.__code__.co_filename).name
     offset = max(definition_line(jit) - 1, 0)
-    return Reads({name: f"the body ({place}:{line + offset})" for name, line in lines.items()})
+    return Usage({name: f"the body ({file}:{line + offset})" for name, line in lines.items()})
 
 
 class _JitBodies:
@@ -79,12 +79,12 @@ class _JitBodies:
         """Return the first line that reads each parameter; None where anything may be read."""
         function = jit.fn
         if id(function) not in self._known:
-            # A function that is met again while it is being looked at reads all that it is given.
+            # A function that calls itself reads all of its arguments.
             self._known[id(function)] = None
-            self._known[id(function)] = self._look_at(jit)
+            self._known[id(function)] = self._analyse(jit)
         return self._known[id(function)]
 
-    def _look_at(self, jit: Any) -> dict[str, int] | None:
+    def _analyse(self, jit: Any) -> dict[str, int] | None:
         text = source_of(jit)
         if text is None:
             return None
@@ -110,7 +110,7 @@ class _JitBodies:
 
 
 def bind(call: ast.Call, function: Callable[..., Any]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (parameter, argument) of a call, as far as its text says which goes where."""
+    """Yield (parameter, argument) of a call, as far as its text shows which is which."""
     known = inspect.signature(function).parameters
     positional = [
         parameter.name

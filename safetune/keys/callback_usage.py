@@ -1,7 +1,8 @@
 """Which kernel arguments the Python functions around a kernel read.
 
 Heuristics, prune functions, performance models, hooks and launch metadata get the arguments as a
-dict or by name. One that hands its whole dict on, or whose source is missing, reads everything.
+dict or by name. A function that passes its whole dict on, or whose source is missing, reads
+everything.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from safetune.keys.body_usage import FRAME_READERS, Reads, parameter_lines
+from safetune.keys.body_usage import FRAME_READERS, Usage, parameter_lines
 from safetune.keys.kernel_digest import (
     base_function,
     definition_line,
@@ -29,107 +30,113 @@ from safetune.keys.source_text import MISSING, FunctionNode, Scope, last_name, n
 _ENTRY_METHODS = frozenset({"get", "pop", "setdefault", "__getitem__"})
 
 
-def reader_reads(
+def usage_in_callbacks(
     kernel: Any,
     configs: Iterable[Any] = (),
     prune_configs_by: Mapping[str, Any] | None = None,
     pre_hook: Any = None,
     post_hook: Any = None,
-) -> Reads:
-    """Return what every Python function around the kernel reads.
+) -> Usage:
+    """Return the arguments that every Python function around the kernel reads.
 
     Raises:
         InvalidSetting: `kernel` is not a Triton kernel.
     """
     jit, _ = base_function(kernel)
     prune = prune_configs_by or {}
-    found = Reads()
+    found = Usage()
     for name, heuristic in inner_heuristics(kernel).items():
-        found.add(callable_reads(f"the heuristic for {name}", heuristic, position=0))
+        found.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
     found.add(_decorating_heuristics(jit, below=_heuristics_count(kernel)))
     found.add(
-        callable_reads(
+        usage_in_callback(
             "early_config_prune", prune.get("early_config_prune"), position=1, by_name=True
         )
     )
-    found.add(callable_reads("perf_model", prune.get("perf_model"), by_name=True))
-    found.add(callable_reads("pre_hook", pre_hook, position=0))
-    found.add(callable_reads("post_hook", post_hook, position=0))
+    found.add(usage_in_callback("perf_model", prune.get("perf_model"), by_name=True))
+    found.add(usage_in_callback("pre_hook", pre_hook, position=0))
+    found.add(usage_in_callback("post_hook", post_hook, position=0))
     hooks = {id(config.pre_hook): config.pre_hook for config in configs}
     for hook in hooks.values():
-        found.add(callable_reads("a config's pre_hook", hook, position=0))
+        found.add(usage_in_callback("a config's pre_hook", hook, position=0))
     metadata = option_of(jit, "launch_metadata")
-    found.add(callable_reads("launch_metadata", metadata, position=2))
+    found.add(usage_in_callback("launch_metadata", metadata, position=2))
     fields = ("constants", "signature")
-    found.add(callable_reads("repr", option_of(jit, "repr"), position=0, fields=fields))
+    found.add(usage_in_callback("repr", option_of(jit, "repr"), position=0, fields=fields))
     return found
 
 
-def callable_reads(
-    who: str,
-    reader: Any,
+def usage_in_callback(
+    label: str,
+    callback: Any,
     *,
     position: int | None = None,
     by_name: bool = False,
     fields: tuple[str, ...] = (),
-) -> Reads:
-    """Return which names one function reads.
+) -> Usage:
+    """Return the names that one function reads.
 
     Args:
-        who: what to call the function in an explanation.
-        reader: the function, or any callable; None reads nothing.
+        label: the function's name in an explanation.
+        callback: the function, or any callable; None reads nothing.
         position: of the parameter that gets the arguments as a dict.
         by_name: the other parameters are kernel arguments too.
         fields: the attributes that hold the dicts, where the parameter is not a dict itself.
     """
-    if reader is None:
-        return Reads()
-    function, shift = _python_function(reader)
+    if callback is None:
+        return Usage()
+    function, shift = _python_function(callback)
     nodes = nodes_of(function) if function is not None else ()
     if function is None or not nodes:
-        return Reads(everything=f"{who}, whose source is missing")
+        return Usage(everything=f"{label}, whose source is missing")
     index = None if position is None else position + shift
     skip = shift if index is None else index + 1
-    place = Path(function.__code__.co_filename).name
-    found = Reads()
+    file = Path(function.__code__.co_filename).name
+    found = Usage()
     for node in nodes:
         found.add(
-            _node_reads(f"{who} ({place}:{{}})", node, index, skip if by_name else None, fields)
+            _usage_in_node(f"{label} ({file}:{{}})", node, index, skip if by_name else None, fields)
         )
     return found
 
 
-def _node_reads(
-    who: str, node: FunctionNode, index: int | None, named_from: int | None, fields: tuple[str, ...]
-) -> Reads:
-    """What one function reads; `who` has a place for the line."""
+def _usage_in_node(
+    label: str,
+    node: FunctionNode,
+    index: int | None,
+    named_from: int | None,
+    fields: tuple[str, ...],
+) -> Usage:
+    """Return what one function reads; `label` has braces for the line."""
     arguments = node.args
     positional = [arg.arg for arg in [*arguments.posonlyargs, *arguments.args]]
     dicts = []
     if index is not None and index < len(positional):
         dicts.append(positional[index])
     elif index is not None:
-        return Reads(everything=who.format(node.lineno))
-    found = Reads()
+        return Usage(everything=label.format(node.lineno))
+    found = Usage()
     if named_from is not None:
         named = {*positional[named_from:], *(arg.arg for arg in arguments.kwonlyargs)}
         lines = parameter_lines(node)
-        found.names = {name: who.format(lines[name]) for name in lines if name in named}
+        found.names = {name: label.format(lines[name]) for name in lines if name in named}
         if arguments.kwarg is not None:
             dicts.append(arguments.kwarg.arg)
     for name in dicts:
-        found.add(entry_reads(who, node, name, fields))
+        found.add(usage_of_dict(label, node, name, fields))
     return found
 
 
-def entry_reads(who: str, node: FunctionNode, name: str, fields: tuple[str, ...] = ()) -> Reads:
-    """Return which entries of the dict `name` a function reads; `who` has a place for the line."""
+def usage_of_dict(label: str, node: FunctionNode, name: str, fields: tuple[str, ...] = ()) -> Usage:
+    """Return the entries of a dict that a function reads; `label` has braces for the line."""
     visitor = _DictUse(name, fields)
     for statement in node.body if isinstance(node.body, list) else [node.body]:
         visitor.visit(statement)
-    names = {entry: who.format(line) for entry, line in visitor.lines.items()}
-    whole = f"{who.format(visitor.whole)}, which hands all of `{name}` on" if visitor.whole else ""
-    return Reads(names, whole)
+    names = {entry: label.format(line) for entry, line in visitor.lines.items()}
+    whole = (
+        f"{label.format(visitor.whole)}, which passes all of `{name}` on" if visitor.whole else ""
+    )
+    return Usage(names, whole)
 
 
 class _DictUse(ast.NodeVisitor):
@@ -200,15 +207,15 @@ class _DictUse(ast.NodeVisitor):
             self.whole = node.lineno
 
 
-def _decorating_heuristics(jit: Any, below: int) -> Reads:
-    """What `@triton.heuristics` in the text above a kernel read, but for the last `below`.
+def _decorating_heuristics(jit: Any, below: int) -> Usage:
+    """Return what the `@triton.heuristics` above a kernel read, except for the last `below`.
 
-    Those above the tuner do not exist yet when the tuner is made, only their text does.
+    Heuristics above the tuner do not exist yet when the tuner is made; only their text does.
     """
     lines, first = source_lines(jit)
     text = "".join(lines[: definition_line(jit) - first])
     if "heuristics" not in text:
-        return Reads()
+        return Usage()
     module = parse("\n" * (first - 1) + textwrap.dedent(text) + "def decorated(): ...")
     decorators = [
         decorator
@@ -216,25 +223,25 @@ def _decorating_heuristics(jit: Any, below: int) -> Reads:
         for decorator in getattr(node, "decorator_list", [])
         if isinstance(decorator, ast.Call) and last_name(decorator.func) == "heuristics"
     ]
-    found = Reads()
+    found = Usage()
     for decorator in decorators[: len(decorators) - below]:
         for value in [*decorator.args, *(keyword.value for keyword in decorator.keywords)]:
-            for reader in value.values if isinstance(value, ast.Dict) else [value]:
-                found.add(_written_reader("a heuristic", reader, jit.fn))
+            for function in value.values if isinstance(value, ast.Dict) else [value]:
+                found.add(_usage_in_written("a heuristic", function, jit.fn))
     return found
 
 
-def _written_reader(who: str, value: ast.expr, function: FunctionType) -> Reads:
-    """What a reader, or a dict of them, reads that a decorator of `function` names."""
-    place = f"{Path(function.__code__.co_filename).name}:{{}}"
+def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Usage:
+    """Return what a function, or a dict of functions, in a decorator's text reads."""
+    location = f"{Path(function.__code__.co_filename).name}:{{}}"
     if isinstance(value, ast.Lambda):
-        return _node_reads(f"{who} ({place})", value, 0, None, ())
+        return _usage_in_node(f"{label} ({location})", value, 0, None, ())
     known = Scope(function).resolve(value)
     if known is MISSING:
-        return Reads(everything=f"{who} ({place.format(value.lineno)})")
-    found = Reads()
-    for reader in known.values() if isinstance(known, dict) else [known]:
-        found.add(callable_reads(who, reader, position=0))
+        return Usage(everything=f"{label} ({location.format(value.lineno)})")
+    found = Usage()
+    for callback in known.values() if isinstance(known, dict) else [known]:
+        found.add(usage_in_callback(label, callback, position=0))
     return found
 
 
@@ -246,19 +253,19 @@ def _heuristics_count(kernel: Any) -> int:
     return count
 
 
-def _python_function(reader: Any) -> tuple[FunctionType | None, int]:
-    """The Python function that a callable ends in, and how many parameters it has bound."""
+def _python_function(callback: Any) -> tuple[FunctionType | None, int]:
+    """Return the Python function that a callable calls, and how many parameters are bound."""
     shift = 0
-    while not inspect.isfunction(reader):
-        if isinstance(reader, functools.partial):
-            shift += len(reader.args)
-            reader = reader.func
-        elif inspect.ismethod(reader):
+    while not inspect.isfunction(callback):
+        if isinstance(callback, functools.partial):
+            shift += len(callback.args)
+            callback = callback.func
+        elif inspect.ismethod(callback):
             shift += 1
-            reader = reader.__func__
-        elif inspect.isfunction(call := inspect.getattr_static(type(reader), "__call__", None)):
+            callback = callback.__func__
+        elif inspect.isfunction(call := inspect.getattr_static(type(callback), "__call__", None)):
             shift += 1
-            reader = call
+            callback = call
         else:
             return None, 0
-    return reader, shift
+    return callback, shift

@@ -1,4 +1,4 @@
-"""What a choice depends on besides the kernel and its arguments: the device and the toolchain.
+"""The device and the toolchain, which a choice depends on besides the kernel and its arguments.
 
 Nothing here is read before the first miss: `import safetune` touches no GPU.
 """
@@ -45,7 +45,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What turned the kernel into a binary.
+    """The compiler and the settings that turn a kernel into a binary.
 
     Attributes:
         triton: its version.

@@ -1,7 +1,7 @@
-"""Values as JSON that tells types apart and never changes between processes.
+"""Values as JSON that keeps their types and is the same in every process.
 
-JSON itself keeps `1`, `true` and `1.0` apart. What it lacks is wrapped in a one-entry object:
-dtypes, tuples, non-finite floats, and, as a last resort, any other object by type and repr.
+JSON itself distinguishes `1`, `true` and `1.0`. Values that it lacks are wrapped in a one-entry
+object: dtypes, tuples, non-finite floats, and, as a last resort, any other object by type and repr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRITON_DTYPES = {
     "int1": "bool",
 }
 
-#: What a default repr ends with, and no two processes share.
+#: The end of a default repr, which differs between processes.
 ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
@@ -55,8 +55,8 @@ def is_dtype(value: Any) -> bool:
 def encode(value: Any) -> Any:
     """Return `value` as plain JSON data, with its type.
 
-    A tensor becomes its dtype alone: a tuning choice may depend on what kind of memory an argument
-    is, never on which.
+    A tensor becomes its dtype alone: a choice may depend on the type of an argument's elements,
+    never on its address or contents.
     """
     if type(value) in (type(None), bool, int, str):
         return value
@@ -85,20 +85,20 @@ def dumps(data: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Return the plain data of a JSON text; raises `ValueError` on what `dumps` never writes."""
-    return json.loads(text, parse_constant=no_number, parse_float=finite)
+    """Return the plain data of a JSON text; raises `ValueError` for numbers that are not finite."""
+    return json.loads(text, parse_constant=not_finite, parse_float=finite)
 
 
 def finite(text: str) -> float:
     """Return the number in a JSON text; raises `ValueError` where it is too large for a float."""
     number = float(text)
     if not math.isfinite(number):
-        no_number(text)
+        not_finite(text)
     return number
 
 
-def no_number(text: str) -> NoReturn:
-    """Raise `ValueError`: the text is not a finite number."""
+def not_finite(text: str) -> NoReturn:
+    """Raise `ValueError` for a number that is not finite."""
     raise ValueError(f"{text[:20]} is not a finite number")
 
 

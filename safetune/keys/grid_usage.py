@@ -1,7 +1,7 @@
 """Which kernel arguments the launch grids in a kernel's own module read.
 
-Only the text of the module is looked at. A grid that is a function reads the entries of its dict;
-any grid also reads the arguments of its launch that are made of what the grid is made of.
+Only the text of the module is searched. A grid function reads the entries of its dict. A grid also
+reads an argument of its launch if both are made of the same values.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetune.keys.body_usage import Reads
-from safetune.keys.callback_usage import entry_reads
+from safetune.keys.body_usage import Usage
+from safetune.keys.callback_usage import usage_of_dict
 from safetune.keys.kernel_digest import base_function
 from safetune.keys.name_bindings import definitions, parts_of, values_of
 from safetune.keys.source_text import KEPT_TREES, last_name, module_text, parse
@@ -22,10 +22,10 @@ from safetune.keys.source_text import KEPT_TREES, last_name, module_text, parse
 
 @dataclass(frozen=True)
 class Launch:
-    """One place that gives something a grid.
+    """One expression that launches something on a grid.
 
     Attributes:
-        target: what is launched.
+        target: the kernel, as an expression.
         grid: the grid expression.
         call: the call with the kernel's arguments, where there is one.
         scopes: the functions around it and the module, innermost first.
@@ -37,23 +37,23 @@ class Launch:
     scopes: tuple[ast.AST, ...]
 
 
-def grid_reads(kernel: Any, arg_names: Sequence[str]) -> Reads:
-    """Return what the grids read with which the kernel's module launches it.
+def usage_in_grids(kernel: Any, arg_names: Sequence[str]) -> Usage:
+    """Return the arguments that the grids read with which the kernel's module launches it.
 
     Raises:
         InvalidSetting: `kernel` is not a Triton kernel.
     """
     _, function = base_function(kernel)
     module = module_text(function)
-    found = Reads()
+    found = Usage()
     if module is None:
         return found
     aliases = _aliases(module.text, function.__name__)
-    place = Path(function.__code__.co_filename).name
+    file = Path(function.__code__.co_filename).name
     for launch in _launches(module.text):
         if _is_one_of(launch.target, aliases):
-            who = f"the grid ({place}:{{}})"
-            found.add(_launch_reads(who, launch, arg_names))
+            label = f"the grid ({file}:{{}})"
+            found.add(_usage_in_launch(label, launch, arg_names))
     return found
 
 
@@ -100,7 +100,7 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
 
 
 def _aliases(text: str, name: str) -> set[str]:
-    """`name` and the names that the module assigns it to, wrapped or as it is."""
+    """Return `name` and every name that the module assigns it to, decorated or not."""
     names = {name}
     for _ in range(3):
         for value, targets in _names_assigned(text):
@@ -111,7 +111,7 @@ def _aliases(text: str, name: str) -> set[str]:
 
 @functools.lru_cache(KEPT_TREES)
 def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
-    """What a module assigns to names, but for what a launch returns."""
+    """Return the values that a module assigns to names, except for results of a launch."""
     module = parse(text)
     return [
         (value, [name for target in targets for name in _target_names(target)])
@@ -146,24 +146,24 @@ def _target_names(target: ast.AST) -> Iterator[str]:
             yield from _target_names(item)
 
 
-def _launch_reads(who: str, launch: Launch, arg_names: Sequence[str]) -> Reads:
-    found = Reads()
+def _usage_in_launch(label: str, launch: Launch, arg_names: Sequence[str]) -> Usage:
+    found = Usage()
     parts: set[str] = set()
     for grid in definitions(launch.grid, launch.scopes):
         if grid is None:
             line = launch.grid.lineno
-            return Reads(everything=f"{who.format(line)}, which cannot be followed")
+            return Usage(everything=f"{label.format(line)}, which cannot be followed")
         if isinstance(grid, (ast.Lambda, ast.FunctionDef)):
             for parameter in [*grid.args.posonlyargs, *grid.args.args][:1]:
-                found.add(entry_reads(who, grid, parameter.arg))
+                found.add(usage_of_dict(label, grid, parameter.arg))
         parts |= parts_of(grid, launch.scopes)
     for name in _shared(launch, parts, arg_names):
-        found.names.setdefault(name, who.format(launch.grid.lineno))
+        found.names.setdefault(name, label.format(launch.grid.lineno))
     return found
 
 
 def _shared(launch: Launch, parts: set[str], arg_names: Sequence[str]) -> Iterator[str]:
-    """The arguments of a launch whose value is among the parts of its grid."""
+    """Yield the arguments of a launch whose value is among the parts of its grid."""
     yield from (name for name in arg_names if ast.dump(ast.Name(name, ast.Load())) in parts)
     call = launch.call
     pairs: list[tuple[str | None, ast.expr]] = []

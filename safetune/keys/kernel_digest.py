@@ -1,9 +1,9 @@
-"""What a kernel is: its text and the text and values of everything that it refers to.
+"""A kernel's identity: a digest of its text, and of the text and values that it refers to.
 
 The digest is made of source text and plain values only, so it is the same with the compiler and in
-the interpreter, in every supported Triton and Python. It does not depend on line numbers, module
-paths and decorators. It resolves globals when it is called, not when the kernel is defined: call it
-at the first launch, when the module's later helpers exist.
+the interpreter, in every supported Triton and Python. Line numbers, module paths and decorators do
+not enter it. Globals are read when the digest is computed, not when the kernel is defined: compute
+it at the first launch, when the module's later helpers exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from safetune.keys.source_text import (
 )
 from safetune.keys.tuning_key import KernelIdentity
 
-#: Packages whose functions are named in a digest, not read; the toolchain has their versions.
+#: Packages whose functions enter a digest by name, not by text; the toolchain has their versions.
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"triton", "torch", "numpy", "jax"}
 
 _DEF = re.compile(r"^def\s+\w+\s*\(", re.MULTILINE)
@@ -75,9 +75,9 @@ def source_of(jit: Any) -> str | None:
 
 
 def source_lines(jit: Any) -> tuple[list[str], int]:
-    """Return the lines as they are in the file, decorators included, and the first one's number.
+    """Return the lines as in the file, decorators included, and the number of the first line.
 
-    No lines where the source is missing.
+    Without the source, there are no lines.
     """
     if hasattr(jit, "raw_src"):
         return list(jit.raw_src), jit.starting_line_number
@@ -94,7 +94,7 @@ def definition_line(jit: Any) -> int:
 
 
 def option_of(jit: Any, name: str) -> Any:
-    """Return an option of `@triton.jit`; the interpreter keeps them elsewhere."""
+    """Return an option of `@triton.jit`, compiled or interpreted."""
     if hasattr(jit, "rewriter"):
         return jit.kwargs.get(name)
     return getattr(jit, "_repr" if name == "repr" else name, None)
@@ -113,10 +113,10 @@ def inner_heuristics(kernel: Any) -> dict[str, Any]:
 
 
 def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
-    """Return the identity of a kernel: a digest over all that decides what it computes.
+    """Return the identity of a kernel: a digest over everything that decides what it computes.
 
     Args:
-        around: hooks and the like that run around each launch; None stands for a missing hook.
+        around: the hooks and settings around each launch; None among them means no hook.
 
     Raises:
         InvalidSetting: `kernel` is not a Triton kernel.
@@ -140,13 +140,13 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
 
 
 def function_digest(function: Any) -> str:
-    """Return a digest of a Python function: its text, and what it refers to."""
+    """Return a digest of a Python function: its text, and the values that it refers to."""
     graph = _Graph()
     return encoding.digest([graph.describe(function), graph.functions])
 
 
 class _Graph:
-    """Numbers functions as they are met, so that cycles end and module paths do not matter."""
+    """Values as plain data, with functions by number: cycles end, module paths do not enter."""
 
     def __init__(self) -> None:
         self.functions: list[Any] = []
@@ -239,8 +239,7 @@ class _Graph:
     def _function(self, jit: Any, function: FunctionType) -> Any:
         text = _text_of(jit, function)
         if text is None:
-            # Nothing but the compiled code is left to tell it from another; that one is bound to
-            # the version of Python.
+            # Only the compiled code identifies it, and that depends on the Python version.
             code = function.__code__
             constants = encoding.ADDRESS.sub("", repr(code.co_consts))
             text = f"{code.co_code.hex()} {code.co_names} {constants}"
@@ -269,7 +268,7 @@ def _text_of(jit: Any, function: FunctionType) -> str | None:
 
 
 def _references(text: str, scope: Scope) -> dict[str, Any]:
-    """Return what the free dotted names in `text` stand for, without those of the toolchain."""
+    """Return the values of the free dotted names in `text`, without those of the toolchain."""
     tree = tree_of(text if not text.startswith("lambda") else f"({text})")
     return {str(dotted(node)): _resolve(node, scope) for node in free_names(tree)}
 
@@ -285,5 +284,5 @@ def _resolve(node: ast.AST, scope: Scope) -> Any:
 
 
 def is_foreign(module: str | None) -> bool:
-    """Whether a module belongs to the toolchain or to Python, and not to the kernel's author."""
+    """Whether a module belongs to the toolchain or to Python."""
     return (module or "").partition(".")[0] in _FOREIGN

@@ -1,6 +1,6 @@
-"""Which key names a kernel reads, and what becomes of those that it does not.
+"""Which key names a kernel reads, and which are dropped because nothing reads them.
 
-Decided once per kernel, from text: nothing is called, compiled or imported. A name that nothing
+Decided once per kernel, from text: no code is called, compiled or imported. A name that nothing
 reads cannot change which config is best; each new value of it would only tune and compile again.
 """
 
@@ -18,24 +18,24 @@ from enum import Enum
 from typing import Any
 
 from safetune.errors import InvalidSetting, PhantomKey
-from safetune.keys.body_usage import Reads, body_reads
-from safetune.keys.callback_usage import reader_reads
-from safetune.keys.grid_usage import grid_reads
+from safetune.keys.body_usage import Usage, usage_in_body
+from safetune.keys.callback_usage import usage_in_callbacks
+from safetune.keys.grid_usage import usage_in_grids
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
 from safetune.settings import PhantomPolicy
 
 _log = logging.getLogger("safetune")
 
-#: Names that say themselves that they are there to group values, as flash-attn and FBGEMM use them.
+#: Names for groups of values, as flash-attn and FBGEMM use them.
 _BUCKET = re.compile(r"bucket|^cache_key_|^autotune_|_key$", re.IGNORECASE)
 
 
 class PhantomKeyWarning(UserWarning):
-    """A key names something that cannot matter, or that is not there."""
+    """A key has a name that nothing reads, or that is not a parameter of the kernel."""
 
 
 class NameKind(str, Enum):
-    """What a key name is."""
+    """The class of a key name."""
 
     UNKNOWN = "unknown"
     READ = "read"
@@ -46,7 +46,7 @@ class NameKind(str, Enum):
 
 @dataclass(frozen=True)
 class NameReport:
-    """One key name: what it is, and why."""
+    """The class of one key name, and the reason."""
 
     name: str
     kind: NameKind
@@ -55,15 +55,14 @@ class NameReport:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """What became of a key. `str()` of it is what people read.
+    """The class of every name in a key. `str()` of it prints readably.
 
     Attributes:
         kernel: the kernel's name.
-        location: where it is defined, as `file:line`.
+        location: the kernel's definition, as `file:line`.
         names: one report per key name, in the key's order.
         missing: constexprs that the body reads and that key, configs and heuristics leave out.
         kept_all: nothing reads any of the names, so all of them are kept.
-        constexprs: the parameters that are compile-time constants.
     """
 
     kernel: str
@@ -71,7 +70,6 @@ class KeyReport:
     names: tuple[NameReport, ...]
     missing: tuple[str, ...]
     kept_all: bool
-    constexprs: frozenset[str]
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -81,18 +79,13 @@ class KeyReport:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names that do not, phantom or unknown."""
+        """The names that are not part of the key: phantom or unknown."""
         return tuple(report.name for report in self.names if report.name not in self.kept)
 
     @property
     def pinned(self) -> tuple[str, ...]:
-        """The parameters of which any value compiles to the same kernel: every dropped phantom."""
+        """The dropped parameters: any value of them compiles to the same kernel."""
         return self.of_kind(NameKind.PHANTOM)
-
-    @property
-    def pinned_constexprs(self) -> tuple[str, ...]:
-        """Those of `pinned` that are compile-time constants."""
-        return tuple(name for name in self.pinned if name in self.constexprs)
 
     def of_kind(self, kind: NameKind) -> tuple[str, ...]:
         """Return the names of one kind, in the key's order."""
@@ -124,13 +117,13 @@ def classify(
     pre_hook: Any = None,
     post_hook: Any = None,
 ) -> KeyReport:
-    """Return what each name in `key` is, and warn about those that are dropped.
+    """Return the class of each name in `key`, and warn about those that are dropped.
 
     Args:
         kernel: the jit function, or what decorates it below the tuner.
-        key: the names, or "auto" for every one that is read and that nothing sets.
-        configs: the configs; what they set needs no place in the key.
-        policy: what becomes of a name that nothing reads.
+        key: the names, or "auto" for every parameter that is read and that nothing sets.
+        configs: the configs; a parameter that they set need not be in the key.
+        policy: what to do with a name that nothing reads.
         keep: names that stay although nothing reads them.
         prune_configs_by, pre_hook, post_hook: as in `triton.autotune`.
 
@@ -141,25 +134,24 @@ def classify(
     """
     configs = list(configs)
     facts = _Kernel(kernel, configs)
-    facts.readers = reader_reads(kernel, configs, prune_configs_by, pre_hook, post_hook)
+    facts.callbacks = usage_in_callbacks(kernel, configs, prune_configs_by, pre_hook, post_hook)
     keep = _names("keep", keep)
     names = facts.automatic_key() if key == "auto" else _names("key", key)
     if stray := [name for name in keep if name not in names]:
         raise InvalidSetting(
             f"keep={keep} of {facts.name} has {', '.join(stray)}, which is not in key={names}"
         )
-    judged = [facts.judge(name, keep, policy) for name in names]
-    phantom = [report.name for report in judged if report.kind is NameKind.PHANTOM]
-    reports = _never_empty(judged)
+    found = [facts.classify(name, keep, policy) for name in names]
+    phantom = [report.name for report in found if report.kind is NameKind.PHANTOM]
+    reports = _never_empty(found)
     report = KeyReport(
         kernel=facts.name,
         location=f"{facts.file}:{facts.line}",
         names=tuple(reports),
         missing=() if key == "auto" else facts.missing(names),
-        kept_all=reports != judged,
-        constexprs=frozenset(facts.constexprs),
+        kept_all=reports != found,
     )
-    _announce(report, phantom, facts, policy)
+    _report(report, phantom, facts, policy)
     return report
 
 
@@ -177,9 +169,9 @@ def _never_empty(reports: list[NameReport]) -> list[NameReport]:
 
 
 class _Kernel:
-    """What is to be known of a kernel to judge its key."""
+    """A kernel's parameters and the code that reads each, as far as its key depends on them."""
 
-    readers: Reads
+    callbacks: Usage
 
     def __init__(self, kernel: Any, configs: Sequence[Any]) -> None:
         jit, function = base_function(kernel)
@@ -195,22 +187,22 @@ class _Kernel:
         ordered = list(self.parameters)
         self._unspecialized = {ordered[n] if isinstance(n, int) else n for n in skipped}
         self._set = set(inner_heuristics(kernel)).union(*(config.kwargs for config in configs))
-        self._body = body_reads(kernel)
-        self._grids: Reads | None = None
+        self._body = usage_in_body(kernel)
+        self._grids: Usage | None = None
 
     def reader_of(self, name: str) -> str:
-        """Return who reads a parameter, or "". The module is searched for grids last."""
-        found = self._body.find(name) or self.readers.find(name)
+        """Return what reads a parameter, or "". The module is searched for grids last."""
+        found = self._body.reader_of(name) or self.callbacks.reader_of(name)
         if found:
             return found
         if self._grids is None:
-            self._grids = grid_reads(self._kernel, list(self.parameters))
-        return self._grids.find(name)
+            self._grids = usage_in_grids(self._kernel, list(self.parameters))
+        return self._grids.reader_of(name)
 
-    def judge(self, name: str, keep: Sequence[str], policy: PhantomPolicy) -> NameReport:
-        """Return what one key name is."""
+    def classify(self, name: str, keep: Sequence[str], policy: PhantomPolicy) -> NameReport:
+        """Return the class of one key name."""
         if name not in self.parameters:
-            return NameReport(name, NameKind.UNKNOWN, "no parameter of the kernel")
+            return NameReport(name, NameKind.UNKNOWN, "not a parameter of the kernel")
         reader = self.reader_of(name)
         if reader:
             return NameReport(name, NameKind.READ, f"read by {reader}")
@@ -231,9 +223,9 @@ class _Kernel:
         ]
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the constexprs that the body reads and that nothing accounts for."""
+        """Return the constexprs that the body reads and that neither key nor config sets."""
         accounted = self._set.union(names)
-        return tuple(n for n in self.constexprs if n not in accounted and self._body.find(n))
+        return tuple(n for n in self.constexprs if n not in accounted and self._body.reader_of(n))
 
 
 def _names(what: str, names: Iterable[str] | str | None) -> list[str]:
@@ -247,36 +239,36 @@ def _names(what: str, names: Iterable[str] | str | None) -> list[str]:
     return found
 
 
-def _announce(
+def _report(
     report: KeyReport, phantom: Sequence[str], facts: _Kernel, policy: PhantomPolicy
 ) -> None:
     unknown = report.of_kind(NameKind.UNKNOWN)
     if unknown:
         _warn(
             facts,
-            f"the key of {report.kernel} names {', '.join(unknown)}, no parameter of the kernel; "
-            f"ignored. Its parameters: {', '.join(facts.parameters)}",
+            f"the key of {report.kernel} has {', '.join(unknown)}, which is not a parameter of the "
+            f"kernel and is ignored. The parameters are {', '.join(facts.parameters)}",
         )
     if phantom and policy is PhantomPolicy.ERROR and not report.kept_all:
         raise PhantomKey(_phantom_text(report, phantom))
     if phantom:
         _warn(facts, _phantom_text(report, phantom))
     if report.missing:
-        text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tell '
+        text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tune '
         missing = ", ".join(report.missing)
-        _log.info(text + "their values apart", report.location, report.kernel, missing)
+        _log.info(text + "each value on its own", report.location, report.kernel, missing)
 
 
 def _phantom_text(report: KeyReport, phantom: Sequence[str]) -> str:
-    names = ", ".join(phantom)
-    what = (
-        "kept, because no other name would be left"
+    them = "it" if len(phantom) == 1 else "them"
+    action = (
+        f"safetune keeps {them}, because no other name would be left"
         if report.kept_all
-        else f"dropped. To keep: keep={list(phantom)}"
+        else f"safetune drops {them}; keep={list(phantom)} keeps {them}"
     )
     return (
-        f"{report.location}: the key of {report.kernel} names {names}, which nothing reads: "
-        f"each new value would tune and compile again. {what[0].upper()}{what[1:]}."
+        f"{report.location}: the key of {report.kernel} has {', '.join(phantom)}, which nothing "
+        f"reads: each new value would tune and compile again. {action}."
     )
 
 
@@ -285,7 +277,7 @@ _logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False
 
 @contextlib.contextmanager
 def logged() -> Iterator[None]:
-    """Log what would be warned of: whoever runs a library as it is cannot change its keys."""
+    """Log instead of warning: a user who runs a library unmodified cannot change its keys."""
     token = _logged.set(True)
     try:
         yield

@@ -1,13 +1,14 @@
-"""What the names in a function's text may stand for, as far as the text alone says.
+"""The values that the names in a function's text may have, as far as the text shows.
 
-`None` among the possibilities stands for one that is not in the text: a parameter, an import, a
-part of something unpacked.
+`None` among them stands for a value that is not in the text: a parameter, an import, a part of
+something unpacked.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Iterator
 
 #: The functions around an expression and the module, innermost first.
@@ -18,7 +19,7 @@ _PLAIN = (ast.Tuple, ast.List, ast.Lambda, ast.FunctionDef, ast.Constant, ast.Bi
 
 
 def definitions(grid: ast.AST | None, scopes: Scopes, depth: int = 8) -> list[ast.AST | None]:
-    """Return what a grid expression may be: a function, or the expression of a tuple."""
+    """Return the expressions that a grid may be: functions, or expressions of a tuple."""
     if grid is None or depth == 0:
         return [None]
     if isinstance(grid, ast.Name):
@@ -29,12 +30,12 @@ def definitions(grid: ast.AST | None, scopes: Scopes, depth: int = 8) -> list[as
         return _made_by(grid, scopes, depth)
     else:
         return [grid if isinstance(grid, _PLAIN) else None]
-    found = [one for value in bound or [None] for one in definitions(value, scopes, depth - 1)]
-    return list(dict.fromkeys(found))
+    found = (definitions(value, scopes, depth - 1) for value in bound or [None])
+    return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def _made_by(call: ast.Call, scopes: Scopes, depth: int) -> list[ast.AST | None]:
-    """A call that returns a grid: its arguments, and the functions that its function makes."""
+    """Return the arguments of a call that makes a grid, and the functions in its function."""
     name = getattr(call.func, "id", "")
     if name in ("tuple", "list") and len(call.args) == 1:
         return definitions(call.args[0], scopes, depth - 1)
@@ -48,7 +49,7 @@ def _made_by(call: ast.Call, scopes: Scopes, depth: int) -> list[ast.AST | None]
 
 
 def parts_of(expression: ast.AST, scopes: Scopes) -> set[str]:
-    """Return every value that an expression is made of, by its text, through local names."""
+    """Return the text of every value that an expression is made of, through local names."""
     found: set[str] = set()
     stack: list[ast.AST] = [expression]
     inner = (expression, *scopes) if isinstance(expression, _Function) else scopes
@@ -66,7 +67,7 @@ def parts_of(expression: ast.AST, scopes: Scopes) -> set[str]:
 
 
 def values_of(expression: ast.expr, scopes: Scopes) -> set[str]:
-    """Return the expressions that `expression` is equal to, by their text; none for a constant."""
+    """Return the text of the expressions that equal `expression`; empty for a constant."""
     found: set[str] = set()
     stack: list[ast.AST] = [expression]
     while stack:
@@ -81,7 +82,7 @@ def values_of(expression: ast.expr, scopes: Scopes) -> set[str]:
 
 
 def bindings(name: str, scopes: Scopes) -> list[ast.AST | None]:
-    """Return what the innermost scope that binds `name` binds it to; [] where none does."""
+    """Return the values that the innermost scope with `name` binds it to; [] without one."""
     for scope in scopes:
         found = _bindings(scope).get(name)
         if found:
@@ -133,5 +134,5 @@ def _unpacked(target: ast.AST, value: ast.AST | None) -> Iterator[tuple[str, ast
     elif isinstance(target, (ast.Tuple, ast.List)):
         same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
         values = value.elts if same else [None] * len(target.elts)  # type: ignore[union-attr]
-        for part, one in zip(target.elts, values, strict=True):
-            yield from _unpacked(part, one)
+        for part, item in zip(target.elts, values, strict=True):
+            yield from _unpacked(part, item)

@@ -27,7 +27,7 @@ KEPT_TREES = 8
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
-#: What a name stands for when nothing is bound to it.
+#: The value of a name that is not bound.
 MISSING: Any = object()
 
 
@@ -64,8 +64,8 @@ def parse(text: str) -> ModuleText | None:
 def tree_of(text: str) -> ast.Module:
     """Return the tree of `text`, as `ast.parse` does; raises what that raises.
 
-    Python up to 3.12 counts the depth of all trees that threads are making in one place (CPython's
-    issue 106905): one may fail for another, whoever makes that, and is made again.
+    Up to Python 3.12, threads that parse at the same time share one depth counter (CPython issue
+    106905), so a parse may fail because of another thread's. It is tried again.
     """
     for _ in range(_PARSE_ATTEMPTS - 1):
         with contextlib.suppress(SystemError):
@@ -130,7 +130,7 @@ def _compiles_to(node: FunctionNode, code: CodeType) -> bool:
 
 
 class Scope:
-    """What the free names of one function stand for: its closure first, then its globals."""
+    """The values of a function's free names: from its closure first, then from its globals."""
 
     def __init__(self, function: FunctionType) -> None:
         self._globals: Mapping[str, Any] = function.__globals__
@@ -144,13 +144,13 @@ class Scope:
                 continue
 
     def lookup(self, name: str) -> Any:
-        """Return what `name` stands for, or `MISSING`."""
+        """Return the value of `name`, or `MISSING`."""
         if name in self._closure:
             return self._closure[name]
         return self._globals.get(name, MISSING)
 
     def resolve(self, node: ast.AST) -> Any:
-        """Return what a dotted name stands for, or `MISSING` for any other expression."""
+        """Return the value of a dotted name, or `MISSING` for any other expression."""
         if isinstance(node, ast.Name):
             return self.lookup(node.id)
         if isinstance(node, ast.Attribute):
@@ -160,7 +160,7 @@ class Scope:
 
 
 def dotted(node: ast.AST) -> str | None:
-    """Return `a.b.c` for that expression, None for anything but a dotted name."""
+    """Return a dotted name as text, such as `a.b.c`; None for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -170,7 +170,7 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def last_name(node: ast.AST) -> str:
-    """Return `c` for the expression `a.b.c`, "" for anything but a name or attribute."""
+    """Return `c` for the expression `a.b.c`, "" for any expression but a name or attribute."""
     return str(getattr(node, "attr", None) or getattr(node, "id", ""))
 
 
@@ -181,14 +181,14 @@ def parameters(node: FunctionNode) -> set[str]:
 
 @functools.lru_cache(KEPT_TREES)
 def stored_names(node: ast.AST) -> frozenset[str]:
-    """Return every name that is bound anywhere below `node`, but for its own parameters."""
+    """Return every name that is bound anywhere below `node`, except its own parameters."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return frozenset(_stores(node))
     return frozenset(name for statement in node.body for name in _stores(statement))
 
 
 def local_names(body: Iterable[ast.AST]) -> set[str]:
-    """Return the names that these statements bind in their own scope, not in a nested one."""
+    """Return the names that these statements bind in their own scope, nested scopes excluded."""
     found: set[str] = set()
     stack = list(body)
     while stack:

@@ -94,7 +94,7 @@ def parsed(data: bytes | str) -> Any:
     try:
         return json.loads(
             data if isinstance(data, str) else data.decode("utf-8"),
-            parse_constant=encoding.no_number,
+            parse_constant=encoding.not_finite,
             parse_float=encoding.finite,
             object_pairs_hook=_no_duplicates,
         )

@@ -350,8 +350,8 @@ class TestAccepted:
             kernel = safetune(configs=CONFIGS, key=["N", "NC"])(copy_kernel)
 
         assert [str(each.message) for each in caught] == [
-            "the key of copy_kernel names NC, no parameter of the kernel; ignored. "
-            "Its parameters: dst, src, N, BLOCK"
+            "the key of copy_kernel has NC, which is not a parameter of the kernel and is ignored. "
+            "The parameters are dst, src, N, BLOCK"
         ]
         assert isinstance(kernel, Autotuner)
         assert kernel.keys == ["N"]

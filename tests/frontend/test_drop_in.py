@@ -296,7 +296,7 @@ class TestPhantoms:
         self, x: torch.Tensor, tunings: Tunings
     ) -> None:
         own = triton.jit(unread_kernel.fn)  # the hook below must not stay on the shared one
-        with pytest.warns(PhantomKeyWarning, match=r"names NB, which nothing reads.*keep=\['NB'\]"):
+        with pytest.warns(PhantomKeyWarning, match=r"has NB, which nothing reads.*keep=\['NB'\]"):
             counted = safetune(configs=CONFIGS, key=["N", "NB"], prune_configs_by=tunings.prune)(
                 own
             )
@@ -369,7 +369,7 @@ class TestPhantoms:
         assert tunings.count == 3
 
     def test_an_error_on_request(self) -> None:
-        with pytest.raises(PhantomKey, match="unread_kernel names NB, which nothing reads"):
+        with pytest.raises(PhantomKey, match="unread_kernel has NB, which nothing reads"):
             safetune(configs=CONFIGS, key=["N", "NB"], phantom="error")(unread_kernel)
 
     def test_the_environment_sets_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import triton
 
-from safetune.keys.body_usage import body_reads
-from safetune.keys.callback_usage import callable_reads, reader_reads
-from safetune.keys.grid_usage import grid_reads
+from safetune.keys.body_usage import usage_in_body
+from safetune.keys.callback_usage import usage_in_callback, usage_in_callbacks
+from safetune.keys.grid_usage import usage_in_grids
 
 _spec = importlib.util.spec_from_file_location(
     "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
@@ -152,35 +152,35 @@ BODIES = [
 @pytest.mark.parametrize(("what", "body", "expected"), BODIES, ids=[case[0] for case in BODIES])
 def test_body(load: Load, what: str, body: str, expected: str) -> None:
     text = HELPERS + "@jit\ndef kernel(x, P, Q, R: tl.constexpr):\n    " + body
-    reads = body_reads(load(text).kernel)
-    assert "".join(name for name in "PQR" if reads.find(name)) == expected
+    reads = usage_in_body(load(text).kernel)
+    assert "".join(name for name in "PQR" if reads.reader_of(name)) == expected
 
 
 def test_a_callee_that_does_not_exist_yet_reads_everything(load: Load) -> None:
     text = """
-    from safetune.keys.body_usage import body_reads
+    from safetune.keys.body_usage import usage_in_body
     @jit
     def kernel(x, P, Q, R):
         later(x, P)
-    EARLY = body_reads(kernel)
+    EARLY = usage_in_body(kernel)
     @jit
     def later(x, unused):
         return x
     """
     module = load(textwrap.dedent(text))
-    assert module.EARLY.find("P").startswith("the body (")
-    assert body_reads(module.kernel).find("P") == ""
+    assert module.EARLY.reader_of("P").startswith("the body (")
+    assert usage_in_body(module.kernel).reader_of("P") == ""
 
 
 def test_a_default_is_no_reader(load: Load) -> None:
-    reads = body_reads(load("P = 1\n@jit\ndef kernel(x, P, Q=P):\n    tl.store(x, Q)").kernel)
-    assert (reads.find("P"), bool(reads.find("Q"))) == ("", True)
+    reads = usage_in_body(load("P = 1\n@jit\ndef kernel(x, P, Q=P):\n    tl.store(x, Q)").kernel)
+    assert (reads.reader_of("P"), bool(reads.reader_of("Q"))) == ("", True)
 
 
 def test_keyword_only_and_star(load: Load) -> None:
     text = "@jit\ndef kernel(x, *rest, P, Q):\n    tl.store(x, rest[0] + P)"
-    reads = body_reads(load(text).kernel)
-    assert [name for name in ("rest", "P", "Q") if reads.find(name)] == ["rest", "P"]
+    reads = usage_in_body(load(text).kernel)
+    assert [name for name in ("rest", "P", "Q") if reads.reader_of(name)] == ["rest", "P"]
 
 
 def test_callee_through_a_module(load: Load) -> None:
@@ -192,8 +192,8 @@ def test_callee_through_a_module(load: Load) -> None:
         helpers.ignores(x, P)
         helpers.not_there(x, Q)
     """
-    reads = body_reads(load(textwrap.dedent(text)).kernel)
-    assert (reads.find("P"), bool(reads.find("Q"))) == ("", True)
+    reads = usage_in_body(load(textwrap.dedent(text)).kernel)
+    assert (reads.reader_of("P"), bool(reads.reader_of("Q"))) == ("", True)
 
 
 def test_callee_in_a_closure(load: Load) -> None:
@@ -207,14 +207,14 @@ def test_callee_in_a_closure(load: Load) -> None:
             tl.store(x, ignores(Q, P))
         return kernel
     """
-    reads = body_reads(load(textwrap.dedent(text)).make())
-    assert (reads.find("P"), bool(reads.find("Q"))) == ("", True)
+    reads = usage_in_body(load(textwrap.dedent(text)).make())
+    assert (reads.reader_of("P"), bool(reads.reader_of("Q"))) == ("", True)
 
 
 def test_kernel_in_a_class(load: Load) -> None:
     text = "class Holder:\n    @jit\n    def kernel(x, P, Q):\n        tl.store(x, Q)"
-    reads = body_reads(load(text).Holder.__dict__["kernel"])
-    assert (reads.find("P"), reads.find("Q").rpartition(":")[2]) == ("", "6)")
+    reads = usage_in_body(load(text).Holder.__dict__["kernel"])
+    assert (reads.reader_of("P"), reads.reader_of("Q").rpartition(":")[2]) == ("", "6)")
 
 
 def test_the_line_is_told(load: Load) -> None:
@@ -222,15 +222,17 @@ def test_the_line_is_told(load: Load) -> None:
     text = "@jit\n\ndef kernel(\n    x,\n    P,\n):\n    # why\n    tl.store(x, P)"
     module = load(text)
     assert module.__file__ is not None
-    assert body_reads(module.kernel).find("P") == f"the body ({Path(module.__file__).name}:10)"
+    assert (
+        usage_in_body(module.kernel).reader_of("P") == f"the body ({Path(module.__file__).name}:10)"
+    )
 
 
 @pytest.mark.internals
 def test_missing_source_reads_everything() -> None:
     scope: dict[str, Any] = {}
     exec("def kernel(x, P):\n    pass\n", scope)
-    reads = body_reads(phantom_kernels.jit_decorator(interpret=True)(scope["kernel"]))
-    assert "source is missing" in reads.find("P")
+    reads = usage_in_body(phantom_kernels.jit_decorator(interpret=True)(scope["kernel"]))
+    assert "source is missing" in reads.reader_of("P")
 
 
 #: (name, function that gets a dict, the names of P, Q and R that it reads)
@@ -261,8 +263,8 @@ DICT_READERS = [
     ("what", "reader", "expected"), DICT_READERS, ids=[case[0] for case in DICT_READERS]
 )
 def test_reader_of_a_dict(what: str, reader: Any, expected: str) -> None:
-    reads = callable_reads("it", reader, position=0)
-    assert "".join(name for name in "PQR" if reads.find(name)) == expected
+    reads = usage_in_callback("it", reader, position=0)
+    assert "".join(name for name in "PQR" if reads.reader_of(name)) == expected
 
 
 def stores(nargs: dict[str, Any]) -> None:
@@ -323,8 +325,8 @@ def decorated(function: Any) -> Any:
     ],
 )
 def test_kinds_of_callables(reader: Any, expected: str) -> None:
-    reads = callable_reads("it", reader, position=0)
-    assert "".join(name for name in "PQR" if reads.find(name)) == expected
+    reads = usage_in_callback("it", reader, position=0)
+    assert "".join(name for name in "PQR" if reads.reader_of(name)) == expected
 
 
 def prune(configs: Any, named_args: Any, P: int = 0, **kwargs: Any) -> Any:
@@ -348,33 +350,38 @@ def kernel(tmp_path: Path) -> Any:
 
 
 def read_names(reads: Any) -> str:
-    return "".join(name for name in "PQRS" if reads.find(name))
+    return "".join(name for name in "PQRS" if reads.reader_of(name))
 
 
 def test_prune(kernel: Any) -> None:
-    assert read_names(reader_reads(kernel, prune_configs_by={"early_config_prune": prune})) == "PQS"
+    assert (
+        read_names(usage_in_callbacks(kernel, prune_configs_by={"early_config_prune": prune}))
+        == "PQS"
+    )
 
 
 def test_prune_that_hands_its_dict_on(kernel: Any) -> None:
-    reads = reader_reads(kernel, prune_configs_by={"early_config_prune": prune_whole})
+    reads = usage_in_callbacks(kernel, prune_configs_by={"early_config_prune": prune_whole})
     assert read_names(reads) == "PQRS"
-    assert "which hands all of `named_args` on" in reads.find("R")
+    assert "which passes all of `named_args` on" in reads.reader_of("R")
 
 
 def test_perf_model_reads_the_parameters_that_it_uses(kernel: Any) -> None:
-    assert read_names(reader_reads(kernel, prune_configs_by={"perf_model": perf_model})) == "P"
+    assert (
+        read_names(usage_in_callbacks(kernel, prune_configs_by={"perf_model": perf_model})) == "P"
+    )
 
 
 def test_hooks(kernel: Any) -> None:
-    reads = reader_reads(
+    reads = usage_in_callbacks(
         kernel,
         [triton.Config({}, pre_hook=lambda nargs: nargs["P"])],
         pre_hook=lambda kwargs, reset_only=False: kwargs["Q"],
         post_hook=lambda kwargs, exception: kwargs["R"].zero_(),
     )
     assert read_names(reads) == "PQR"
-    assert reads.find("P").startswith("a config's pre_hook (test_reads.py:")
-    assert reads.find("R").startswith("post_hook (")
+    assert reads.reader_of("P").startswith(f"a config's pre_hook ({Path(__file__).name}:")
+    assert reads.reader_of("R").startswith("post_hook (")
 
 
 def test_launch_metadata_and_repr(load: Load) -> None:
@@ -387,12 +394,12 @@ def test_launch_metadata_and_repr(load: Load) -> None:
     def kernel(x, P, Q, R, S):
         pass
     """
-    assert read_names(reader_reads(load(textwrap.dedent(text)).kernel)) == "PQR"
+    assert read_names(usage_in_callbacks(load(textwrap.dedent(text)).kernel)) == "PQR"
 
 
 def test_repr_that_takes_all(load: Load) -> None:
     text = "@jit(repr=lambda s: f'k{s.constants}')\ndef kernel(x, P, Q, R, S):\n    pass"
-    assert read_names(reader_reads(load(text).kernel)) == "PQRS"
+    assert read_names(usage_in_callbacks(load(text).kernel)) == "PQRS"
 
 
 HEURISTICS = """
@@ -410,14 +417,14 @@ def kernel(x, P, Q, R, S, A, B, C):
 
 
 def test_heuristics_below_the_tuner(load: Load) -> None:
-    reads = reader_reads(load(HEURISTICS).kernel)
+    reads = usage_in_callbacks(load(HEURISTICS).kernel)
     assert read_names(reads) == "PRS"
-    assert reads.find("P").startswith("the heuristic for A (")
+    assert reads.reader_of("P").startswith("the heuristic for A (")
 
 
 def test_heuristics_above_the_tuner(load: Load) -> None:
     """They do not exist yet when the tuner below them is made: only their text does."""
-    reads = reader_reads(load(HEURISTICS).kernel.fn.fn)
+    reads = usage_in_callbacks(load(HEURISTICS).kernel.fn.fn)
     assert read_names(reads) == "PRS"
 
 
@@ -430,8 +437,8 @@ def test_heuristics_above_that_cannot_be_followed(load: Load) -> None:
     def kernel(x, P, Q, R, S, A):
         pass
     """
-    assert read_names(reader_reads(load(textwrap.dedent(text)).kernel.fn)) == "PQRS"
-    assert read_names(reader_reads(load(textwrap.dedent(text)).kernel)) == "P"
+    assert read_names(usage_in_callbacks(load(textwrap.dedent(text)).kernel.fn)) == "PQRS"
+    assert read_names(usage_in_callbacks(load(textwrap.dedent(text)).kernel)) == "P"
 
 
 #: (name, the launch, the names of P, Q, R and S that its grid reads)
@@ -488,7 +495,7 @@ def make_grid(n):
 
 
 def grids_of(module: ModuleType) -> str:
-    return read_names(grid_reads(module.kernel, ["x", "P", "Q", "R", "S"]))
+    return read_names(usage_in_grids(module.kernel, ["x", "P", "Q", "R", "S"]))
 
 
 @pytest.mark.parametrize(("what", "launch", "expected"), GRIDS, ids=[case[0] for case in GRIDS])
@@ -525,11 +532,11 @@ def test_grid_in_a_method(load: Load, launch: str, expected: str) -> None:
 def test_the_module_may_still_be_loading(load: Load) -> None:
     """A decorator runs before the launches below it exist; the file has them already."""
     text = """
-    from safetune.keys.grid_usage import grid_reads
+    from safetune.keys.grid_usage import usage_in_grids
     @jit
     def kernel(x, P, Q, R, S):
         pass
-    FOUND = grid_reads(kernel, ["x", "P", "Q"])
+    FOUND = usage_in_grids(kernel, ["x", "P", "Q"])
     def launch(x):
         kernel[lambda meta: (meta["Q"],)](x)
     """

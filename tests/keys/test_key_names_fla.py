@@ -38,6 +38,7 @@ warnings.simplefilter("ignore")
 from triton.runtime.autotuner import Autotuner
 from safetune.keys.kernel_digest import base_function, kernel_identity
 from safetune.keys.key_names import classify
+from safetune.launch.call_shape import constexpr_names
 
 notes, kernels, construct = [], [], Autotuner.__init__
 
@@ -52,7 +53,7 @@ def noting(self, fn, arg_names, configs, key, *args, **kwargs):
         "location": report.location,
         "names": [[name.name, name.kind.value, name.reason] for name in report.names],
         "missing": report.missing,
-        "constexprs": report.pinned_constexprs,
+        "constexprs": [name for name in report.pinned if name in constexpr_names(fn)],
     })
     construct(self, fn, arg_names, configs, list(report.kept), *args, **kwargs)
 
