@@ -227,6 +227,31 @@ class TestLinks:
         assert not set(PAGES) - seen
 
 
+ARCHITECTURE = [
+    page for page in PAGES if page.name == "architecture.md" or page.parent.name == "contracts"
+]
+
+
+@pytest.mark.parametrize("page", ARCHITECTURE, ids=lambda page: page.name)
+def test_the_architecture_names_files_that_exist(page: Path) -> None:
+    """A page that names a moved file sends its reader on a search."""
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w.]+(?:/[\w.]+)*(?:\.py|/))`", text))
+    missing = [
+        name
+        for name in sorted(named)
+        if not any((folder / name).exists() for folder in (ROOT, ROOT / "safetune"))
+    ]
+    assert not missing
+
+
+def test_the_architecture_lists_every_folder() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {folder.parent.name for folder in (ROOT / "safetune").glob("*/__init__.py")}
+    listed = set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE))
+    assert listed == folders | {"kernels"}
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
