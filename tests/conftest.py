@@ -94,8 +94,10 @@ with contextlib.suppress(ImportError):  # the environment of `make test-internal
     hypothesis.settings.load_profile("safetune")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the full suite runs; the longest files come first."""
+    config.stash[selection.COLLECTED] = list(items)
     runs, left_out = selection.select(items)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -36,6 +36,10 @@ LONGEST = (
 )
 
 
+#: In the configuration: all tests that were collected, before any was left out.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
+
 def wanted_tenth(text: str) -> int | None:
     """Return the tenth that SAFETUNE_TEST_TENTH asks for.
 

@@ -108,17 +108,23 @@ class Recorder:
             self._write(test, *self._worst.get(test, ("passed", "")))
 
     def _write(self, test: str, outcome: str, reason: str) -> None:
-        item = self._items[test]
-        ids = tuple(str(marker.args[0]) for marker in item.iter_markers("fault"))
-        place = rows.Place.CPU
-        if item.get_closest_marker("two_gpus"):
-            place = rows.Place.TWO_GPUS
-        elif item.get_closest_marker("gpu"):
-            place = rows.Place.GPU
         seconds = round(self._seconds.get(test, 0.0), 2)
-        line = json.dumps(asdict(Report(test, ids, place.value, outcome, seconds, reason)))
+        report = replace(
+            report_of(self._items[test]), outcome=outcome, seconds=seconds, reason=reason
+        )
         with open(self._path, "a") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(asdict(report)) + "\n")
+
+
+def report_of(item: Any) -> Report:
+    """Return what is known of a test that has been collected, and not run."""
+    ids = tuple(str(marker.args[0]) for marker in item.iter_markers("fault"))
+    place = rows.Place.CPU
+    if item.get_closest_marker("two_gpus"):
+        place = rows.Place.TWO_GPUS
+    elif item.get_closest_marker("gpu"):
+        place = rows.Place.GPU
+    return Report(item.nodeid, ids, place.value, "collected")
 
 
 def run_pytest(arguments: Sequence[str], interpret: bool) -> list[Report]:

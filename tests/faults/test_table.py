@@ -9,6 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.selection import COLLECTED
+
 _spec = importlib.util.spec_from_file_location("fault_table", Path(__file__).with_name("table.py"))
 assert _spec is not None
 assert _spec.loader is not None
@@ -26,8 +30,15 @@ def statuses(*reports: Any) -> dict[str, str]:
     return {cell.place: cell.status for cell in table.cells(ROW, reports)}
 
 
-def test_no_row_is_absent_and_no_marker_names_none() -> None:
-    reports = table.collect("tests")
+def test_every_row_has_its_tests_and_every_marker_names_a_row(
+    pytestconfig: pytest.Config,
+) -> None:
+    """Of all tests: those that this run has collected, where it has collected all."""
+    if pytestconfig.args == ["tests"]:
+        items = pytestconfig.stash[COLLECTED]
+        reports = [table.report_of(item) for item in items if item.get_closest_marker("fault")]
+    else:
+        reports = table.collect("tests")
     assert table.unknown(reports) == []
     assert table.absent(reports) == []
 
