@@ -17,6 +17,8 @@ PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 DEMO ?= $(VENV)/bin/python docs/examples/demo.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Else each of the many processes of a run compiles what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 

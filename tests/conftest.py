@@ -138,6 +138,34 @@ def triton_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter_looks_for_builtins_once() -> None:
+    """At each launch and each call of a device function, Triton's interpreter goes through all
+    members of its language for those to replace: a third of what an interpreted test takes.
+    """
+    if "triton" not in sys.modules:
+        return
+    import inspect
+    import types
+
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    descriptors = getattr(tl.core, "tensor_descriptor_base", tl.tensor)
+    places = (tl, tl.core, tl.math, tl.tensor, descriptors)
+    builtins = {
+        id(place): [name for name, found in inspect.getmembers(place) if tl.core.is_builtin(found)]
+        for place in places
+    }
+
+    def getmembers(place: Any, *predicate: Any) -> list[tuple[str, Any]]:
+        if id(place) in builtins and not predicate:
+            return [(name, getattr(place, name)) for name in builtins[id(place)]]
+        return inspect.getmembers(place, *predicate)
+
+    interpreter.inspect = types.SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})
+
+
 @pytest.fixture(autouse=True)
 def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The test's SAFETUNE_CACHE_DIR, not made yet; every other SAFETUNE_* variable is unset."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import jvp
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,6 +42,9 @@ def forget_graphs() -> None:
 
 def compiled(function: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
     """Return the function compiled into one graph, and what counts the graphs."""
+    # Takes seconds to import, and every test process imports this file.
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
