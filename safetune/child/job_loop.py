@@ -13,7 +13,7 @@ import resource
 import select
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetune.isolation import protocol
 from safetune.isolation.protocol import DONE, Answer, Job, Prepare, Release, Resolve, Start
@@ -22,10 +22,6 @@ from safetune.outcome import Outcome, Verdict
 if TYPE_CHECKING:
     from safetune.child.compilation import Compiler
     from safetune.child.session import Session
-
-#: The knobs that the last `Start` has set, with their values before it.
-_previous_knobs: list[tuple[str, str, Any]] = []
-_UNSET = object()
 
 
 def serve(pipe: socket.socket) -> None:
@@ -100,19 +96,9 @@ def _take_over(job: Start) -> None:
     _limit_memory(job.memory_bytes)
     if os.path.isdir(job.directory):
         os.chdir(job.directory)
-    from triton import knobs
+    from safetune import triton_internals
 
-    while _previous_knobs:
-        group, name, value = _previous_knobs.pop()
-        if value is _UNSET:
-            delattr(getattr(knobs, group), name)
-        else:
-            setattr(getattr(knobs, group), name, value)
-    for group, values in job.knobs.items():
-        for name, value in values.items():
-            owner = getattr(knobs, group)
-            _previous_knobs.append((group, name, vars(owner).get(name, _UNSET)))
-            setattr(owner, name, value)
+    triton_internals.set_knobs(job.knobs)
 
 
 def _limit_memory(limit: int) -> None:

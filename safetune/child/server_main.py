@@ -48,9 +48,9 @@ def _hash_triton() -> None:
     compile or look into the disk cache, and that takes half a second.
     """
     with contextlib.suppress(Exception):
-        from triton.runtime import cache
+        from safetune import triton_internals
 
-        cache.triton_key()
+        triton_internals.hash_own_files()
 
 
 class _Server:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from triton.runtime.jit import JITFunction
 
+from safetune import triton_internals
 from safetune.inputs import kernel_pickle
 
 if TYPE_CHECKING:
@@ -32,33 +32,8 @@ def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) ->
 
     Nothing is compiled, loaded or launched.
     """
-    captured: list[bytes] = []
-
-    def stop(
-        key: Any,
-        signature: Any,
-        index: int,
-        constexprs: Any,
-        options: Any,
-        attrs: Any,
-        warmup: bool,
-    ) -> None:
-        spec = (signature, constexprs, attrs, dict(options.__dict__), target)
-        what = f"the constants of {jit.__name__}"
-        captured.append(kernel_pickle.pack(spec, what, by_value=[jit.fn]))
-
-    caches = jit.device_caches
-    _, _, target, backend, binder = caches[device]
-    # Empty caches, so that Triton gets as far as its compile step; it launches nothing when that
-    # returns None, as it may under a hook's veto.
-    jit.device_caches = {device: ({}, {}, target, backend, binder)}
-    jit._do_compile = stop
-    try:
-        launch()
-    finally:
-        del jit._do_compile
-        jit.device_caches = caches
-    return captured[0]
+    spec = triton_internals.compile_arguments(jit, launch, device)
+    return kernel_pickle.pack(spec, f"the constants of {jit.__name__}", by_value=[jit.fn])
 
 
 class CallerResolver:
@@ -69,7 +44,7 @@ class CallerResolver:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._kernel, self._jit = _private(call.kernel)
+        self._kernel, self._jit = triton_internals.private_copy(call.kernel)
         self._usable = self._jit is not None and _plain(call, self._jit)
 
     def resolve(self, config: Config) -> bytes | None:
@@ -84,24 +59,8 @@ class CallerResolver:
         return None
 
 
-def _private(kernel: Any) -> tuple[Any, JITFunction | None]:
-    """Return shallow copies of a kernel and of its jit function; None for kinds not known here."""
-    from triton.experimental.gluon._runtime import GluonJITFunction
-    from triton.runtime.autotuner import Heuristics
-
-    copied = copy.copy(kernel)
-    if type(kernel) in (JITFunction, GluonJITFunction):
-        copied.device_caches = defaultdict(copied.create_binder)
-        return copied, copied
-    if type(kernel) is not Heuristics:
-        return kernel, None
-    copied.fn, jit = _private(kernel.fn)
-    return copied, jit
-
-
 def _plain(call: Call, jit: JITFunction) -> bool:
     """Whether nothing of the user's but heuristics runs before Triton's compile step."""
-    from triton import knobs
     from triton.runtime import driver
 
     hooks = call.hooks
@@ -109,8 +68,7 @@ def _plain(call: Call, jit: JITFunction) -> bool:
         hooks.pre_hook is None
         and hooks.post_hook is None
         and hooks.inputs is None
-        and not jit.pre_run_hooks
-        and getattr(knobs.runtime, "add_stages_inspection_hook", None) is None
+        and not triton_internals.has_launch_hooks(jit)
         and driver.active.get_current_device() == call.index
     )
 

@@ -9,13 +9,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from safetune import triton_internals
 from safetune.errors import InvalidSetting, NoDevice
-from safetune.integrations.unloading import modules_stay_loaded
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
 from safetune.miss import reporting, under_capture
@@ -192,6 +192,50 @@ def _same_stream_after() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_stream(stream)
+
+
+_unloading = threading.Lock()
+_captures = 0
+_unload: Callable[[Any], object] | None = None
+
+
+@contextlib.contextmanager
+def modules_stay_loaded() -> Iterator[None]:
+    """Leave kernels that are collected meanwhile on the device, for as long as the process lives.
+
+    Triton 3.9's `CompiledKernel.__del__` calls cuModuleUnload, and Python's collector may run at
+    any allocation. The driver may refuse that call under capture, and a graph that has captured a
+    launch of the kernel needs its code. Triton 3.6 never unloads.
+    """
+    unloader = triton_internals.unloader()
+    if unloader is None:
+        yield
+        return
+    _begin_capture(unloader)
+    try:
+        yield
+    finally:
+        _end_capture(unloader)
+
+
+def _begin_capture(unloader: Any) -> None:
+    global _captures, _unload
+    with _unloading:
+        _captures += 1
+        if _captures == 1:
+            _unload, unloader.unload_module = unloader.unload_module, _leave_loaded
+
+
+def _end_capture(unloader: Any) -> None:
+    global _captures
+    with _unloading:
+        _captures -= 1
+        if not _captures:
+            unloader.unload_module = _unload
+
+
+def _leave_loaded(module: Any) -> None:
+    """Takes the place of the driver's call."""
 
 
 class Unmasked:

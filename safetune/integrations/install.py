@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from safetune import forks
+from safetune import forks, triton_internals
 
 #: Made when `install` runs; what is counted, for the report.
 _installation: Installation | None = None
@@ -104,7 +104,7 @@ def install() -> Installation:
         InvalidSetting: a SAFETUNE_* variable means nothing, so that no kernel could be taken over.
     """
     global _installation
-    import triton  # which may install, where `when_triton_is_imported` was called
+    # Importing Triton may install, after `when_triton_is_imported`.
     import triton.runtime.autotuner as triton_autotuner
 
     from safetune.frontend import observers
@@ -117,9 +117,7 @@ def install() -> Installation:
             return _installation
         Settings.current()
         installation = _installation = Installation()
-        ours = _replacement(installation, triton_autotuner.autotune)
-        for module in (triton_autotuner, triton.runtime, triton):
-            module.autotune = ours  # type: ignore[attr-defined]
+        triton_internals.replace_autotune(functools.partial(_replacement, installation))
         observers.add(_counter(installation))
         shadow_tuner.reach(installation, triton_autotuner.Autotuner, Autotuner)
         _report_at_exit(installation)

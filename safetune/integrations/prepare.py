@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from safetune import triton_internals
 from safetune.config import config_text
 from safetune.errors import CaptureError
 from safetune.frontend import observers
@@ -92,7 +93,8 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
             "safetune.prepare was called while a CUDA graph is being captured: call it before"
         )
     begin, tunings = time.monotonic(), reporting.tunings_begun()
-    with _turn, resolve.waiting(), scratch_memory.observed() as sizes, _compilations() as compiled:
+    observed, compilations = scratch_memory.observed(), triton_internals.compilations()
+    with _turn, resolve.waiting(), observed as sizes, compilations as compiled:
         with _launches() as seen:
             fn(*args, **kwargs)
             waited = [background.wait(each.state) for each in seen.values()]
@@ -182,26 +184,6 @@ class _Launches(observers.Observer):
                 launched.count(hit)
 
         return after
-
-
-@contextlib.contextmanager
-def _compilations() -> Iterator[list[None]]:
-    """Yield a list with an entry for each binary that Triton makes in this process meanwhile."""
-    from triton import knobs
-
-    made: list[None] = []
-    listener = knobs.compilation.listener
-
-    def listen(**event: Any) -> None:
-        made.append(None)
-        if listener is not None:
-            listener(**event)
-
-    knobs.compilation.listener = listen
-    try:
-        yield made
-    finally:
-        knobs.compilation.listener = listener
 
 
 def _settle(indices: set[int]) -> None:

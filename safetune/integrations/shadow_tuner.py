@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
+from safetune import triton_internals
 from safetune.keys.tuning_key import triton_key
 from safetune.launch.call_shape import named_arguments
 from safetune.launch.key_state import Reason
@@ -116,7 +117,7 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
             installation.refused.setdefault(kernel_name(self), why)
         return bench(self, *args, **kwargs)
 
-    stock.run, stock._bench = reached_run, noted_bench  # type: ignore[attr-defined]
+    triton_internals.replace_tuner_methods(reached_run, noted_bench)
 
 
 def leave(kernel: Any) -> Any:

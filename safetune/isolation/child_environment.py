@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
+from safetune import triton_internals
 from safetune.isolation import backend, devices, process
 from safetune.isolation.protocol import Start
 
@@ -26,23 +26,6 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
         path=[path or os.getcwd() for path in sys.path],
         argv=[str(argument) for argument in getattr(sys, "argv", [])],
         directory=os.getcwd(),
-        knobs=_knobs(),
+        knobs=triton_internals.knobs_set_in_code(),
         memory_bytes=memory_bytes,
     )
-
-
-def _knobs() -> dict[str, dict[str, Any]]:
-    """Triton's knobs that were set in code; those set by environment travel with it."""
-    from triton import knobs
-
-    groups = {}
-    for name, group in vars(knobs).items():
-        if isinstance(group, knobs.base_knobs):
-            plain = {
-                knob: value
-                for knob, value in vars(group).items()
-                if isinstance(value, (bool, int, str)) and not knob.startswith("_")
-            }
-            if plain:
-                groups[name] = plain
-    return groups

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from safetune import triton_internals
 from safetune.errors import NoDevice
 from safetune.isolation import backend
 from safetune.keys import encoding
@@ -124,20 +125,13 @@ def _device(active: Any, index: int) -> Device:
 
 def _toolchain(active: Any, index: int) -> Toolchain:
     import triton
-    from triton import knobs
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.compiler.compiler import make_backend
 
     target = _target(active, index)
-    switches = dict(get_cache_invalidating_env_vars())
-    switches["default_fp_fusion"] = str(knobs.language.default_fp_fusion)
-    if knobs.compilation.instrumentation_mode:
-        switches["instrumentation_mode"] = knobs.compilation.instrumentation_mode
     return Toolchain(
         triton=triton.__version__,
-        backend=make_backend(target).hash(),
+        backend=triton_internals.backend_hash(target),
         target=f"{target.backend}:{target.arch}:{target.warp_size}",
-        environment=tuple(sorted((str(k), str(v)) for k, v in switches.items())),
+        environment=tuple(sorted(triton_internals.code_generation_switches().items())),
     )
 
 

@@ -10,26 +10,21 @@ path takes care of.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import triton
-from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.runtime import jit as triton_jit
 from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import JITFunction
 
+from safetune import triton_internals
 from safetune.launch import fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN, CallForm, Tuner, named_arguments
 from safetune.settings import launches_fast
 
 #: Launches that one way of calling remembers. More are forgotten all at once, and found again.
 _MOST_LAUNCHES = 4096
-
-_VERSION = triton.__version__.split(".")[:2]
 
 #: How a call is told from others: positional types, keyword names, keyword types.
 Kind = tuple[Any, ...]
@@ -103,10 +98,11 @@ class Plan:
             return  # for this call only: another one was rejected, or a graph captured it
         options = config.all_kwargs()
         rest = [options.get(name, default) for name, default in self._absent.items()]
-        key, how = self._choice_key(args, kwargs), _launcher(kernel)
+        key = self._choice_key(args, kwargs)
+        how = triton_internals.launcher(kernel, scratch_memory.launch)
         if key is None or how is None:
             return
-        made_in = self._jit.device_caches.get(key[0])
+        made_in = triton_internals.compiled_on(self._jit, key[0])
         if len(self._known) >= _MOST_LAUNCHES:
             self._known.clear()
             self._chosen.clear()
@@ -116,7 +112,7 @@ class Plan:
                 return
             self._chosen[key] = options
             key = (key, *(part for value in said.values() for part in (value, value.__class__)))
-        self._known[key] = (kernel, config, made_in, *how, rest)
+        self._known[key] = (kernel, config, made_in, how.run, how.head, how.together, rest)
 
 
 def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
@@ -130,8 +126,7 @@ def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | 
         return None
     if _nvidia_driver() is None:
         return None
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if not all(isinstance(hook, knobs.HookChain) for hook in hooks):
+    if not triton_internals.has_hook_chains():
         return None
     if any(each.kind is each.VAR_POSITIONAL for each in jit.signature.parameters.values()):
         return None
@@ -164,13 +159,8 @@ def _nvidia_driver() -> Any:
     return active if active.get_current_target().backend == "cuda" else None
 
 
-def _own_run() -> Any:
-    """Triton's own; None where a tool has put something else in its place."""
-    run = JITFunction.run
-    return run if getattr(run, "__globals__", None) is vars(triton_jit) else None
-
-
-_JIT_RUN = _own_run()
+#: As it was before a tool could replace it.
+_JIT_RUN = triton_internals.own_jit_run()
 
 
 def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
@@ -180,25 +170,12 @@ def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
     torch_device = torch.cuda.current_device
     return {
         "state": vars(tuner),
+        **triton_internals.launch_names(jit, _JIT_RUN),
         "configs": tuner.configs,
-        "jit": jit,
-        "overridden": vars(jit),
-        "own_debug": jit.debug,
-        "JITFunction": JITFunction,
-        "jit_run": _JIT_RUN,
-        "runtime": knobs.runtime,
-        "compilation": knobs.compilation,
-        "enter": knobs.runtime.launch_enter_hook,
-        "leave": knobs.runtime.launch_exit_hook,
-        "debug": knobs.runtime.debug,
-        "instrumentation": knobs.compilation.instrumentation_mode,
-        "fpsan": _fpsan,
-        "sanitized": _fpsan(),
         "driver": driver,
         "own_driver": driver.active,
         "torch_device": torch_device,
         "quick_device": getattr(torch._C, "_cuda_getDevice", torch_device),
-        "changed": _changed,
         "wide": _wide,
         "PIN": PIN,
         "plain": fast_path_codegen.plain_types(),
@@ -212,42 +189,3 @@ def _compiled(source: str) -> Any:
 
 def _wide(value: int) -> Any:
     return value % 16 == 0, value < 1 << 63, -(1 << 63) <= value < 1 << 64
-
-
-def _changed(used: Mapping[Any, Any]) -> bool:
-    """Whether Triton would refuse to launch, as a global that the kernel uses has changed."""
-    missing = object()
-    return any(names.get(name, missing) != value for (name, _), (value, names) in used.items())
-
-
-def _fpsan() -> Any:
-    """What decides Triton 3.9's switch of that name; it reads the environment at each launch."""
-    compilation = knobs.compilation.__dict__
-    return compilation.get(fast_path_codegen.FPSAN), _ENVIRONMENT.get(_FPSAN_VARIABLE)
-
-
-#: `os.environ` without its encoding, which takes as long as all the rest of a plan.
-_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_FPSAN_VARIABLE: Any = os.environ.encodekey("TRITON_FPSAN_HOMOMORPHIC_CASTS")
-
-
-def _launcher(kernel: Any) -> tuple[Callable[..., Any], tuple[Any, ...], bool] | None:
-    """Return how to launch a kernel: a function, its arguments after the grid and the stream.
-
-    And whether the kernel's own arguments are one tuple. Without hooks nothing asks for metadata.
-    """
-    run, metadata = kernel.run, kernel.metadata
-    if getattr(metadata, "profile_scratch_size", 0):
-        return None
-    packed, function, hooks = kernel.packed_metadata, kernel.function, (None, None, None)
-    if getattr(metadata, "global_scratch_size", 0):
-        return functools.partial(scratch_memory.launch, run), (function, packed, *hooks), False
-    if type(run).__module__ == "triton.backends.nvidia.driver":
-        # Below CudaLauncher.__call__, whose business is scratch memory.
-        start = (function, run.launch_cooperative_grid, run.launch_pdl)
-        if _VERSION == ["3", "6"]:
-            return run.launch, (*start, None, None, packed, *hooks), False
-        if _VERSION == ["3", "9"] and not run.gsan_enabled:
-            ends = (None, None, run.arg_annotations, run.kernel_signature)
-            return run.launch, (*start, packed, *hooks, *ends), True
-    return run, (function, packed, *hooks), False

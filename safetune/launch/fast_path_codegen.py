@@ -6,29 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
-from triton import knobs
 
+from safetune import triton_internals
 from safetune.launch.call_shape import CallForm, Tuner
 
 #: What a tensor whose address the kernel can use says of itself. One in pinned memory of the host
 #: does not say it, and is left to Triton, which asks the driver.
 ON_DEVICE = "is_cuda"
 
-#: A switch of Triton 3.9 that decides what is compiled.
-FPSAN = "fpsan_homomorphic_casts"
-
 #: What Triton tells apart of an integer, and more of those that need over 32 bits.
 _INTEGER = "(2 if {0} == 1 else not {0} & 15) if -0x80000000 <= {0} <= 0x7fffffff else wide({0})"
-
-_IN_THE_WAY = (
-    "runtime.launch_enter_hook is not enter or enter.calls"
-    " or runtime.launch_exit_hook is not leave or leave.calls"
-    " or runtime.debug is not debug or jit.debug is not own_debug"
-    " or compilation.instrumentation_mode != instrumentation"
-    " or runtime.add_stages_inspection_hook is not None"
-    " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
-    + (" or fpsan() != sanitized" if FPSAN in vars(type(knobs.compilation)) else "")
-)
 
 _DEVICE = (
     "active = driver.active",
@@ -85,18 +72,19 @@ class Source:
         named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
         same = "len(configs) == 1 and configs[0] is config" if self.single else "len(configs) > 1"
         absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
+        in_the_way = triton_internals.in_the_way()
         return f"""
 def in_the_way():
-    return bool({_IN_THE_WAY})
+    return bool({in_the_way})
 
 def choice_key(a, k):
 {self._unpack()}
     return {self._key()}
 
 def launch(grid, a, k):
-    if {_IN_THE_WAY}:
+    if {in_the_way}:
         return None
-    if jit.used_global_vals and changed(jit.used_global_vals):
+    if {triton_internals.REFUSED}:
         return None
 {self._unpack()}
     key = {self._key()}
@@ -106,7 +94,7 @@ def launch(grid, a, k):
     if found is None:
         return None
     kernel, config, made_in, run, head, together, rest = found
-    if config.pre_hook is not None or jit.device_caches.get(device) is not made_in or not ({same}):
+    if config.pre_hook is not None or {triton_internals.COMPILED} is not made_in or not ({same}):
         return None
     {f"{absent}= rest" if absent else ""}
     stream = active.get_current_stream(device)

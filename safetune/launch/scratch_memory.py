@@ -14,15 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from triton.runtime import _allocation
-
+from safetune import triton_internals
 from safetune.isolation import backend
 
 #: What every allocation of torch's is aligned to at least, whatever its allocator: cudaMalloc's.
 _BASE_ALIGNMENT = 256
 _MOST_ALIGNMENT = 4096
 
-_null = _allocation.NullAllocator
 _lock = threading.Lock()
 _observers: list[list[int]] = []
 
@@ -102,39 +100,19 @@ def scratch_allocator() -> Iterator[None]:
     An allocator that is visible already is left in place. Kernels under `@safetune` need none of
     this.
     """
-    if not isinstance(_allocation._allocator.get(), _null):
+    with triton_internals.default_allocator(allocate):
         yield
-        return
-    token = _allocation._allocator.set(allocate)
-    try:
-        yield
-    finally:
-        _allocation._allocator.reset(token)
-
-
-def is_missing(error: BaseException) -> bool:
-    """Whether a launch raised this because Triton has no allocator, so that nothing has run."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is _null.__call__.__code__
 
 
 def serve_profiles() -> None:
-    """In a measuring child: give instrumented kernels their memory, zeroed, where Triton does not.
-
-    Triton 3.6 has no default for that either, and keeps the allocator for the whole process.
-    """
-    profiles = _allocation._profile_allocator
-    if hasattr(_allocation, "has_profile_allocator") or not isinstance(profiles.get(), _null):
-        return
+    """In a measuring child: give instrumented kernels zeroed memory, where Triton does not."""
 
     def allocate_zeroed(size: int, alignment: int, stream: int | None) -> Any:
         import torch
 
-        return torch.zeros(size, dtype=torch.int8, device="cuda")
+        return torch.zeros(size, dtype=torch.int8, device=backend.required().torch_type)
 
-    _allocation.set_profile_allocator(allocate_zeroed)
+    triton_internals.set_default_profile_allocator(allocate_zeroed)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from safetune import triton_internals
 from safetune.config import config_text
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
@@ -68,7 +69,7 @@ def launch(
             return scratch_memory.launch(run, *pinned, **named, **options), config
         return run(*pinned, **named, **options), config
     except RuntimeError as error:
-        if tuner.needs_scratch or not scratch_memory.is_missing(error):
+        if tuner.needs_scratch or not triton_internals.lacks_allocator(error):
             refuse_vmap(tuner.base_fn.__name__, args)
             raise
         tuner.needs_scratch = True

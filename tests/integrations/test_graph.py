@@ -20,8 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 
 import safetune
-from safetune.integrations.graph import Unmasked, Watch
-from safetune.integrations.unloading import modules_stay_loaded
+from safetune.integrations.graph import Unmasked, Watch, modules_stay_loaded
 
 if TYPE_CHECKING:
     from tests.capturing import Copies, Driver, Gate

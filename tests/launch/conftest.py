@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,6 +42,8 @@ class Machine:
     compiled: list[str] = field(default_factory=list)
     device: int = 0
     stream: int = 100
+    #: Triton 3.8 unloads a binary that is collected, whoever has loaded it.
+    utils: ClassVar[Any] = SimpleNamespace(unload_module=lambda module: None)
 
     def get_current_device(self) -> int:
         return self.device

@@ -11,7 +11,6 @@ import threading
 import tracemalloc
 import warnings
 import weakref
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +19,10 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import TracingError, prepare, safetune
+from safetune import TracingError, prepare, safetune, triton_internals
 from safetune.keys import device
 from safetune.keys.key_names import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
@@ -274,7 +272,7 @@ class TestInTheWay:
             return run(self, *args, **kwargs)
 
         monkeypatch.setattr(JITFunction, "run", watched)
-        monkeypatch.setattr(fast_path, "_JIT_RUN", fast_path._own_run())
+        monkeypatch.setattr(fast_path, "_JIT_RUN", triton_internals.own_jit_run())
         for _ in range(3):
             call(kernel)
         assert seen == [16] * 3
@@ -613,35 +611,6 @@ def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     call(kernel)
     assert not goes_by_triton(kernel)
     assert visible == [True, True]
-
-
-def test_the_arguments_of_triton_s_own_launcher(machine: Machine) -> None:
-    """A plan calls what `CudaLauncher.__call__` calls, with the same: where a layout is known."""
-    run = CudaLauncher.__new__(CudaLauncher)
-    calls: list[Any] = []
-    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
-    vars(run).update(
-        launch=lambda *arguments: calls.append(arguments),
-        num_ctas=1,
-        launch_cooperative_grid=False,
-        launch_pdl=True,
-        gsan_enabled=False,
-        arg_annotations="annotations",
-        kernel_signature=b"signature",
-        **sizes,
-        **dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1),
-    )
-    kernel = SimpleNamespace(
-        run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(**sizes)
-    )
-    found = fast_path._launcher(kernel)
-    assert found is not None
-    launch, head, together = found
-    assert launch is run.launch
-    launch(1, 2, 3, 100, *head, *([(5, 6)] if together else (5, 6)))
-    run(1, 2, 3, 100, 7, (4, 1, 0), None, None, None, 5, 6)
-    first, second = calls
-    assert first == second
 
 
 def test_what_is_told_of_a_tuning_is_nothing_that_launches_depend_on(

@@ -1,0 +1,329 @@
+"""What safetune takes for granted behind Triton's public face, one test for each function.
+
+A new Triton that changes one of these fails here, with the name of what to mend.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime import _allocation, autotuner, driver
+from triton.runtime.jit import JITFunction
+
+from safetune import triton_internals
+from tests.backends import launching_on
+
+pytestmark = pytest.mark.internals
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+def scale(x, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offset, tl.load(x + offset, mask=offset < n) * FACTOR, mask=offset < n)
+
+
+FACTOR: tl.constexpr = tl.constexpr(2)
+
+
+class Machine:
+    """A driver of Triton's without a device."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 100
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
+@pytest.fixture
+def jit() -> Any:
+    """A compiled kernel's function, not an interpreted one's."""
+    with launching_on(None, active=Machine()):
+        yield JITFunction(scale)
+
+
+def test_this_triton_is_supported() -> None:
+    assert (3, 6) <= triton_internals.version() <= triton_internals.NEWEST
+
+
+class TestDriver:
+    def test_none_is_active_without_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(driver, "_active", None)
+        if torch.cuda.is_initialized():
+            pytest.skip("this process uses a GPU")
+        assert triton_internals.active_driver() is None
+        assert triton_internals.target_name() is None
+
+    def test_the_target_is_that_of_the_driver_now(self) -> None:
+        with launching_on(None, "first"):
+            assert triton_internals.target_name() == "first"
+        with launching_on(None, "second"):
+            assert triton_internals.target_name() == "second"
+
+    def test_a_back_end_has_a_hash(self) -> None:
+        text = triton_internals.backend_hash(TARGET)
+        assert "90" in text
+        assert text != triton_internals.backend_hash(GPUTarget("cuda", 80, 32))
+
+    def test_switches_of_the_code_generation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = triton_internals.code_generation_switches()
+        assert {"default_fp_fusion"} <= set(before)
+        assert all(isinstance(text, str) for pair in before.items() for text in pair)
+        monkeypatch.setitem(vars(knobs.language), "default_fp_fusion", False)
+        assert triton_internals.code_generation_switches() != before
+
+    def test_hashing_its_own_files_is_remembered(self) -> None:
+        from triton.runtime import cache
+
+        triton_internals.hash_own_files()
+        assert cache.triton_key.cache_info().currsize == 1
+
+
+def compiled(run: Any, **metadata: int) -> Any:
+    sizes = {"global_scratch_size": 0, "profile_scratch_size": 0, **metadata}
+    return SimpleNamespace(
+        run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(**sizes)
+    )
+
+
+class TestLauncher:
+    @pytest.fixture
+    def calls(self) -> list[Any]:
+        return []
+
+    @pytest.fixture
+    def run(self, calls: list[Any]) -> CudaLauncher:
+        """Triton's launcher, above a stand-in for its compiled part."""
+        run = CudaLauncher.__new__(CudaLauncher)
+        vars(run).update(
+            launch=lambda *arguments: calls.append(arguments),
+            num_ctas=1,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+            **dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0),
+            **dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1),
+        )
+        if triton_internals.version() >= (3, 7):
+            vars(run).update(arg_annotations="annotations", kernel_signature=b"signature")
+        if triton_internals.version() >= (3, 8):
+            run.gsan_enabled = False
+        return run
+
+    def test_its_arguments_are_those_of_triton_s_own(
+        self, run: CudaLauncher, calls: list[Any]
+    ) -> None:
+        with launching_on(None):
+            found = triton_internals.launcher(compiled(run), lambda *_: None)
+            assert found is not None
+            assert found.run is run.launch
+            found.run(1, 2, 3, 100, *found.head, *([(5, 6)] if found.together else (5, 6)))
+            run(1, 2, 3, 100, 7, (4, 1, 0), None, None, None, 5, 6)
+        first, second = calls
+        assert first == second
+
+    def test_a_newer_triton_is_called_as_a_whole(
+        self, run: CudaLauncher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton, "__version__", "3.10.0")
+        found = triton_internals.launcher(compiled(run), lambda *_: None)
+        assert found is not None
+        assert found.run is run
+        assert found.head == (7, (4, 1, 0), None, None, None)
+
+    def test_scratch_memory_is_provided_around_it(self, run: CudaLauncher) -> None:
+        seen = []
+        kernel = compiled(run, global_scratch_size=128)
+        found = triton_internals.launcher(kernel, lambda *call: seen.append(call))
+        assert found is not None
+        found.run(1, 2)
+        assert seen == [(run, 1, 2)]
+
+    def test_an_instrumented_kernel_is_left_to_triton(self, run: CudaLauncher) -> None:
+        kernel = compiled(run, profile_scratch_size=128)
+        assert triton_internals.launcher(kernel, lambda *_: None) is None
+
+
+class TestInTheWay:
+    """The expressions in a generated launch, evaluated against the real objects."""
+
+    @pytest.fixture
+    def in_the_way(self, jit: Any) -> Any:
+        names = triton_internals.launch_names(jit, triton_internals.own_jit_run())
+        return lambda: bool(eval(triton_internals.in_the_way(), names))
+
+    def test_nothing_is_by_default(self, in_the_way: Any) -> None:
+        assert triton_internals.has_hook_chains()
+        assert not in_the_way()
+
+    def test_a_launch_hook(self, in_the_way: Any) -> None:
+        knobs.runtime.launch_enter_hook.add(print)
+        try:
+            assert in_the_way()
+        finally:
+            knobs.runtime.launch_enter_hook.remove(print)
+        assert not in_the_way()
+
+    def test_a_hook_of_the_kernel(self, jit: Any, in_the_way: Any) -> None:
+        assert not triton_internals.has_launch_hooks(jit)
+        jit.add_pre_run_hook(print)
+        assert in_the_way()
+        assert triton_internals.has_launch_hooks(jit)
+
+    def test_a_stage_inspection_hook(
+        self, jit: Any, in_the_way: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(vars(knobs.runtime), "add_stages_inspection_hook", print)
+        assert in_the_way()
+        assert triton_internals.has_launch_hooks(jit)
+
+    def test_a_replaced_run(self, in_the_way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert triton_internals.own_jit_run() is JITFunction.run
+        monkeypatch.setattr(JITFunction, "run", lambda *_: None)
+        assert triton_internals.own_jit_run() is None
+        assert in_the_way()
+
+    def test_a_switch_in_the_environment(
+        self, in_the_way: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if not hasattr(knobs.compilation, "fpsan_homomorphic_casts"):
+            pytest.skip("this Triton has no such switch")
+        monkeypatch.setenv("TRITON_FPSAN_HOMOMORPHIC_CASTS", "1")
+        assert knobs.compilation.fpsan_homomorphic_casts
+        assert in_the_way()
+
+    def test_a_changed_global_is_refused(self, jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = triton_internals.launch_names(jit, None)
+        assert jit.cache_key  # notes the globals that the kernel uses
+        assert jit.used_global_vals
+        assert not eval(triton_internals.REFUSED, names)
+        monkeypatch.setitem(globals(), "FACTOR", tl.constexpr(3))
+        assert eval(triton_internals.REFUSED, names)
+
+
+class TestCompileStep:
+    def test_it_is_reached_and_nothing_is_compiled(self, jit: Any) -> None:
+        x = torch.zeros(64)
+        caches = jit.device_caches
+        signature, constants, attributes, options, target = triton_internals.compile_arguments(
+            jit, lambda: jit.run(x, 64, BLOCK=32, grid=(1,), warmup=False, num_warps=2), 0
+        )
+        assert signature == {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+        assert constants == {(2,): 32}
+        aligned = [["tt.divisibility", 16]]
+        assert {place: what for place, what in attributes.items() if what} == {
+            (0,): aligned,
+            (1,): aligned,
+        }
+        assert options["num_warps"] == 2
+        assert target == TARGET
+        assert jit.device_caches is caches
+        assert "_do_compile" not in vars(jit)
+        assert not triton_internals.compiled_on(jit, 0)[0]
+
+    def test_a_private_copy_shares_no_cache(self, jit: Any) -> None:
+        heuristics = triton.heuristics({"BLOCK": lambda named: 16})(jit)
+        copied, below = triton_internals.private_copy(heuristics)
+        assert type(copied) is type(heuristics)
+        assert copied.fn is below is not jit
+        assert below.device_caches is not jit.device_caches
+        below.device_caches[0]
+        assert triton_internals.compiled_on(jit, 0) is None
+
+    def test_a_kernel_of_another_kind_has_no_copy(self, jit: Any) -> None:
+        tuner = triton.autotune(configs=[triton.Config({})], key=[])(jit)
+        assert triton_internals.private_copy(tuner) == (tuner, None)
+
+    def test_compilations_are_counted_and_the_listener_stays(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        events: list[Any] = []
+        listener = lambda **event: events.append(event)  # noqa: E731
+        monkeypatch.setattr(knobs.compilation, "listener", listener)
+        with triton_internals.compilations() as made:
+            knobs.compilation.listener(src=1)
+        assert (len(made), events) == (1, [{"src": 1}])
+        assert knobs.compilation.listener is listener
+
+
+class TestScratchMemory:
+    def test_the_error_of_a_missing_allocator_is_known(self) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            _allocation._allocator.get()(128, 16, 0)
+        assert triton_internals.lacks_allocator(caught.value)
+
+        with pytest.raises(RuntimeError) as other:
+            raise RuntimeError("no allocator was set")
+        assert not triton_internals.lacks_allocator(other.value)
+
+    def test_a_default_is_visible_while_it_is_open(self) -> None:
+        with triton_internals.default_allocator(lambda *request: request):
+            assert _allocation._allocator.get()(128, 16, 0) == (128, 16, 0)
+        assert isinstance(_allocation._allocator.get(), _allocation.NullAllocator)
+
+    def test_the_users_allocator_wins(self) -> None:
+        token = _allocation._allocator.set(lambda *request: "user")
+        try:
+            with triton_internals.default_allocator(lambda *request: "default"):
+                assert _allocation._allocator.get()(1, 1, 0) == "user"
+        finally:
+            _allocation._allocator.reset(token)
+
+
+class TestReplacedFunctions:
+    def test_autotune_is_replaced_wherever_it_is_exported(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stock = autotuner.autotune
+        for module in (autotuner, triton.runtime, triton):
+            assert module.autotune is stock
+            monkeypatch.setattr(module, "autotune", stock)
+        triton_internals.replace_autotune(lambda found: ("ours", found))
+        for module in (autotuner, triton.runtime, triton):
+            assert module.autotune == ("ours", stock)
+
+    def test_methods_of_the_tuner_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("run", "_bench"):
+            monkeypatch.setattr(autotuner.Autotuner, name, getattr(autotuner.Autotuner, name))
+        triton_internals.replace_tuner_methods(lambda *_, **__: "run", lambda *_: "bench")
+        tuner = triton.autotune(configs=[triton.Config({})], key=[])(JITFunction(scale))
+        assert (tuner[(1,)](), tuner._bench()) == ("run", "bench")
+
+    def test_the_unloader_is_that_of_the_driver(self) -> None:
+        utils = SimpleNamespace(unload_module=print)
+        target = SimpleNamespace(get_current_target=lambda: TARGET, utils=utils)
+        with launching_on(None, active=target):
+            assert triton_internals.unloader() is utils
+            del utils.unload_module
+            assert triton_internals.unloader() is None
+
+
+class TestKnobs:
+    def test_those_set_in_code_travel_and_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = triton_internals.knobs_set_in_code()
+        monkeypatch.setitem(vars(knobs.compilation), "always_compile", True)
+        changed = triton_internals.knobs_set_in_code()
+        assert changed["compilation"]["always_compile"] is True
+        monkeypatch.undo()
+
+        triton_internals.set_knobs({"compilation": {"always_compile": True}})
+        assert knobs.compilation.always_compile is True
+        triton_internals.set_knobs({})
+        assert triton_internals.knobs_set_in_code() == before
+
+    def test_a_knob_of_the_environment_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(os.environ, "TRITON_ALWAYS_COMPILE", "1")
+        assert knobs.compilation.always_compile
+        assert "always_compile" not in triton_internals.knobs_set_in_code().get("compilation", {})
