@@ -64,6 +64,8 @@ OF_THE_CALL = frozenset({Verdict.LAUNCH_ERROR, Verdict.ILLEGAL_ACCESS, Verdict.O
 class Mark(str, Enum):
     """A remark on an outcome that is not a failure. A reason may follow it after `: `.
 
+    Stored marks are open: a mark that only a newer version knows stays as it is.
+
     CONTENDED: timed while the caller used the device; never shared.
     REGENERATED: some float inputs were too large to copy and were drawn at random.
     UNOWNED: the kernel wrote bytes of a storage that no argument covers.
@@ -124,6 +126,12 @@ class Outcome:
     def marked(self, mark: Mark) -> bool:
         """Whether the outcome carries this mark."""
         return any(text.partition(":")[0] == mark.value for text in self.marks)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether its time holds on other nodes, too; not if it has a mark that is unknown here."""
+        names = {text.partition(":")[0] for text in self.marks}
+        return names <= {Mark.UNOWNED.value, Mark.DISPUTED.value}
 
     def with_marks(self, marks: Iterable[str]) -> Outcome:
         """Return the outcome with more marks; those that it has already are not repeated."""

@@ -106,8 +106,7 @@ def _replace(state: KeyState, config: Config) -> None:
 def _candidates(
     settings: Settings, known: Iterable[tuple[KeyState, Asked]]
 ) -> dict[str, Candidate]:
-    from safetune.store.shared import local_copy  # no launch needs these
-    from safetune.store.shared.record import space_of
+    from safetune.store.shared.record import space_of  # no launch needs it
 
     found: dict[str, Candidate] = {}
     lookup, now, spaces = None, time.time(), set()
@@ -122,7 +121,7 @@ def _candidates(
         if choice is not None and choice.config_digest in each.configs:
             trials = lookup.store.trials(each.key.digest)
             outcomes = [t.outcome for t in trials if t.config_digest == choice.config_digest]
-            strength = 2 if all(map(local_copy.shareable, outcomes[-1:])) else 1
+            strength = 2 if all(outcome.shareable for outcome in outcomes[-1:]) else 1
             found[each.identity] = Candidate(strength, choice.config_digest, choice)
         elif (decision := state.decision(capture=None)) is not None:
             found.setdefault(each.identity, Candidate(0, config_digest(decision.config)))

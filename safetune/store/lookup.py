@@ -1,7 +1,7 @@
-"""Where a choice is looked for, and in which order: memory, the local store, the shared one, packs.
+"""The layers in which a choice is looked for: memory, the local store, the shared store, packs.
 
-A store that cannot be opened costs one warning, one that fails later one line in the log
-(`GuardedStore`), and the run goes on in memory.
+A store that cannot be opened costs one warning, and a store that fails later one line in the log
+(`GuardedStore`); the run goes on in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,19 +27,16 @@ if TYPE_CHECKING:
     from safetune.settings import Settings
     from safetune.store.packs.packs import Packs
     from safetune.store.records import ChoiceRecord, RelatedChoice
-    from safetune.store.shared.protocol import SharedStore
-
-Layer = Callable[["TuningKey", str], "ChoiceRecord | None"]
 
 _lookups: dict[tuple[Path, str, tuple[Path, ...], bool], Lookup] = {}
 _opening = threading.Lock()
 
 
 class Lookup:
-    """The choices of this process, and where the missing ones come from.
+    """The choices of this process, and the stores in which it looks for missing ones.
 
-    What a process has launched stays in its memory: another process's newer generation is never
-    picked up in the middle of a run.
+    A choice that the process has launched stays in its memory: a newer generation of another
+    process is never picked up in the middle of a run.
     """
 
     def __init__(self, store: Store, directories: Sequence[Path] | None = None) -> None:
@@ -51,12 +48,6 @@ class Lookup:
         self.store = store
         self._directories = directories
         self._memory: dict[tuple[str, str], ChoiceRecord] = {}
-        self._layers: tuple[Layer, ...] = (
-            self._in_memory,
-            self._in_store,
-            self._in_shared,
-            self._in_packs,
-        )
 
     def find(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
         """Return the choice of the first layer that has one.
@@ -65,49 +56,42 @@ class Lookup:
             declared: digest over the list of configs; a choice made from another one does not
                 count.
 
-        The caller looks for its config among the declared ones, and says so with `adopt`.
+        The caller looks for its config among the declared ones, and then calls `adopt`. The local
+        store is first brought up to date with the shared one, at most once a minute.
         """
-        for layer in self._layers:
-            choice = layer(key, declared)
-            if choice is not None:
-                return choice
-        return None
+        known = self._memory.get((key.digest, declared))
+        if known is not None:
+            return known
+        if self.store.shared is None:
+            found = self.store.choice(key.digest, declared)
+        else:
+            from safetune.store.shared.record import space_of
+
+            space = space_of(key)
+            self.store.shared.refresh(space)
+            found = self.store.choice(key.digest, declared)
+            # Also what the local store could not keep of the shared one, or does not have yet.
+            found = found or self.store.shared.choice(space, key.digest, declared)
+        return found or self._packs.find(key, declared)
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:
-        """Return the choices for the key's kernel and device, whatever else they are for."""
+        """Return the choices for the key's kernel and device, of any call and toolchain."""
         return [
             *self.store.related(key.kernel.digest, key.device.digest),
             *self._packs.related(key),
         ]
 
     def adopt(self, choice: ChoiceRecord) -> None:
-        """Keep a valid choice in memory, over the one that was there."""
+        """Keep a valid choice in memory, in place of an earlier one."""
         self._memory[choice.key, choice.declared] = choice
 
     def forget(self, key: str, declared: str) -> None:
         """Drop a choice from memory; the layers below keep it."""
         self._memory.pop((key, declared), None)
 
-    def _in_memory(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        return self._memory.get((key.digest, declared))
-
-    def _in_store(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        """The local store, brought up to date with the shared one, at most once a minute."""
-        if self.store.shared is not None:
-            self.store.shared.refresh(_space_of(key))
-        return self.store.choice(key.digest, declared)
-
-    def _in_shared(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        """What the local store could not keep of the shared one, or does not have of it yet."""
-        shared = self.store.shared
-        return None if shared is None else shared.choice(_space_of(key), key.digest, declared)
-
-    def _in_packs(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        return self._packs.find(key, declared)
-
     @functools.cached_property
     def _packs(self) -> Packs:
-        from safetune.store.packs.packs import Packs, shipped  # not where the store has all
+        from safetune.store.packs.packs import Packs, shipped  # not needed if the store has all
 
         if self._directories is None:
             return Packs(())
@@ -118,30 +102,33 @@ class Lookup:
 def open_lookup(settings: Settings) -> Lookup:
     """Return this process's `Lookup` for the settings.
 
-    One object per process, directory of the store, shared store, packs, and whether the store is
-    only read, as it is under `Mode.FROZEN`; usable after a fork. Where the database cannot be
-    opened there is one warning, and its store is in memory. That store's tuning methods never raise
+    There is one object per process, directory of the store, shared store, packs, and whether the
+    store is only read, as it is under `Mode.FROZEN`; usable after a fork. If the database cannot be
+    opened, it warns once and keeps choices in memory. The tuning methods of the store never raise
     (`GuardedStore`).
 
     Raises:
-        InvalidSetting: nothing here can open SAFETUNE_SHARED. Never `StoreError`.
+        InvalidSetting: no kind of shared store can open SAFETUNE_SHARED. Never `StoreError`.
     """
     directory = settings.cache_dir
-    if not directory.parts[0].startswith("~"):  # there is no home, which opening it says
+    if not directory.parts[0].startswith("~"):  # no home directory: opening the store reports it
         directory = Path(os.path.abspath(directory))
     frozen = settings.mode is Mode.FROZEN
     identity = (directory, settings.shared, settings.packs, frozen)
     with _opening:
         if identity in _lookups:
             return _lookups[identity]
-        backend = _backend(settings.shared)
+        backend = None
+        if settings.shared:
+            from safetune.store.shared.layer import SharedLayer
+            from safetune.store.shared.url import open_shared
+
+            backend = open_shared(settings.shared)
         try:
             store, problem = (_read_only if frozen else GuardedStore.open)(directory), None
         except StoreError as error:
             store, problem = GuardedStore.in_memory(), error
         if backend is not None:
-            from safetune.store.shared.layer import SharedLayer
-
             store.shared = SharedLayer(backend, store.connection, writes=not frozen)
         lookup = _lookups[identity] = Lookup(store, settings.packs)
     if problem is not None:
@@ -159,22 +146,8 @@ def open_lookup(settings: Settings) -> Lookup:
     return lookup
 
 
-def _space_of(key: TuningKey) -> str:
-    from safetune.store.shared.record import space_of
-
-    return space_of(key)
-
-
-def _backend(url: str) -> SharedStore | None:
-    if not url:
-        return None
-    from safetune.store.shared.url import open_shared
-
-    return open_shared(url)
-
-
 def _read_only(directory: Path) -> GuardedStore:
-    """The store of a process that writes nothing; where there is none yet, an empty one."""
+    """The store of a process that writes nothing; an empty one where there is no database yet."""
     from safetune.store.local.read_only import open_read_only
 
     path = directory / DATABASE_NAME
@@ -183,7 +156,7 @@ def _read_only(directory: Path) -> GuardedStore:
     except (FileNotFoundError, NotADirectoryError):
         return GuardedStore.in_memory()
     except OSError:
-        pass  # opening it says what is wrong
+        pass  # opening the database reports the error
     with contextlib.suppress(OSError):
         db_files.check(path)
     return open_read_only(path, GuardedStore)

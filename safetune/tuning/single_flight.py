@@ -122,11 +122,10 @@ class Election:
         """Publish a choice that may be shared; return the one that every node launches."""
         if self.shared is None:
             return choice
-        from safetune.store.shared.local_copy import shareable
+        if not outcome.shareable:
+            return choice
         from safetune.store.shared.record import space_of
 
-        if not shareable(outcome):
-            return choice
         stored = StoredChoice(key_record(self.request.key), choice)
         found = self.shared.publish(space_of(self.request.key), stored)
         self.published = True

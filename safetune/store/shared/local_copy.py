@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
-from safetune.outcome import Mark
 from safetune.store.local import rows
 from safetune.store.local.connection import BUSY_TIMEOUT_S, Connection
 from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
@@ -22,8 +20,6 @@ from safetune.store.shared.record import Name, encode, name_of, namespace
 
 if TYPE_CHECKING:
     import sqlite3
-
-    from safetune.outcome import Outcome
 
 logger = logging.getLogger("safetune")
 
@@ -38,11 +34,6 @@ _TRIALS = (
     "ORDER BY generation DESC"
 )
 _OF_DIGEST = "{} WHERE digest = ?"
-
-
-def shareable(outcome: Outcome) -> bool:
-    """Whether the time of a config holds on other nodes."""
-    return not (outcome.marked(Mark.CONTENDED) or outcome.marked(Mark.REGENERATED))
 
 
 def is_sound(stored: StoredChoice) -> bool:
@@ -112,7 +103,7 @@ def _unpublished(connection: Connection, space: str, names: set[Name]) -> list[S
 def _is_shareable(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> bool:
     wanted = (choice.key, choice.config_digest, choice.generation)
     trial = next(TRIAL.sound(sqlite.execute(_TRIALS, wanted).fetchall()), None)
-    return trial is not None and shareable(trial.outcome)
+    return trial is not None and trial.outcome.shareable
 
 
 def _with_key(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> StoredChoice | None:
@@ -121,8 +112,7 @@ def _with_key(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> StoredChoice 
     device = _one(sqlite, DEVICE, key["device"]) if key else None
     if key is None or kernel is None or device is None:
         return None
-    record = rows.key_record(key, kernel, device)
-    return StoredChoice(replace(record, kernel_source="", kernel_file="", kernel_line=0), choice)
+    return StoredChoice(rows.key_record(key, kernel, device), choice)
 
 
 def _one(sqlite: sqlite3.Connection, table: Table, digest: str) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from safetune.store.shared.record import FORMAT, encode
 from safetune.store.shared.record_files import file_name
 from safetune.store.shared.url import open_shared
 
-from .conftest import LIST, SPACE, choice, key, stored
+from .conftest import LIST, SPACE, choice, key, stored, tuned
 
 
 def newer(number: int) -> str:
@@ -59,6 +59,17 @@ def test_a_choice_of_a_newer_version_stays_and_is_not_used(
 
     (found,) = [each for each in backend.pull(SPACE, backend.names(SPACE)) if each.unknown]
     assert encode(found) == text
+
+
+def test_a_choice_with_a_mark_of_a_newer_version_is_not_published(
+    tmp_path: Path, local: GuardedStore
+) -> None:
+    """An older process of this node cannot know whether such a time holds elsewhere."""
+    backend = open_shared(f"file://{tmp_path / 'shared'}")
+    tuned(local, 0, marks=("cooled: 3 times",))
+    tuned(local, 1, marks=("disputed: 2 of 3",))
+    SharedLayer(backend, local.connection).refresh(SPACE)
+    assert {name.key for name in backend.names(SPACE)} == {key(1).digest}
 
 
 def replace_record(url: str, kind: str, text: str) -> None:
