@@ -1,4 +1,4 @@
-"""Arrays of torch, numpy and JAX, seen alike: none of the three has to be there for the others."""
+"""Arrays of torch, numpy and JAX, treated alike; none of the three needs to be installed."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ def tensor(value: Any, index: int) -> Any:
         return value
     import torch
 
-    place = torch.device("cpu") if index < 0 else torch.device(backend.required().torch_type, index)
+    device = (
+        torch.device("cpu") if index < 0 else torch.device(backend.required().torch_type, index)
+    )
     if hasattr(value, "untyped_storage") and value.device.type != "meta":
         return value
     if not has_data(value):
-        return torch.zeros(tuple(value.shape), dtype=_torch_dtype(value.dtype), device=place)
+        return torch.zeros(tuple(value.shape), dtype=_torch_dtype(value.dtype), device=device)
     if type(value).__module__.partition(".")[0] == "numpy":
-        return torch.tensor(value, device=place)
-    return torch.from_dlpack(value).to(place)
+        return torch.tensor(value, device=device)
+    return torch.from_dlpack(value).to(device)
 
 
 def _torch_dtype(dtype: Any) -> Any:

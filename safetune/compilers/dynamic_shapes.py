@@ -22,10 +22,10 @@ Regions = tuple[tuple[Any, Any], ...]
 def regions(
     request: TuningRequest, names: Sequence[str], related: Iterable[RelatedChoice]
 ) -> tuple[Regions, ...]:
-    """Return the regions of each of `names`, for the keys that differ from the request's in those.
+    """Return the regions of each name, by stored keys that differ in these names only.
 
-    Stored values that lie side by side and have the same choices are one region. A name has none
-    where no such key is stored.
+    Neighbouring values with the same choices are one region. Without such a stored key, a name has
+    no region.
     """
     points = _points(request, names, related)
     return tuple(_merged(points, index) for index in range(len(names)))
@@ -34,7 +34,7 @@ def regions(
 def _points(
     request: TuningRequest, names: Sequence[str], related: Iterable[RelatedChoice]
 ) -> dict[tuple[Any, ...], str]:
-    """The choices of the keys that differ from the request's in `names` only, by their values."""
+    """Return the choices of the keys that differ from the request's in `names` only, by value."""
     known, toolchain = dict(request.key.values), request.key.toolchain.record()
     points: dict[tuple[Any, ...], str] = {}
     for _, source in comparable(request, related):
@@ -47,7 +47,7 @@ def _points(
 
 
 def _merged(points: dict[tuple[Any, ...], str], index: int) -> Regions:
-    """The stored values of one name, neighbours with the same choices taken together."""
+    """Return the stored values of one name, neighbours with the same choices merged."""
     columns: dict[Any, set[Any]] = {}
     for values, choice in points.items():
         others = (*values[:index], *values[index + 1 :])

@@ -1,7 +1,7 @@
-"""A kernel with its config chosen, for whoever launches it without safetune: JAX, an exporter.
+"""A kernel with its chosen config, for a program that launches it without safetune, such as JAX.
 
-Arguments may be tensors of torch, arrays of numpy or JAX, or anything with a shape and a dtype:
-the key is the same for all, so a choice made through torch serves JAX, and the other way round.
+Arguments may be torch tensors, numpy or JAX arrays, or any object with a shape and a dtype. The key
+is the same for all of them, so JAX uses a choice that was made through torch, and the reverse.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A plain kernel and all that it is to be launched with.
+    """A plain kernel, and everything that its launch needs.
 
     Attributes:
         fn: the `JITFunction` below all decorators.
         metaparams: constants by name: the config's, the heuristics' for it, and 1 for each dropped
             argument that would compile again.
         num_warps, num_stages, num_ctas, maxnreg: the config's launch options.
-        grid: up to three integers, for this config; empty if none was asked for.
-        config: the user's own object.
-        kernel, key, key_digest, device: what was looked up.
-        provenance: `stored`, `tuned` (just now), `only` (nothing to choose from), `off`, or
+        grid: up to three integers, for this config; empty if the call gives no grid.
+        config: the object that the decorator declares.
+        kernel, key, key_digest, device: the kernel's name, the key as text and as digest, and the
+            device's name.
+        provenance: `stored`, `tuned` (just now), `only` (there is one config), `off`, or
             `fallback`, in the modes that never tune.
     """
 
@@ -66,9 +67,9 @@ class Resolved:
 
     @functools.cached_property
     def scratch_bytes(self) -> int:
-        """Global scratch memory of each CTA, from the compiled kernel; compiles it if need be.
+        """Bytes of global scratch memory for each CTA; compiles the kernel to find out.
 
-        A launch needs that for each program of its grid, times `num_ctas`.
+        A launch needs this for each program of its grid, times `num_ctas`.
 
         Raises:
             NoDevice: Triton finds no GPU to compile for.
@@ -163,7 +164,7 @@ def resolve(
 
 
 class AbstractMiss(miss_resolve.Miss):
-    """A call whose tensors have no data, on a device of which they know nothing."""
+    """A call whose tensors have no data, on a device that the tensors do not name."""
 
     def __init__(
         self, tuner: Tuner, args: Any, kwargs: Mapping[str, Any], index: int | None
@@ -200,8 +201,9 @@ def _chosen(
         record.remember(request, lookup.store, without_grid)
         raise MissingChoice(
             f"{request.key.kernel.name} has no choice for {request.key} on "
-            f"{request.key.device.name}, and shapes alone are nothing to tune on. Before tracing, "
-            f"call it once with real arrays, or resolve it with them{_or_offline(abstract)}"
+            f"{request.key.device.name}, and cannot be tuned on shapes without data. Before "
+            f"tracing, call it once with real arrays, or resolve it with them"
+            f"{_or_offline(abstract)}"
         )
     if abstract.call.grid is None:
         raise MissingChoice(
@@ -212,33 +214,33 @@ def _chosen(
 
 
 def _or_offline(abstract: AbstractMiss) -> str:
-    """The commands that tune a recorded call, as a shell takes them; none without its file."""
+    """Return the shell commands that tune the recorded call; empty if its file is not known."""
     _, function = base_function(abstract.tuner.fn)
-    place, script = function.__module__, ""
-    if place == "__main__":
+    target, script = function.__module__, ""
+    if target == "__main__":
         main = sys.modules["__main__"]
         spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-        place = shlex.quote(spec.name if spec else os.path.abspath(file) if file else "")
-        script = f" {place}"
-    if not place:
+        target = shlex.quote(spec.name if spec else os.path.abspath(file) if file else "")
+        script = f" {target}"
+    if not target:
         return ""
-    commands = [f"`safetune tune --recorded{script}` for this very call"]
+    commands = [f"`safetune tune --recorded{script}` for this call"]
     if abstract.call.grid is None:
         commands = [f"after resolving it with its grid, {commands[0]}"]
     if abstract.tuner.workloads:
-        commands.append(f"`safetune tune {place}:{function.__name__}` for its workloads")
+        commands.append(f"`safetune tune {target}:{function.__name__}` for its workloads")
     return f"; or run offline {', or '.join(commands)}"
 
 
 def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:
-    """Tune on the caller's data; what it has only a shape of is new memory."""
+    """Tune on the caller's data; an argument that has only a shape gets new memory."""
     from safetune.tuning.tuner import tune
 
     index = abstract.call.index
-    place = functools.partial(arrays.tensor, index=index)
+    on_device = functools.partial(arrays.tensor, index=index)
     grid = {"grid": abstract.call.grid}
     concrete = AbstractMiss(
-        abstract.tuner, _each(place, args), {**_each(place, kwargs), **grid}, index
+        abstract.tuner, _each(on_device, args), {**_each(on_device, kwargs), **grid}, index
     )
     request = concrete.request()
     if reason := miss_resolve.why_not_isolated(concrete.call):

@@ -62,6 +62,7 @@ class KeyReport:
         location: the kernel's definition, as `file:line`.
         names: one report per key name, in the key's order.
         missing: constexprs that the body reads and that key, configs and heuristics leave out.
+        pinned: the dropped parameters. Any value of them compiles to the same kernel.
         kept_all: nothing reads any of the names, so all of them are kept.
     """
 
@@ -69,6 +70,7 @@ class KeyReport:
     location: str
     names: tuple[NameReport, ...]
     missing: tuple[str, ...]
+    pinned: tuple[str, ...]
     kept_all: bool
 
     @property
@@ -81,11 +83,6 @@ class KeyReport:
     def dropped(self) -> tuple[str, ...]:
         """The names that are not part of the key: phantom or unknown."""
         return tuple(report.name for report in self.names if report.name not in self.kept)
-
-    @property
-    def pinned(self) -> tuple[str, ...]:
-        """The dropped parameters: any value of them compiles to the same kernel."""
-        return self.of_kind(NameKind.PHANTOM)
 
     def of_kind(self, kind: NameKind) -> tuple[str, ...]:
         """Return the names of one kind, in the key's order."""
@@ -149,6 +146,7 @@ def classify(
         location=f"{facts.file}:{facts.line}",
         names=tuple(reports),
         missing=() if key == "auto" else facts.missing(names),
+        pinned=tuple(phantom) if reports == found else (),
         kept_all=reports != found,
     )
     _report(report, phantom, facts, policy)
