@@ -25,7 +25,7 @@ TEXTS = sorted(
 
 #: (shape, what to write instead). "There is no …" is plain English, and "is no longer" too.
 SHAPES = {
-    "is no": (r"(?<!here\s)\b(?:is|are)\s+no\s+(?!longer\b)[a-z]", "is not a, does not have"),
+    "is no": (r"(?<!here\s)\b(?:is|are)\s+no\s+(?!longer\b)[A-Za-z]", "is not a, does not have"),
     "is none": (r"(?<!here\s)\b(?:is|are)\s+none\b", "is not a, does not exist"),
     "so many": (r"\bso\s+(?:many|long)\b", "the number, or the noun"),
     "nobody": (r"\b[Nn]obody(?:'s)?\b", "the process, thread or user that is meant"),

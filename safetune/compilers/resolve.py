@@ -94,7 +94,7 @@ class Resolved:
         lost = {name: value for name, value in self.options().items() if theirs.get(name) != value}
         if lost:
             raise TracingError(
-                f"{self.kernel} was chosen with {lost}, and as a plain kernel it would be launched "
+                f"{self.kernel} was chosen with {lost}, but a plain kernel is launched "
                 f"with {theirs}: use as_single_config_autotuner(), which keeps warps and stages"
             )
         return self.fn
@@ -114,8 +114,8 @@ class Resolved:
             lost["pre_hook"] = self.config.pre_hook
         if lost:
             raise TracingError(
-                f"{self.kernel} was chosen with {lost}, which TransformerEngine loses: give it "
-                "configs without, or launch it through safetune.integrations.jax.triton_call"
+                f"{self.kernel} was chosen with {lost}, which TransformerEngine ignores: use "
+                "configs without these, or launch it through safetune.integrations.jax.triton_call"
             )
         config = Config(
             dict(self.metaparams),

@@ -197,12 +197,12 @@ def compilable(tuner: Tuner, order: Sequence[Config]) -> tuple[int, ...]:
     lost = lost_options(order[0])
     if lost:
         name = tuner.base_fn.__name__
-        problem = f"torch.compile loses {lost} of {name}'s config {config_text(order[0])}"
+        problem = f"torch.compile ignores {lost} of {name}'s config {config_text(order[0])}"
         if not kept:
             raise TracingError(
                 f"{problem}, and every other config has such options too: add a config without "
-                "them, or wrap the launch in a torch.library.custom_op, which torch.compile leaves "
-                "alone"
+                "them, or wrap the launch in a torch.library.custom_op, which torch.compile does "
+                "not change"
             )
         warnings.warn(f"{problem}: {config_text(kept[0])} is compiled instead", stacklevel=2)
     indices = {id(config): index for index, config in enumerate(tuner.configs)}
@@ -223,7 +223,7 @@ def missed(tuner: Tuner, request: TuningRequest, config: Config, store: Store) -
         return
     warnings.warn(
         f"{name} has no choice for {request.key} and is compiled with {config_text(config)}: "
-        "nothing is tuned while torch.compile traces. Call safetune.prepare with what you compile, "
+        "nothing is tuned while torch.compile traces. Call safetune.prepare before you compile, "
         "or run `safetune tune`; then torch.compiler.reset() and compile again",
         stacklevel=2,
     )

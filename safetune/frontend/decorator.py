@@ -128,7 +128,8 @@ def _innermost_tuner(kernel: Any) -> triton_autotuner.Autotuner | None:
 def _check_kernel(fn: Any) -> None:
     if not hasattr(fn, "arg_names"):
         raise InvalidSetting(
-            f"@safetune(...) is above {fn!r}, which is no Triton kernel: put @triton.jit below it"
+            f"@safetune(...) is above {fn!r}, which is not a Triton kernel: put @triton.jit "
+            "below it"
         )
     if _innermost_tuner(fn) is not None:
         raise InvalidSetting(

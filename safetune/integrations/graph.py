@@ -68,7 +68,7 @@ class Watch:
         number = isinstance(watchdog_s, (int, float))
         if watchdog_s is not None and not (number and watchdog_s > 0):
             raise InvalidSetting(
-                f"watchdog_s={watchdog_s!r} must be a number of seconds over 0, or None for none"
+                f"watchdog_s={watchdog_s!r} must be a number of seconds over 0, or None"
             )
         self._name = name
         self._watchdog_s = None if watchdog_s is None else min(watchdog_s, threading.TIMEOUT_MAX)
@@ -102,7 +102,7 @@ class Watch:
             logger.warning("%s", report)
             return
         warnings.warn(
-            f"{report}. Call safetune.prepare with what you capture, before the capture",
+            f"{report}. Call safetune.prepare with the captured function, before the capture",
             stacklevel=4,
         )
 
@@ -121,7 +121,7 @@ class Watch:
         if self._over.wait(self._watchdog_s):
             return
         logger.error(
-            "%s takes longer than %g s; what is being measured meanwhile is given up. The stacks "
+            "%s takes longer than %g s; the running tuning is given up. The stacks "
             "of all threads:\n%s",
             self._name or "a capture",
             self._watchdog_s,
@@ -174,7 +174,7 @@ def graph(
 
     watch = Watch(name, watchdog_s)
     if not torch.cuda.is_available():
-        raise NoDevice("safetune.graph captures work of a GPU, and torch finds none here")
+        raise NoDevice("safetune.graph needs a GPU, and torch does not find one")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
     quiet = under_capture.no_collection()
     with watch, _same_stream_after(), modules_stay_loaded(), quiet, Unmasked(inner):

@@ -139,8 +139,8 @@ def _check_carried(resolved: Resolved) -> None:
         lost["pre_hook"] = resolved.config.pre_hook
     if lost:
         raise TracingError(
-            f"{resolved.kernel} was chosen with {lost}, which jax-triton cannot carry: give it "
-            "configs without"
+            f"{resolved.kernel} was chosen with {lost}, which jax-triton ignores: use "
+            "configs without these"
         )
     try:
         size = resolved.scratch_bytes

@@ -125,7 +125,7 @@ class ForkServer:
                 tail = tail_of(self._output)
                 self._discard()
                 raise WorkerUnavailable(
-                    f"the tuning process did not come up ({error}); it said: {tail or 'nothing'}"
+                    f"the tuning process did not start ({error}); its output: {tail or 'empty'}"
                 ) from error
             self._ready = True
         return control

@@ -132,8 +132,8 @@ def tune_meanwhile(
     config = candidates.fallback(request, store)
     if size > limit and call.hooks.inputs is None:
         logger.warning(
-            "%s is to be tuned offline for %s: its inputs are %d bytes, and no more than %d are "
-            "copied while the program runs; it runs with %s",
+            "%s is to be tuned offline for %s: its inputs have %d bytes, and SAFETUNE_COPY_LIMIT "
+            "allows %d; it runs with %s",
             request.key.kernel.name,
             request.key,
             size,

@@ -148,7 +148,7 @@ def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
             if identity not in agreed or candidate.beats(agreed[identity]):
                 agreed[identity] = candidate
     differing = sum(1 for identity, each in mine.items() if agreed[identity].config != each.config)
-    logger.info("%d of %d keys launch another rank's config from here on", differing, len(mine))
+    logger.info("%d of %d keys launch another rank's config from now on", differing, len(mine))
     return agreed
 
 
@@ -193,12 +193,12 @@ def _store(
         try:
             local_copy.adopt(store.connection, taken)
         except StoreError as error:
-            logger.warning("%s; what was agreed on holds for this process only", error)
+            logger.warning("%s; the agreed choices hold for this process only", error)
 
 
 def _warn_of_unknown(known: Asked) -> None:
     warnings.warn(
-        f"{known.key.kernel.name}: another rank launches a config for {known.key} that is not left "
-        "by pruning here; this rank keeps its own",
+        f"{known.key.kernel.name}: another rank launches a config for {known.key} that "
+        "pruning drops here; this rank keeps its own config",
         stacklevel=3,
     )

@@ -81,8 +81,8 @@ class CapturedMiss:
     def warn_outdated(self, choice: Config) -> None:
         """Log that the graph keeps its config although the key has another choice now."""
         logger.warning(
-            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that: "
-            "capture it again",
+            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that "
+            "config: capture it again",
             self.kernel,
             self.key,
             config_text(choice),
@@ -248,6 +248,6 @@ def _tell(tuner: Tuner, captured: CapturedMiss) -> None:
     warnings.warn(
         f"{captured.kernel} has no choice for {captured.key} and is captured with "
         f"{config_text(captured.config)}, which the graph keeps: nothing is tuned under CUDA graph "
-        "capture. Call safetune.prepare with what you capture, before the capture",
+        "capture. Call safetune.prepare with the captured function, before the capture",
         stacklevel=2,
     )

@@ -309,7 +309,7 @@ def test_what_inductor_cannot_carry(module: Any, lost: dict[str, int]) -> None:
     store(tuner, {100: 2})
     name = next(iter(lost))
 
-    with pytest.warns(UserWarning, match=f"torch.compile loses .*{name}.*BLOCK=64.*instead"):
+    with pytest.warns(UserWarning, match=f"torch.compile ignores .*{name}.*BLOCK=64.*instead"):
         graphs = compiled(tuner, 100)
 
     assert graphs.blocks() == [[64]]
@@ -318,7 +318,7 @@ def test_what_inductor_cannot_carry(module: Any, lost: dict[str, int]) -> None:
 def test_no_config_that_inductor_can_carry(module: Any) -> None:
     tuner = traced.kernel(module, configs=traced.configs(maxnreg=64))
 
-    with pytest.raises(Exception, match=r"torch.compile loses .*maxnreg.*custom_op"):
+    with pytest.raises(Exception, match=r"torch.compile ignores .*maxnreg.*custom_op"):
         compiled(tuner, 100)
 
 

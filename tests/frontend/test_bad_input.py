@@ -228,7 +228,7 @@ class TestSettings:
     @pytest.mark.parametrize("target", [print, lambda x: x, 3])
     def test_no_kernel_below(self, target: Any) -> None:
         with pytest.raises(
-            InvalidSetting, match=r"which is no Triton kernel: put @triton\.jit below"
+            InvalidSetting, match=r"which is not a Triton kernel: put @triton\.jit below"
         ):
             safetune(configs=CONFIGS, key=["N"])(target)
 

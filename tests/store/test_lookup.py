@@ -147,7 +147,7 @@ def test_a_full_disk_costs_one_line_and_what_is_stored_is_still_read(guarded, re
     assert guarded.choice("other").config_digest == "new"
     assert guarded.generation("key") == 2
     assert [record.message for record in caplog.records] == [
-        f"cannot write to the store {guarded.path}: disk is full; going on in memory"
+        f"cannot write to the store {guarded.path}: disk is full; continuing in memory"
     ]
 
 
@@ -161,7 +161,7 @@ def test_a_store_that_cannot_be_read_any_more_costs_one_line(guarded, records, c
         assert guarded.trials("key", 1) == []
         assert guarded.generation("key") == 0
     assert len(caplog.records) == 1
-    assert "going on without what it holds" in caplog.text
+    assert "continuing without its choices" in caplog.text
     guarded.put_choice(records.choice("c2"))
     assert guarded.choice("key") == records.choice("c2")
     with pytest.raises(StoreError):
@@ -206,7 +206,7 @@ print(len(store.trials("key", 1)), store.choice("key").config_digest)
         tmp_path,
     )
     warning, result = output.splitlines()
-    assert warning.endswith("going on in memory")
+    assert warning.endswith("continuing in memory")
     assert result == "40 c1"
 
 

@@ -114,7 +114,7 @@ class Connection:
             if self._closed:
                 raise StoreError(f"the store {self._name} is closed")
             if self._sqlite is not None and self._is_replaced():
-                logger.warning("the store %s was deleted or replaced; opening it anew", self.path)
+                logger.warning("the store %s was deleted or replaced; opening it again", self.path)
                 self._disconnect()
             if self._sqlite is None:
                 with self._failures("open"):
@@ -223,7 +223,7 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
         if found == db_files.identity(path):
             return connection, found
         connection.close()  # it was replaced meanwhile
-    raise StoreError("other processes keep replacing it")
+    raise StoreError("other processes replace it again and again")
 
 
 def _plain(path: Path | str) -> sqlite3.Connection:

@@ -77,11 +77,11 @@ class GuardedStore(Store):
                 except RecordError:
                     raise
                 except StoreError as error:
-                    logger.warning("%s; going on in memory", error)
+                    logger.warning("%s; continuing in memory", error)
                     self._spare = Store.in_memory()
             return method(self._spare, record)
         except StoreError as error:
-            logger.warning("a record is not kept: %s", error)
+            logger.warning("a record is not stored: %s", error)
             return None
 
     def _tried(
@@ -99,7 +99,7 @@ class GuardedStore(Store):
             try:
                 answers.append(self._tried(StoreError, method, *arguments))
             except StoreError as error:
-                logger.warning("%s; going on without what it holds", error)
+                logger.warning("%s; continuing without its choices", error)
                 self._unreadable = True
         if self._spare is not None:
             try:

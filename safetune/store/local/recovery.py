@@ -56,8 +56,8 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
         for old in moved(path)[:-_KEPT]:
             remove(old)
     warnings.warn(
-        f"safetune: the store {path} is damaged ({reason}); it is kept as {aside}, and an empty "
-        "one takes its place",
+        f"safetune: the store {path} is damaged ({reason}); it is renamed to {aside}, and "
+        "an empty database replaces it",
         stacklevel=2,
     )
 

@@ -216,7 +216,7 @@ class SharedLayer:
 
     def _stop(self, problem: str) -> None:
         self._off_until = self._clock() + RETRY_S
-        self._warn("off", f"{problem}; going on without it, and trying again in {RETRY_S:.0f} s")
+        self._warn("off", f"{problem}; continuing without it, and trying again in {RETRY_S:.0f} s")
 
     def _stop_writing(self, problem: Unwritable) -> None:
         self._unwritable_until = self._clock() + RETRY_S
