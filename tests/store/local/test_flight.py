@@ -138,29 +138,24 @@ def held(folder: Path) -> Iterator[int]:
         yield owner(folder)
 
 
-def test_one_of_many_tunes(herd: Herd, folder: Path) -> None:
-    herd.play(folder, HERD_SIZE)
-    launches = herd.launches()
-    assert sorted(launch["measured"] for launch in launches) == [0] * (HERD_SIZE - 1) + [CONFIGS]
-    assert len({launch["block"] for launch in launches}) == 1
-    assert [bool(launch["started"]) for launch in launches] == [
-        bool(launch["measured"]) for launch in launches
-    ], "only the process that tunes starts others"
-    assert [launch["warnings"] for launch in launches] == [[]] * HERD_SIZE
-    assert query(folder, "SELECT count(*) FROM trial") == [(CONFIGS,)]
-    assert query(folder, "SELECT generation, measured FROM choice") == [(1, CONFIGS)]
-
-
-def test_a_killed_owner_is_followed_by_one_that_measures_the_rest(herd: Herd, folder: Path) -> None:
+def test_one_of_many_tunes_and_if_it_is_killed_one_other_measures_the_rest(
+    herd: Herd, folder: Path
+) -> None:
     (folder / "hold").touch()
     herd.play(folder, HERD_SIZE)
     with held(folder) as first:
+        assert query(folder, "SELECT count(*) FROM trial") == [(2,)]
         os.kill(first, signal.SIGKILL)
     launches = herd.launches()
     assert first not in {launch["pid"] for launch in launches}
     assert sorted(launch["measured"] for launch in launches) == [0] * (HERD_SIZE - 2) + [2]
     assert len({launch["block"] for launch in launches}) == 1
+    assert [bool(launch["started"]) for launch in launches] == [
+        bool(launch["measured"]) for launch in launches
+    ], "only the process that tunes starts others"
+    assert [launch["warnings"] for launch in launches] == [[]] * (HERD_SIZE - 1)
     assert query(folder, "SELECT count(*) FROM trial") == [(CONFIGS,)]
+    assert query(folder, "SELECT generation FROM choice") == [(1,)]
 
 
 def test_a_stopped_owner_costs_the_wait_and_its_choice_is_adopted_once_it_wakes(
@@ -182,6 +177,7 @@ def test_a_stopped_owner_costs_the_wait_and_its_choice_is_adopted_once_it_wakes(
         assert "tried again later" in warning
     (tuned,) = herd.launches(1)
     assert (tuned["pid"], tuned["measured"]) == (stopped, CONFIGS)
+    assert query(folder, "SELECT generation, measured FROM choice") == [(1, CONFIGS)]
     herd.send()
     launches = herd.launches()
     assert [launch["block"] for launch in launches] == [tuned["block"]] * 3
