@@ -1,6 +1,6 @@
 """Libraries as they are: every `triton.autotune` that is applied from here on is safetune's.
 
-Tuners that are made by other means are reached where they launch (see `companion`).
+Tuners that are made by other means are reached where they launch (see `shadow_tuner`).
 
 Three ways: `safetune.install()`; `SAFETUNE_INSTALL=1`, which acts when safetune is imported; and
 `safetune run script.py`, which has every Python that the program starts import it. At exit a report
@@ -21,78 +21,11 @@ from types import ModuleType
 from typing import Any
 
 from safetune import forks, triton_internals
+from safetune.integrations.install_report import Installation
 
 #: Made when `install` runs; what is counted, for the report.
 _installation: Installation | None = None
 _one_at_a_time = threading.Lock()
-
-
-class Installation:
-    """What has gone through the replaced `triton.autotune` in this process.
-
-    Attributes:
-        tuners: every tuner made, ours; those of kernels that Triton's class or a library's own
-            holds come with their first launch.
-        refused: kernels left to Triton, with the reason.
-        given: how often a kernel was launched with a config that was in its tuner's own cache.
-        launches, misses: of all tuners.
-    """
-
-    def __init__(self) -> None:
-        self.tuners: list[Any] = []
-        self.refused: dict[str, str] = {}
-        self.given: dict[str, int] = {}
-        self.begin(forked=False)
-
-    def begin(self, forked: bool = True) -> None:
-        """Count from nothing: this process is new, or has just been forked off."""
-        from safetune.miss import reporting
-
-        self.given.clear()
-        self.launches = 0
-        self.misses = 0
-        self._tunings_before = reporting.tunings_begun()
-        self._forked, self._reported = forked, False
-
-    def count_given(self, kernel: str) -> None:
-        """Count a launch with a config that is not of safetune's choice."""
-        self.given[kernel] = self.given.get(kernel, 0) + 1
-
-    def dropped(self) -> dict[str, tuple[str, ...]]:
-        """Return the key names that were dropped, by kernel."""
-        reports = [tuner.key_report for tuner in self.tuners]
-        return {report.kernel: report.dropped for report in reports if report.dropped}
-
-    def tunings(self) -> int:
-        """Return how many tunings this process has begun."""
-        from safetune.miss import reporting
-
-        return reporting.tunings_begun() - self._tunings_before
-
-    def report(self) -> None:
-        """Say on stderr, once, what came of it, if this process met a kernel."""
-        worked = self.launches or self.given
-        met = self.tuners or self.given or self.refused
-        if met and (worked or not self._forked) and not self._reported:
-            self._reported = True
-            with contextlib.suppress(AttributeError, ValueError):  # the program has closed it
-                sys.stderr.write(f"{self}\n")
-
-    def __str__(self) -> str:
-        stored = max(0, self.misses - self.tunings())
-        kernels = {tuner.base_fn for tuner in self.tuners}
-        lines = [
-            f"safetune: {len(kernels)} kernels, {self.launches} launches: {self.tunings()} "
-            f"tunings, {stored} keys looked up, {self.launches - self.misses} hits"
-        ]
-        dropped = self.dropped()
-        if dropped:
-            lines.append(f"safetune: key names dropped, as nothing reads them: {_listed(dropped)}")
-        if self.given:
-            lines.append(f"safetune: launched with configs of its own cache: {_listed(self.given)}")
-        if self.refused:
-            lines.append(f"safetune: left to triton.autotune: {_listed(self.refused)}")
-        return "\n".join(lines)
 
 
 def install() -> Installation:
@@ -170,13 +103,6 @@ def _counter(installation: Installation) -> Any:
             installation.misses += 1
 
     return Counter()
-
-
-def _listed(items: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{name} ({', '.join(what) if isinstance(what, tuple) else what})"
-        for name, what in items.items()
-    )
 
 
 def when_triton_is_imported() -> None:

@@ -1,8 +1,8 @@
-"""Tuners that `install` could not replace, where they launch.
+"""Tuners that `install` could not replace: a shadow tuner of safetune launches in their place.
 
-A class of a library's own on top of Triton's, or a decorator that was applied before, makes a
-tuner that is not ours. Its launch comes to `Autotuner.run` of Triton all the same, if need be by
-`super().run(...)`. From there a tuner of ours with the same settings launches: its companion.
+A library's subclass of Triton's tuner, or a decorator that was applied before `install`, makes a
+tuner that safetune did not make. Its launches still come to `run` of Triton's class, if need be by
+`super().run(...)`. From there its shadow tuner launches, made with the same settings.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from safetune.launch.key_state import Reason
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
-    from safetune.integrations.install import Installation
+    from safetune.integrations.install_report import Installation
 
-#: Where a tuner of Triton's keeps its companion.
-_PLACE = "_safetune_companion"
+#: The attribute of a tuner of Triton's that has its shadow.
+_ATTRIBUTE = "_safetune_shadow"
 
 _functions = operator.attrgetter(
     *("fn", "early_config_prune", "perf_model", "pre_hook", "post_hook")
 )
 
-#: What a companion would know nothing of, if a library has written its own.
+#: Methods that a shadow tuner would not call, if a library has written its own.
 _TUNING = ("_bench", "prune_configs", "check_disk_cache", "do_bench")
 
 
-class Companion:
-    """What launches in the place of one tuner of Triton's.
+class Shadow:
+    """The shadow of one tuner of Triton's.
 
     Attributes:
-        tuner: ours; None where the kernel is left to Triton.
+        tuner: safetune's tuner; None where the kernel is left to Triton.
     """
 
     def __init__(self, kernel: Any, tuner: Autotuner | None) -> None:
         self.tuner = tuner
         self._made_from = _settings(kernel)
-        #: Configs in the kernel's own cache that came from here, by Triton's key.
+        #: Choices of the shadow tuner in the kernel's own cache, by Triton's key.
         self._settled: dict[Any, Config] = {}
 
     def __reduce__(self) -> Any:
@@ -62,7 +62,7 @@ class Companion:
         return launched
 
     def has_its_own(self, kernel: Any, key: Any) -> bool:
-        """Whether the kernel's cache has a config for Triton's key that did not come from here."""
+        """Whether the kernel's cache has a config for Triton's key that the library put there."""
         known = kernel.cache.get(key)
         return known is not None and known is not self._settled.get(key)
 
@@ -88,26 +88,26 @@ def _none() -> None:
 
 
 def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None:
-    """Have every launch that comes to Triton's own `run` go to a companion."""
+    """Have every launch that comes to Triton's own `run` go to a shadow tuner."""
     from safetune.frontend.autotuner import kernel_name
 
     run, bench = stock.run, stock._bench
 
     @functools.wraps(run)
     def reached_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        companion = None if isinstance(self, ours) else _companion(installation, self, stock)
-        if companion is None or companion.tuner is None:
+        shadow = None if isinstance(self, ours) else _shadow(installation, self, stock)
+        if shadow is None or shadow.tuner is None:
             return run(self, *args, **kwargs)
         if len(self.configs) == 1:
-            return companion.launch(self, args, kwargs)
+            return shadow.launch(self, args, kwargs)
         named = named_arguments(self.arg_names, args, kwargs)
         key = triton_key(self.keys, self.arg_names, named)
-        if companion.has_its_own(self, key):
+        if shadow.has_its_own(self, key):
             installation.count_given(kernel_name(self))
             return run(self, *args, **kwargs)
-        launched = companion.launch(self, args, kwargs)
+        launched = shadow.launch(self, args, kwargs)
         if self.cache.get(key) is not self.best_config:  # the first choice, or one by `sync`
-            companion.settle(self, key, args, kwargs)
+            shadow.settle(self, key, args, kwargs)
         return launched
 
     @functools.wraps(bench)
@@ -122,28 +122,28 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
 
 def leave(kernel: Any) -> Any:
     """Leave a tuner to Triton, whatever it launches; return it."""
-    kernel.__dict__[_PLACE] = False
+    kernel.__dict__[_ATTRIBUTE] = False
     return kernel
 
 
-def _companion(installation: Installation, kernel: Any, stock: type[Any]) -> Companion | None:
-    """Return a tuner's companion, made at its first launch; None for one that is left to Triton."""
-    companion = kernel.__dict__.get(_PLACE)
-    if companion is False:
+def _shadow(installation: Installation, kernel: Any, stock: type[Any]) -> Shadow | None:
+    """Return a tuner's shadow, made at its first launch; None for a tuner left to Triton."""
+    shadow = kernel.__dict__.get(_ATTRIBUTE)
+    if shadow is False:
         return None
-    if companion is not None:
-        if companion.is_of(kernel):
-            return companion  # type: ignore[no-any-return]
-        kernel.__dict__.pop(_PLACE, None)
-    made = Companion(kernel, _take_over(installation, kernel, stock))
-    kept: Companion = kernel.__dict__.setdefault(_PLACE, made)
+    if shadow is not None:
+        if shadow.is_of(kernel):
+            return shadow  # type: ignore[no-any-return]
+        kernel.__dict__.pop(_ATTRIBUTE, None)
+    made = Shadow(kernel, _take_over(installation, kernel, stock))
+    kept: Shadow = kernel.__dict__.setdefault(_ATTRIBUTE, made)
     if kept is made and made.tuner is not None:  # and no other thread was faster
         installation.tuners.append(made.tuner)
     return kept
 
 
 def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Autotuner | None:
-    """Return a tuner of ours with a kernel's settings; None, with the reason in the report."""
+    """Return a tuner of safetune with a kernel's settings; None, with the reason in the report."""
     from safetune.errors import SafetuneError
     from safetune.frontend.autotuner import kernel_name
     from safetune.frontend.decorator import take_over
