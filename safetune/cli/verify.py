@@ -135,14 +135,14 @@ def _verify_all(
 
 def _rows(task: Task) -> Iterator[_Row]:
     from safetune.config import config_text
-    from safetune.verify.overlap import check_overlap, pruned_configs
+    from safetune.verify.overlap import check_overlap, configs_for
 
     workload = task.workload
     launch = (task.kernel.outer, workload.grid, *workload.args)
     configs: Sequence[Config] = ()
     # Functions of a target may raise anything, or exit: a hook, a heuristic, the grid, pruning.
     try:
-        configs = pruned_configs(launch[0], workload.args, workload.kwargs)
+        configs = configs_for(launch[0], workload.args, workload.kwargs)
     except (Exception, SystemExit) as error:
         yield _Row("all configs", None, _reason(error))
     for config in configs:

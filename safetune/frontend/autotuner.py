@@ -295,20 +295,17 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             self.early_config_prune = self.shown
 
     def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
-        """Prune for one call, without touching this tuner: Triton's code reads `self.nargs`."""
-        view = copy.copy(self)
-        view.nargs = dict(named)
-        return view.prune_configs(dict(kwargs))
+        """Return the configs that are left for one call; this tuner stays as it is."""
+        return call_shape.pruned_configs(self, named, kwargs)
 
     def warmup(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Compile every config left by pruning in this process, as `triton.autotune` does."""
         form = self.forms.of(args, kwargs)
-        view = copy.copy(self)
-        view.nargs = call_shape.named_arguments(self.arg_names, args)
+        named = call_shape.named_arguments(self.arg_names, args)
         pinned_args, pinned_kwargs = form.pinned(args, kwargs)
         return [
             self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
-            for config in view.prune_configs(kwargs)
+            for config in self.pruned_for(named, kwargs)
         ]
 
     def tune_inline(self, args: Args, kwargs: Kwargs) -> Config:

@@ -1,4 +1,5 @@
-"""The caller's arguments as something that another process can rebuild.
+"""A call as something that another process can rebuild: kernel, arguments, tensors, grid.
 
-Tensors and values enter; a memory file and its description leave. Runs in the caller's process.
+A call enters; bytes, a memory file and its description leave. This is the code that a caller and
+its children share, beside `isolation/protocol`: it runs in both.
 """

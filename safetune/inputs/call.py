@@ -25,8 +25,9 @@ class Hooks:
 
     Attributes:
         scratch: arguments that are not results, so their contents are not compared.
-        reference: called with the arguments by name, returns what written ones should hold.
-        inputs: called with the arguments by name, tensors as meta tensors; returns what to tune on.
+        reference: called with the arguments by name, returns what the written ones should hold.
+        inputs: called with the arguments by name, tensors as meta tensors; returns the values to
+            tune on.
     """
 
     pre_hook: Callable[..., object] | None = None
@@ -74,7 +75,7 @@ class Call:
 
     @property
     def interpreted(self) -> bool:
-        """Whether the kernel runs in Triton's interpreter: nothing to compile, no device."""
+        """Whether the kernel runs in Triton's interpreter, without a compiler and a device."""
         return self.index < 0
 
     def named(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Call:
 
 
 def owners_of(named: dict[str, Any], tensors: Sequence[Any]) -> list[str]:
-    """Return the arguments that each tensor is or is part of, as `x, y`; nothing for a hook's."""
+    """Return the arguments that each tensor belongs to, as `x, y`; empty for tensors of hooks."""
     owners: dict[int, list[str]] = {id(tensor): [] for tensor in tensors}
     for name, value in named.items():
         for leaf in leaves(value):
@@ -113,7 +114,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 class WatchedArguments(dict[str, Any]):
-    """What a grid function is given; tells which of some names it reads."""
+    """The arguments that a grid function gets; records which of some names it reads."""
 
     def __init__(self, values: Mapping[str, Any], watch: Iterable[str]) -> None:
         super().__init__(values)
@@ -126,7 +127,7 @@ class WatchedArguments(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value, and remember who asked."""
+        """Return the value, and record the name."""
         return self[name] if name in self else default  # noqa: SIM401 - this is that `get`
 
 
@@ -148,32 +149,40 @@ def grid_of(call: Call, config: Config, on_read: Callable[[set[str]], None]) -> 
 def checked_grid(grid: Any) -> Any:
     """Return a grid as a tuple of up to three integers, or a function that returns one.
 
+    A single integer is a grid of one dimension, as for `jax_triton`.
+
     Raises:
-        InvalidSetting: `grid`, or the value that the function returns, is not a grid.
+        InvalidSetting: the grid, or the result of the function, is not one.
     """
     if callable(grid):
         return lambda arguments: checked_grid(grid(arguments))
+    return grid_sizes(grid if isinstance(grid, Iterable) else (grid,))
+
+
+def grid_sizes(grid: Any) -> tuple[int, ...]:
+    """Return the sizes of a grid as Triton takes it; raises `InvalidSetting`."""
     try:
-        sizes = tuple(map(operator.index, grid if isinstance(grid, Iterable) else (grid,)))
+        sizes = tuple(map(operator.index, grid))
     except TypeError:
         sizes = ()
-    if not 1 <= len(sizes) <= 3:
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 0:
         raise InvalidSetting(
-            f"grid={grid!r} is not a grid: give up to three integers, or a function that takes the "
-            "arguments by name and returns them"
+            f"grid={grid!r} is not a launch grid: give one to three integers of 0 or more, or a "
+            "function of the arguments by name that returns them"
         )
     return sizes
 
 
 def meta_arguments(call: Call, config: Config) -> dict[str, Any]:
-    """Return all arguments by name as a grid function sees them: defaults, the call's own, the
-    config's, the heuristics'.
+    """Return all arguments as a grid function sees them: the defaults and the values of the call,
+    the config and the heuristics.
     """
-    arguments = {**_defaults(call.kernel), **call.named(), **config.all_kwargs()}
+    arguments = {**default_values(call.kernel), **call.named(), **config.all_kwargs()}
     return arguments | heuristic_values(call.kernel, arguments)[1]
 
 
-def _defaults(kernel: Any) -> dict[str, Any]:
+def default_values(kernel: Any) -> dict[str, Any]:
+    """Return the defaults of a kernel's parameters by name."""
     _, function = base_function(kernel)
     return {
         name: parameter.default

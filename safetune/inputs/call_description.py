@@ -1,9 +1,9 @@
 """A call's arguments as plain JSON data, without what their tensors hold, and tensors like them.
 
-Where a tensor lies is kept as exactly as for a child (`storages`): shape, strides, offset,
-alignment, and what shares memory with what. Floats are drawn at random, as inputs too large to copy
-are (`random_inputs`). The meaning of integers is not known, so they are zeros, which are valid as
-indices, and nothing more.
+The layout of the tensors is kept as exactly as for a child (`spans`): shape, strides, offset,
+alignment, and which tensors share memory. Floats are drawn at random, as inputs too large to copy
+are (`random_inputs`). What integers mean is not known, so they are zeros, which are in range as an
+index.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from safetune.inputs.spans import (
 from safetune.isolation import backend
 from safetune.launch.call_shape import named_arguments
 
-#: Values of a standard normal distribution, without the few that are far out.
+#: A standard normal distribution, cut at four standard deviations.
 _NOISE = {"mean": 0.0, "std": 1.0, "low": -4.0, "high": 4.0}
 
 
@@ -41,12 +41,12 @@ def _device_type(call: Call) -> str:
 
 
 def describe(call: Call) -> dict[str, Any]:
-    """Return the positional and keyword arguments of a call; no tensor's contents are looked at.
+    """Return the positional and keyword arguments of a call; the contents of tensors are not read.
 
-    A meta tensor, which an array is that has no data yet, is described as one in memory of its own.
+    A meta tensor, such as an array without data yet, is described as one in memory of its own.
 
     Raises:
-        KernelNotTransferable: one is nothing that can be written down, or an address.
+        KernelNotTransferable: an argument is an address, or of a type that JSON cannot describe.
     """
     tensors: list[torch.Tensor] = []
     names = named_arguments(call.arg_names, call.args)
@@ -64,7 +64,7 @@ def describe(call: Call) -> dict[str, Any]:
 def _laid_out(
     tensors: Sequence[torch.Tensor], device: str
 ) -> tuple[list[BlockSpec], list[TensorSpec]]:
-    """Where tensors lie; those that lie nowhere are given memory on `device`."""
+    """Return the layout of tensors; meta tensors get memory on `device`."""
     merged = merged_spans([tensor for tensor in tensors if not tensor.is_meta])
     blocks = [BlockSpec(s.device, 0, s.size, s.start % ALIGNMENT) for s in merged]
     views = []
@@ -86,7 +86,7 @@ def rebuild(
 
     Args:
         device: where tensors are made that were on a GPU.
-        filled: whether anybody will look at what they hold.
+        filled: whether their contents will be read.
     """
     blocks = [BlockSpec(**block) for block in data["blocks"]]
     views = [TensorSpec.of(view) for view in data["tensors"]]
@@ -110,16 +110,16 @@ def with_tensors(data: dict[str, Any], arg_names: Sequence[str], floats: bool = 
 def _memory(
     block: BlockSpec, views: Sequence[TensorSpec], device: str, seed: int, filled: bool
 ) -> torch.Tensor:
-    place = "cpu" if block.device == "cpu" else device
-    room = torch.empty(block.size + ALIGNMENT, dtype=torch.uint8, device=place)
-    start = (block.misalignment - room.data_ptr()) % ALIGNMENT
-    live = room[start : start + block.size]
+    target = "cpu" if block.device == "cpu" else device
+    memory = torch.empty(block.size + ALIGNMENT, dtype=torch.uint8, device=target)
+    start = (block.misalignment - memory.data_ptr()) % ALIGNMENT
+    live = memory[start : start + block.size]
     if not filled:
         return live
     live.zero_()
     if views and random_inputs.is_drawable(views, block.misalignment):
         noise = Noise(dtype=random_inputs.real_dtype(views[0].dtype), seed=seed, **_NOISE)
-        random_inputs.draw(live, BlockSpec(place, 0, block.size, 0, asdict(noise)))
+        random_inputs.draw(live, BlockSpec(target, 0, block.size, 0, asdict(noise)))
     return live
 
 
@@ -139,7 +139,7 @@ def _encode(value: Any, name: str, tensors: list[torch.Tensor], call: Call) -> A
     if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
     if type(value) not in (type(None), bool, int, float, str):
-        raise KernelNotTransferable(f"{name} is a {type(value).__name__}, which is not recorded")
+        raise KernelNotTransferable(f"{name} is a {type(value).__name__}, which cannot be recorded")
     if pointers.is_plausible(value) and pointers.is_live(call.interpreted)(value):
         raise pointers.not_reproducible(name, value)
     return value
@@ -161,7 +161,7 @@ def _decode(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _numbers(value: Any) -> list[int]:
-    """The numbers of the tensors in an encoded value."""
+    """Return the numbers of the tensors in an encoded value."""
     if not isinstance(value, dict):
         return []
     ((kind, content),) = value.items()

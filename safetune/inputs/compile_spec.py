@@ -1,12 +1,12 @@
 """What a compiler needs for one config, so that another process can compile it without a GPU.
 
-Everything that a launch feeds to the compiler (signature, constexprs, attributes, options) is taken
-from the launch itself: heuristics and pre-hooks may change any of it. What a compile child writes
-is an entry of Triton's own disk cache, under the key that the launch will look up.
+What a launch passes to the compiler (signature, constexprs, attributes, options) is taken from the
+launch itself, because heuristics and pre-hooks may change any of it. A compile child then writes an
+entry of Triton's own disk cache, under the key that the launch will look up.
 
 A launch without hooks is resolved in the caller, on copies of its jit function and heuristics, so
-that compiling begins while the measuring child is still on its way. One with hooks is resolved in
-the measuring child, on rebuilt arguments.
+that compiling begins while the measuring child is still starting. A launch with hooks is resolved
+in the measuring child, on the rebuilt arguments.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) ->
 
 
 class CallerResolver:
-    """Resolves the configs of a call in the caller, where that is sure to give the child's answer.
+    """Resolves the configs of a call in the caller, if the result is certain to be the child's.
 
-    The caller's own objects stay as they are: other threads may be launching them.
+    The caller's own objects are not changed, because other threads may be launching them.
     """
 
     def __init__(self, call: Call) -> None:
@@ -48,19 +48,19 @@ class CallerResolver:
         self._usable = self._jit is not None and _plain(call, self._jit)
 
     def resolve(self, config: Config) -> bytes | None:
-        """Return what `capture_spec` gives in the measuring child; None: it has to be asked."""
+        """Return what `capture_spec` returns in the measuring child; None if only the child can."""
         jit = self._jit
         if not self._usable or jit is None or config.pre_hook is not None:
             return None
         args, pinned = self._call.pinned()
         kwargs = {**pinned, **config.all_kwargs(), "grid": (1,), "warmup": False}
-        with contextlib.suppress(Exception):  # the child will say what is wrong with it
+        with contextlib.suppress(Exception):  # the child reports what is wrong with it
             return capture_spec(jit, lambda: self._kernel.run(*args, **kwargs), self._call.index)
         return None
 
 
 def _plain(call: Call, jit: JITFunction) -> bool:
-    """Whether nothing of the user's but heuristics runs before Triton's compile step."""
+    """Whether heuristics are the only code of the user that runs before Triton's compile step."""
     from triton.runtime import driver
 
     hooks = call.hooks
@@ -74,9 +74,9 @@ def _plain(call: Call, jit: JITFunction) -> bool:
 
 
 def pack_for_compiler(jit: JITFunction) -> bytes:
-    """Return a jit function as a compile child needs it.
+    """Return a jit function as bytes for a compile child.
 
-    `launch_metadata` stays behind: it is for launches, and may need torch.
+    `launch_metadata` is left out: only launches need it, and it may need torch.
     """
     copied = copy.copy(jit)
     copied.launch_metadata = None

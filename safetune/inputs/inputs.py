@@ -1,4 +1,4 @@
-"""What a call's inputs are in the child: copies of the caller's, draws, or what `inputs=` makes.
+"""The inputs of a call in the child: copies of the caller's, random values, or those of `inputs=`.
 
 What makes that impossible is found here, in the caller, before any child starts.
 """
@@ -21,7 +21,7 @@ from safetune.settings import Settings
 
 
 class Inputs:
-    """What a child is sent of a call's tensors, besides the packed call.
+    """The copies of a call's tensors that a child gets, besides the packed call.
 
     Args:
         tensors: all of the call's, in the order of the packed call; also those of hooks.
@@ -29,7 +29,7 @@ class Inputs:
 
     Attributes:
         fd: the memory file.
-        header: what goes with it, as plain JSON data.
+        header: the description of the file, as plain JSON data.
         marks: for every outcome measured on these inputs.
 
     Raises:
@@ -62,7 +62,7 @@ class Inputs:
         self.marks = (Mark.REGENERATED.of(", ".join(drawn)),) if drawn else ()
 
     def close(self) -> None:
-        """Let go of the memory file; children that mapped it keep their view."""
+        """Close the memory file; children that have mapped it keep their mapping."""
         self._snapshot.close()
 
 

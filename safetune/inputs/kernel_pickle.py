@@ -2,12 +2,12 @@
 
 A jit function travels by value: its Python function through cloudpickle, its source lines beside
 it, so that the child's copy has the same text at the same lines and therefore the same cache key.
-Nothing of the user's is imported for it: a script without a main guard, a notebook cell and a
-closure are as good as a module, and a module with side effects does not run twice. What a kernel,
-a hook or a heuristic refers to by module is imported by name, as pickle does.
+The user's modules are not imported for it: a script without a main guard, a notebook cell and a
+closure work like a module, and a module with side effects does not run twice. What a kernel, a
+hook or a heuristic refers to by module is imported by name, as pickle does.
 
-Tensors do not travel here. Each becomes its number in a `TensorTable`; their storages go through
-shared memory (see `arguments`).
+Tensors are not pickled. Each becomes its number in a `TensorTable`; their storages go through a
+memory file (see `snapshot`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def pack(
     """Return `value` as bytes for `unpack` in another process.
 
     Args:
-        what: how an error names it, e.g. `the arguments of add_kernel`.
+        what: the name of `value` in an error, e.g. `the arguments of add_kernel`.
         tensors: filled with every tensor met; without it a tensor is an error.
-        by_value: functions whose modules should not have to be imported by the other process.
+        by_value: functions whose modules the other process need not import.
 
     Raises:
         KernelNotTransferable: something in `value` cannot be rebuilt elsewhere.
@@ -70,7 +70,7 @@ def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
 
 _registering = threading.Lock()
 
-#: Stands for a line of a file that did not travel; unlike a blank one it ends a function's block.
+#: In place of a line of a file that was not sent; unlike a blank line it ends a function's block.
 _UNKNOWN_LINE = "pass\n"
 
 
@@ -111,7 +111,7 @@ def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
 
 
 class TensorTable:
-    """The tensors of one call, in the order in which packing met them."""
+    """The tensors of one call, in the order in which packing found them."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         if self._tensors is None:
             raise KernelNotTransferable(
-                f"a tensor of shape {tuple(obj.shape)} is captured where only code is expected: "
+                f"a tensor of shape {tuple(obj.shape)} is captured by a function: "
                 "pass it to the kernel as an argument"
             )
         return self._tensors.number(obj)
@@ -199,8 +199,8 @@ def _source_lines(function: Callable[..., Any]) -> tuple[str, int] | None:
 def _signature_globals(
     function: Callable[..., Any], source: tuple[str, int] | None
 ) -> dict[str, Any]:
-    """The globals that only the signature names, in defaults and annotations: Triton reads them
-    when it parses the source again, and pickle by value does not send them.
+    """Return the globals that only the signature names, in defaults and annotations: Triton reads
+    them when it parses the source again, and pickling by value does not send them.
     """
     if source is None:
         return {}
@@ -211,7 +211,7 @@ def _signature_globals(
 
 
 def _languages(function: Callable[..., Any]) -> dict[str, Any]:
-    """The names of `triton.language`: the interpreter wants one, though the body may need none."""
+    """Return the names of `triton.language`: the interpreter needs one of them."""
     modules = (triton.language, triton.language.core)
     return {n: v for n, v in function.__globals__.items() if any(v is m for m in modules)}
 
@@ -228,13 +228,13 @@ def _init(obj: Any, state: tuple[Any, ...]) -> None:
         _remember_source(function.__code__.co_filename, *source)
     obj.__init__(function, **options)
     if text is not None:
-        # The key comes along too: Triton 3.6 makes another one of the same functions, depending on
-        # which of them it met before.
+        # The cache key is sent, too: Triton 3.6 computes another one for the same functions,
+        # depending on which of them it has seen before.
         obj._src, obj.hash = text
 
 
 def _remember_source(filename: str, text: str, start: int) -> None:
-    """Put the lines where `inspect` looks first, so that no file is read, nor has to exist."""
+    """Put the lines where `inspect` looks first, so that the file need not exist."""
     entry = linecache.cache.get(filename)
     known = entry[2] if entry is not None and len(entry) == 4 and entry[1] is None else []
     lines = list(known)

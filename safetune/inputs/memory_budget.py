@@ -9,8 +9,8 @@ from pathlib import Path
 from safetune.errors import NoMemory, NotReproducible
 from safetune.isolation import backend
 
-#: What a child needs on a device beside tensors: its context with the libraries' code, and the
-#: buffer that empties the L2 cache.
+#: Device memory that a child needs besides tensors: its context with the code of the libraries, and
+#: the buffer that flushes the L2 cache.
 CONTEXT = 512 << 20
 FLUSH = 256 << 20
 
@@ -26,7 +26,7 @@ def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
 
 
 def check_host(needed: int, arguments: Mapping[str, int]) -> None:
-    """Raise `NotReproducible` where the host has fewer than `needed` bytes left.
+    """Raise `NotReproducible` if the host has less than `needed` bytes left.
 
     Args:
         arguments: bytes behind each argument, for the message.
@@ -39,11 +39,14 @@ def check_host(needed: int, arguments: Mapping[str, int]) -> None:
 def check_device(
     index: int, size: int, arguments: Mapping[str, int], drop_idle: Callable[[int], None]
 ) -> None:
-    """Raise where a device cannot hold `size` bytes of arguments once more: `NoMemory` now, or
-    `NotReproducible` ever.
+    """Check that a device can hold another `size` bytes of arguments.
 
-    Where written arguments would not fit a third time, what is kept without need is released: the
-    idle child of an earlier tuning, by `drop_idle`, then the caching allocator's unused blocks.
+    If written arguments would not fit a third time, idle memory is released first: the idle child
+    of an earlier tuning, by `drop_idle`, then the unused blocks of torch's allocator.
+
+    Raises:
+        NoMemory: they do not fit now.
+        NotReproducible: they are too large for the device.
     """
     enough = 2 * size + FLUSH + CONTEXT
     free = device_free(index)
@@ -64,7 +67,7 @@ def check_device(
 def too_large(
     what: str, needed: int, free: int, arguments: Mapping[str, int], reason: object = ""
 ) -> NotReproducible:
-    """Return the error that says what does not fit, and which arguments are the largest."""
+    """Return the error that names what does not fit, and the largest arguments."""
     largest = sorted(arguments, key=lambda name: -arguments[name])[:3]
     listing = ", ".join(
         f"{name or 'a hook'} ({arguments[name] / _GIB:.3g} GiB)" for name in largest
@@ -78,14 +81,14 @@ def too_large(
 
 
 def host_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the bytes that this process could still take: the machine's, cut by its cgroups'."""
+    """Return the bytes that this process could still allocate, by the machine and its cgroups."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     info = {name: int(rest.split()[0]) << 10 for name, _, rest in (s.partition(":") for s in lines)}
     return min(info["MemAvailable"] + info["SwapFree"], *_cgroup_free(root, own), 1 << 62)
 
 
 def _cgroup_free(root: Path, own: Path) -> Iterator[int]:
-    """Yield what each memory limit that this process is under leaves, page cache not counted."""
+    """Yield what each memory limit of this process leaves; the page cache does not count."""
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -110,5 +113,5 @@ def _left(folder: Path) -> int:
 
 
 def device_free(index: int) -> int:
-    """Return the bytes that are free on a device; a capture beside this is left alone."""
+    """Return the bytes that are free on a device; a capture in another thread stays valid."""
     return backend.required().memory(index).free

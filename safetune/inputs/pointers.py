@@ -1,7 +1,7 @@
-"""Addresses among a call's arguments: numbers that mean nothing in another process.
+"""Addresses among a call's arguments, which mean nothing in another process.
 
 A grouped kernel gets an int64 tensor of addresses, others an address as an integer. Most large
-numbers are neither: the driver, or the memory map where there is none, is asked for each.
+numbers are not addresses, so the driver is asked about each; without a driver, the memory map.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from safetune.isolation import backend
 
 #: Indices and sizes are below these addresses, most hashes and times above them.
 _LOWEST, _HIGHEST = 1 << 32, 1 << 56
-#: How many distinct values of a tensor are asked for, and out of how many that are plausible.
+#: The most distinct values of a tensor that are looked up, and the most plausible ones among which
+#: they are chosen.
 _ASKED, _LOOKED_AT = 1024, 1 << 20
 
 
 def plausible(values: torch.Tensor) -> list[int]:
-    """Return distinct values of a tensor on the CPU that could be addresses; not all of many."""
+    """Return distinct values of a CPU tensor that could be addresses, or a sample of many."""
     if values.dtype not in (torch.int64, torch.uint64) or values.numel() == 0:
         return []
     signed = values.view(torch.int64)
@@ -39,7 +40,7 @@ def is_plausible(value: object) -> bool:
 
 
 def is_live(interpreted: bool) -> Callable[[int], bool]:
-    """Return what tells whether an address is this process's, as its memory is mapped now."""
+    """Return a function that tells whether an address is mapped in this process now."""
     found = backend.current() if interpreted else backend.required()
     if not interpreted and found is not None:
         return found.is_known_pointer
@@ -58,8 +59,8 @@ def is_live(interpreted: bool) -> Callable[[int], bool]:
 def not_reproducible(name: str, address: int) -> NotReproducible:
     """Return the error for an argument with an address in it."""
     return NotReproducible(
-        f"{name} holds an address of this process ({address:#x}), and no other process has what is "
-        "there: give `inputs=` a function that makes such values in the tuning process, or tune "
+        f"{name} holds an address of this process ({address:#x}), which means nothing in a tuning "
+        "process: give `inputs=` a function that makes such values there, or tune "
         'this kernel with isolation="inline"'
     )
 

@@ -1,6 +1,6 @@
-"""Float tensors too large to copy: measured in the caller, drawn at random in the child.
+"""Float tensors too large to copy: sampled in the caller, drawn at random in the child.
 
-A draw keeps mean, spread and range of a sample, so that what was positive stays so.
+Random values have the mean, spread and range of the sample, so positive inputs stay positive.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from safetune.inputs.spans import FLOATS, BlockSpec, Noise, TensorSpec, reading, storage_bytes
 
-#: What the elements of each type are made of. Others, such as exponents, are never drawn.
+#: The float type that the elements of each type consist of. Other types are never drawn.
 _REAL = {
     **{name: name for name in FLOATS},
     "complex32": "float16",
@@ -23,7 +23,7 @@ _REAL = {
 
 #: A sample is _RUNS runs of _RUN elements each, evenly spread.
 _RUNS, _RUN = 16, 4096
-#: Elements drawn at once: what they take beside the block itself is small.
+#: Elements drawn at once, so that they take little memory besides the block.
 _CHUNK = 1 << 24
 
 
@@ -51,7 +51,7 @@ def is_drawable(views: Iterable[TensorSpec], misalignment: int) -> bool:
 
 
 def real_dtype(dtype: str) -> str:
-    """Return the float type that a drawable type is made of."""
+    """Return the float type that the elements of a drawable type consist of."""
     return _REAL[dtype]
 
 
@@ -68,7 +68,7 @@ def noise_like(tensor: torch.Tensor, seed: int) -> dict[str, Any]:
 
 
 def draw(target: torch.Tensor, block: BlockSpec) -> None:
-    """Fill `target`, the bytes of a block, which may be elsewhere than on the block's device."""
+    """Fill `target`, the bytes of a block; it need not be on the block's device."""
     noise = Noise(**(block.noise or {}))
     dtype = getattr(torch, noise.dtype)
     used = block.size // dtype.itemsize * dtype.itemsize

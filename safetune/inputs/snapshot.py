@@ -1,7 +1,7 @@
 """The caller's tensors, copied once into a memory file that children can map.
 
 Storages that overlap in memory become one block, so arguments that alias each other still do. No
-CUDA memory is shared between the processes: nothing that a candidate writes can reach the caller.
+CUDA memory is shared between the processes, so nothing that a config writes can reach the caller.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Snapshot:
         }
 
     def close(self) -> None:
-        """Let go of the memory file; children that mapped it keep their view."""
+        """Close the memory file; children that have mapped it keep their mapping."""
         os.close(self.fd)
 
     def _copy(
@@ -79,14 +79,14 @@ class Snapshot:
     ) -> int:
         """Return a memory file with the blocks that are not drawn."""
         size = max(1, sum(aligned(block.size) for block in self.blocks if block.noise is None))
-        # What is on the CPU here is on the CPU there: once more, beside the file.
+        # Tensors on the CPU are on the CPU in the child, too: once more, beside the file.
         needed = size + sum(block.size for block in self.blocks if block.device == "cpu")
         memory_budget.check_host(needed, sizes)
         with contextlib.ExitStack() as on_error:
             try:
                 fd = os.memfd_create("safetune-arguments", os.MFD_CLOEXEC)
                 on_error.callback(os.close, fd)
-                os.posix_fallocate(fd, 0, size)  # to write without memory there is a SIGBUS
+                os.posix_fallocate(fd, 0, size)  # writing to pages that cannot be had is a SIGBUS
                 memory = mmap.mmap(fd, size)
             except OSError as error:
                 free = memory_budget.host_free()
@@ -117,7 +117,7 @@ class Snapshot:
 def _drawn(
     specs: Sequence[TensorSpec], owners: Sequence[str], merged: Sequence[Span], limit: int | None
 ) -> list[int]:
-    """The blocks to draw at random."""
+    """Return the blocks to draw at random."""
     if limit is None or sum(span.size for span in merged) <= limit:
         return []
     of_hooks = {spec.block for spec, owner in zip(specs, owners, strict=True) if not owner}
@@ -135,7 +135,7 @@ def _drawn(
 def _noise(
     block: int, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """How to draw a block: like its largest view."""
+    """Return how to draw a block: like its largest view."""
     views = [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.block == block]
     return random_inputs.noise_like(max(views, key=torch.numel), seed=block)
 
@@ -143,7 +143,7 @@ def _noise(
 def _owners(
     specs: Sequence[TensorSpec], owners: Sequence[str], blocks: Sequence[int]
 ) -> tuple[str, ...]:
-    """The arguments that have a tensor in one of these blocks, each once."""
+    """Return the arguments that have a tensor in one of these blocks."""
     pairs = zip(specs, owners, strict=True)
     return tuple(dict.fromkeys(owner for spec, owner in pairs if spec.block in blocks))
 

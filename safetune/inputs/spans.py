@@ -1,4 +1,4 @@
-"""The bytes behind the caller's tensors: where they are, and how to read them unnoticed."""
+"""The bytes behind tensors: where they are in memory, in a memory file and in a child."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetune.errors import KernelNotTransferable
 from safetune.isolation import backend
 
-#: The types in which every float of the kernel languages is kept, and whose copies torch can fill.
+#: The float types that torch can fill.
 FLOATS = (
     "float64",
     "float32",
@@ -24,7 +24,7 @@ FLOATS = (
     "float8_e5m2fnuz",
 )
 
-#: torch's CUDA allocator aligns to 512; more than any instruction asks for.
+#: torch's CUDA allocator aligns to 512 bytes; no instruction needs more.
 ALIGNMENT = 512
 
 
@@ -78,10 +78,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Absent:
-    """A tensor of the caller's that stays there: what a meta tensor in its place has.
+    """A tensor of the caller that is not copied: the properties of a meta tensor in its place.
 
     Attributes:
-        device: its kind of device, `cpu` or `cuda`.
+        device: its type of device, such as `cpu` or `cuda`.
     """
 
     dtype: str
@@ -131,7 +131,7 @@ def _device_type() -> str | None:
 
 
 def merged_spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
-    """Return the storages of some tensors, those that overlap as one."""
+    """Return the storages of tensors; storages that overlap are merged."""
     merged: list[Span] = []
     for span in sorted({span_of(tensor) for tensor in tensors}):
         last = merged[-1] if merged else None
@@ -143,7 +143,7 @@ def merged_spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
 
 
 def block_of(span: Span, merged: Sequence[Span]) -> int:
-    """Return which of the merged spans this one lies in."""
+    """Return the index of the merged span that contains this one."""
     return next(
         index
         for index, block in enumerate(merged)
@@ -152,7 +152,7 @@ def block_of(span: Span, merged: Sequence[Span]) -> int:
 
 
 def tensor_spec(tensor: torch.Tensor, merged: Sequence[Span]) -> TensorSpec:
-    """Return a tensor as a view of the merged span that it lies in."""
+    """Return a tensor as a view of the merged span that contains it."""
     span = span_of(tensor)
     block = block_of(span, merged)
     begin = span.start + tensor.storage_offset() * tensor.element_size()

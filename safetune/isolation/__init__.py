@@ -1,4 +1,4 @@
 """The processes that compile and measure, seen from the caller's process.
 
-Jobs enter; outcomes leave. Only `protocol` is shared with `child`.
+Jobs enter; outcomes leave. A child imports `protocol` and nothing else from here.
 """

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from safetune import forks
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import devices, process, protocol
+from safetune.isolation import devices, protocol
 from safetune.isolation.child_environment import start_job
 from safetune.isolation.fork_server import ForkServer, server, tail_of
 from safetune.isolation.protocol import Answer, Job
@@ -77,7 +77,7 @@ class Child:
         finally:
             theirs.close()
         self._alive = True
-        with contextlib.suppress(OSError):  # it may have ended, which the pipe then tells
+        with contextlib.suppress(OSError):  # it may have ended, which the pipe then shows
             self._pidfd = os.pidfd_open(self.pid)
         if not started:
             return
@@ -91,7 +91,7 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended, or was let go."""
+        """Whether the process has ended, or was abandoned."""
         if not self._alive or self._pidfd is None:
             return not self._alive
         poll = select.poll()
@@ -147,7 +147,7 @@ class Child:
             return None
         self._alive = False
         status = self._kill()
-        self._close()  # not before: it would leave by itself when it sees that
+        self._close()  # not before: the child would exit by itself when it notices
         return status
 
     def _kill(self) -> int | None:
@@ -164,7 +164,7 @@ class Child:
         status = self._server.reap(self.pid, kill=False) if died else self._kill()
         if died and status is None:
             self._kill()
-        detail = process.describe_exit(status) if died else ""
+        detail = describe_exit(status) if died else ""
         if died:
             message = message or f"the process ended with {detail}"
         stderr = tail_of(self._output, self._mark)  # after its end, which it may print about
@@ -179,7 +179,7 @@ class Child:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def abandon(self) -> None:
-        """Let go of the pipe; the child ends when it sees that."""
+        """Close the pipe; the child ends when it notices."""
         if self._alive:
             self._close()
 
@@ -190,6 +190,19 @@ class Child:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def describe_exit(status: int | None) -> str:
+    """Return a wait status in words: `SIGSEGV`, `exit code 3`."""
+    if status is None:
+        return "unknown"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return f"signal {number}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"
 
 
 @dataclass(frozen=True)

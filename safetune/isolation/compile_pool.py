@@ -8,6 +8,8 @@ for a short time.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import select
 import time
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import process, protocol
+from safetune.isolation import protocol
 from safetune.isolation.child_environment import start_job
 from safetune.isolation.child_handle import IDLE_MARGIN_S, START_S, Child, ChildFailed, idle
 from safetune.isolation.fork_server import compile_server
@@ -60,6 +62,17 @@ class _Slot:
     jobs: deque[int | None]
 
 
+def usable_cpus() -> int:
+    """Return how many CPUs this process may use: its affinity, cut by its cgroup's quota."""
+    cpus = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/cpu.max") as quota_file:
+            quota, period = quota_file.read().split()
+        if quota != "max":
+            cpus = min(cpus, max(1, int(quota) // int(period)))
+    return max(1, cpus)
+
+
 def _pool_size(cpus: int) -> int:
     """All cores, less one where there are enough for the measuring child to have its own."""
     return cpus - 1 if cpus >= 4 else cpus
@@ -79,7 +92,7 @@ class CompilePool:
     ) -> None:
         self._kernel = kernel
         self._timeout_s = timeout_s
-        self._size = size or _pool_size(process.usable_cpus())
+        self._size = size or _pool_size(usable_cpus())
         self._memory_bytes = memory_bytes
         self._specs: dict[int, bytes] = {}
         self._waiting: deque[int] = deque()
@@ -229,4 +242,4 @@ def _child() -> tuple[Child, bool]:
 def _release(child: Child) -> None:
     """Leave a child to the next tuning, which reads its answer to this."""
     child.send(Release())
-    idle.keep(_PURPOSE, child, for_s=IDLE_EXIT_S - IDLE_MARGIN_S, most=process.usable_cpus())
+    idle.keep(_PURPOSE, child, for_s=IDLE_EXIT_S - IDLE_MARGIN_S, most=usable_cpus())

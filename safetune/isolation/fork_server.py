@@ -14,7 +14,8 @@ from typing import IO, Any
 
 from safetune import forks
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import process, protocol
+from safetune.isolation import protocol
+from safetune.isolation.child_environment import child_environment
 
 #: A cold page cache makes the first import of torch and triton take several seconds.
 _START_S = 120.0
@@ -45,13 +46,13 @@ class ForkServer:
         forks.register("fork servers", after_in_child=self._forget, at_exit=self.stop)
 
     def start(self) -> None:
-        """Have the server come up while the caller does other things; what fails shows later."""
+        """Start the server without waiting for it; a failure is raised by the next `fork`."""
         with self._lock, contextlib.suppress(WorkerUnavailable):
             self._collect()
             self._launched()
 
     def fork(self, pipe: socket.socket, output: IO[bytes]) -> int:
-        """Fork a child that speaks on `pipe` and prints to `output`; return its pid.
+        """Fork a child that answers on `pipe` and prints to `output`; return its pid.
 
         Raises:
             WorkerUnavailable: the server does not start, or the system refuses a process.
@@ -63,17 +64,17 @@ class ForkServer:
         return int(reply["pid"])
 
     def collect(self) -> None:
-        """Wait for the server if it has ended, so that it does not stay a zombie."""
+        """Wait for the server if it has ended, so that it is not left as a zombie."""
         with self._lock:
             self._collect()
 
     def reap(self, pid: int, kill: bool) -> int | None:
-        """Return the wait status of a child that has ended, or that is to be killed, with all that
-        it started; None if it is stuck.
+        """Return the wait status of a child that has ended; with `kill`, it and its process group
+        are killed first. None if it does not end.
         """
         with self._lock:
             if self._control is None or self._owner != os.getpid():
-                return None  # its server is gone, and it with that
+                return None  # its server has ended, and so has the child
         try:
             status = self._request({"op": "reap", "pid": pid, "kill": kill})["status"]
         except WorkerUnavailable:
@@ -101,17 +102,17 @@ class ForkServer:
                     protocol.send(control, header, fds=fds, timeout_s=_ANSWER_S)
                     return protocol.receive(control, _ANSWER_S)[0]
                 except (OSError, EOFError, protocol.ProtocolError) as error:
-                    # It leaves after an idle minute, which may be this very moment.
+                    # It exits after an idle minute, which may be now.
                     self._discard()
                     if attempt == 2 or header["op"] == "reap":
                         raise WorkerUnavailable(f"the fork server is gone: {error}") from error
         raise AssertionError("unreachable")
 
     def _running(self, anew: bool) -> socket.socket:
-        """Return the control socket of a server that is up.
+        """Return the control socket of a server that is ready.
 
-        With `anew`, one that was started under another TRITON_INTERPRET is replaced: that decides,
-        when Triton is imported, what its own library of kernels is.
+        With `anew`, a server that was started under another TRITON_INTERPRET is replaced: the
+        variable decides, when Triton is imported, whether Triton's own kernels are interpreted.
         """
         if anew:
             self._collect()
@@ -153,7 +154,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
-                env=process.child_environment(),
+                env=child_environment(),
                 start_new_session=True,
             )
         except OSError as error:
@@ -167,7 +168,7 @@ class ForkServer:
         return ours
 
     def _collect(self) -> None:
-        """Let go of a server that has left after an idle minute; till then it is a zombie."""
+        """Wait for a server that has exited after an idle minute; until then it is a zombie."""
         started = self._process
         if started is not None and self._owner == os.getpid() and started.poll() is not None:
             self._discard()
@@ -177,7 +178,7 @@ class ForkServer:
             self._control.close()
             self._control = None
         started = self._process
-        # The number of one that has been waited for may be another process's by now.
+        # After a wait, the pid may be another process's.
         if started is not None and self._owner == os.getpid() and started.returncode is None:
             protocol.kill_group(started.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,7 +192,7 @@ class ForkServer:
             self._output = None
 
     def _forget(self) -> None:
-        """In a forked copy of the parent: the server and the lock's state are not ours."""
+        """In a forked child: the server and the state of the lock are the parent's."""
         self._lock = threading.Lock()
         if self._control is not None:
             self._control.close()
@@ -207,7 +208,7 @@ compile_server = ForkServer(
 
 
 def start_servers(compiling: bool) -> None:
-    """Start what children are forked from, at the same moment, and wait for nothing."""
+    """Start both servers, or the measuring one alone, and wait for neither."""
     if compiling:
         compile_server.start()
     else:
@@ -216,7 +217,7 @@ def start_servers(compiling: bool) -> None:
 
 
 def close_servers() -> None:
-    """End both servers for good, as this process is ending."""
+    """End both servers for good, because this process is ending."""
     compile_server.close()
     server.close()
 

@@ -59,7 +59,7 @@ class MeasuringChild:
         _measuring.add(self)
 
     def begin(self) -> None:
-        """Have the child come up while others compile; the first job waits for it."""
+        """Start the child while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
         # The tuning may be over, and its files closed, before this is.
         fds = tuple(os.dup(fd) for fd in self._fds)
@@ -76,7 +76,7 @@ class MeasuringChild:
         thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread can be had; the first job does it
+        except RuntimeError:  # no thread can be started; the first job starts the child
             for fd in fds:
                 os.close(fd)
         else:
@@ -119,7 +119,7 @@ class MeasuringChild:
             self._child = None
 
     def release(self) -> None:
-        """Leave the child to the next tuning on this device, or to end by itself."""
+        """Leave the child to the next tuning on this device; without one it exits by itself."""
         if self._child is None:
             self.replace()
             return

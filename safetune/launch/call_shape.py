@@ -6,11 +6,12 @@ turned into straight-line code, so that a hit reads the arguments it needs and n
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from triton.runtime.autotuner import Config, Heuristics
+from triton.runtime.autotuner import Autotuner, Config, Heuristics
 
 from safetune.config import check_conflicts
 from safetune.errors import TracingError
@@ -66,6 +67,16 @@ def run_below_heuristics(kernel: Any, found: dict[str, Any], /, *args: Any, **kw
     )
     found.update(values)
     return below.run(*args, **{**kwargs, **values})
+
+
+def pruned_configs(tuner: Autotuner, named: Kwargs, kwargs: Kwargs) -> list[Config]:
+    """Return the configs that any tuner leaves for one call.
+
+    Triton's code reads the arguments from `tuner.nargs`, so it runs on a copy of the tuner.
+    """
+    view = copy.copy(tuner)
+    view.nargs = dict(named)
+    return list(view.prune_configs(dict(kwargs)))
 
 
 def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:

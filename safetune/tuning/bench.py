@@ -116,7 +116,7 @@ class LaunchBench:
     def compiled(
         self, configs: Sequence[int], timeout_s: float
     ) -> Iterator[tuple[int, Outcome | None]]:
-        """Yield each config once it can be launched, or with the outcome that says why not."""
+        """Yield each config once it can be launched, or with the outcome of one that cannot."""
         for index in configs:
             if index in self._failures:
                 yield index, self._failures[index].with_marks(self._marks)
@@ -223,14 +223,14 @@ class LaunchBench:
 
 
 def _missing(call: Call, config: Config) -> list[str]:
-    """The parameters that neither a launch with this config nor a default has a value for."""
+    """Return the parameters without a value in a launch with this config."""
     given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
     parameters = inspect.signature(base_function(call.kernel)[1]).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.name not in given]
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:
-    """The kernel's function and all that runs around its launch."""
+    """Yield the kernel's function and all functions that run around its launch."""
     call = request.call
     yield base_function(call.kernel)[1]
     yield from inner_heuristics(call.kernel).values()

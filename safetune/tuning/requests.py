@@ -15,12 +15,12 @@ from safetune.store.records import KeyRecord
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a child may take, and how many configs it may live for.
+    """How long a child may take, and what it may use.
 
     Attributes:
-        compile_timeout_s: for one config's compilation.
-        run_timeout_s: for one config's launches, all of them together.
-        fresh_process: a new measuring child for every config.
+        compile_timeout_s: for the compilation of one config.
+        run_timeout_s: for one round of launches of one config.
+        fresh_process: whether every config gets a new measuring child.
         compile_memory_bytes: what a compile child, and each process that it starts, may allocate.
     """
 
@@ -32,7 +32,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """One miss.
+    """A call whose key has no choice, and the configs to choose from.
 
     Attributes:
         configs: those left after pruning, in the order they were declared.
@@ -56,7 +56,7 @@ class Progress:
 
     Attributes:
         stage: `screen` or `final`.
-        outcome: None when the config is about to run, else what became of it.
+        outcome: None when the config is about to run.
         done, total: configs screened, and to be screened, in this tuning.
     """
 
@@ -77,8 +77,8 @@ class TuningResult:
         outcomes: for every config in the request, in order; from this tuning or an earlier one.
         measured: how many configs were compiled or launched in this tuning.
         seconds: wall time.
-        notes: what the user should hear of, a sentence each.
-        phases: where the time went, in seconds; they overlap.
+        notes: sentences to report to the user.
+        phases: seconds by phase, see `LaunchBench`; phases overlap.
     """
 
     choice: Config
@@ -93,7 +93,7 @@ Observer = Callable[[Progress], None]
 
 
 def key_record(key: TuningKey) -> KeyRecord:
-    """Return the row that a key's trials and choice point at."""
+    """Return the row that the trials and the choice of a key refer to."""
     return KeyRecord(
         digest=key.digest,
         kernel_name=key.kernel.name,

@@ -1,1 +1,5 @@
-"""Checks on kernels and source trees that need no tuning."""
+"""Which program of a launch writes which element, found in Triton's interpreter.
+
+A kernel and a launch enter; an `OverlapReport` leaves. Nothing is tuned or stored, and no tuning
+imports this folder.
+"""

@@ -12,12 +12,12 @@ from safetune.verify.memory import Memory, View
 from safetune.verify.report import Finding, Kind, Place, Program, Written, line_text
 from safetune.verify.watch import Access, Clash, Stray, Times, Watch
 
-#: How many elements, of different rows where there are such, a finding names.
+#: How many elements a finding names; of different rows, if it has several.
 _MOST_PLACES = 3
 
 
 def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
-    """Return what is wrong, the worst first."""
+    """Return the findings, the worst first."""
     strays = list(_outside(memory, watch))
     groups = list(_groups(memory.views))
     clashes = [
@@ -41,7 +41,7 @@ def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[F
 
 
 def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Written, ...]:
-    """Return how much of each argument was written, for those written at all and the outputs."""
+    """Return how much was written of each output, and of each other argument that was written."""
     found = []
     for name, view in _groups(memory.views):
         written = int(_elements(view, watch, _is_written(watch.times[view.region])).sum())
@@ -51,7 +51,7 @@ def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Wr
 
 
 def _groups(views: Sequence[View]) -> Iterator[tuple[str, View]]:
-    """Yield each different view once, with the names of all arguments that are it."""
+    """Yield each different view once, with the names of all its arguments."""
     names: dict[tuple[object, ...], list[View]] = {}
     for view in views:
         key = (view.region, view.offset, view.shape, view.strides, view.itemsize)
@@ -71,7 +71,7 @@ def _clash(clash: Clash, name: str, view: View, watch: Watch) -> Finding | None:
 
 
 def _most(clash: Clash, view: View, watch: Watch) -> int:
-    """Return the largest number of programs in the log of an argument's granule; 0 without log."""
+    """Return the most programs in the log of one granule of an argument; 0 if it has no log."""
     times = watch.times[view.region]
     inside = np.zeros(len(times.stored), dtype=bool)
     _strided(inside, view, times.granule)[...] = True
@@ -89,7 +89,7 @@ def _most(clash: Clash, view: View, watch: Watch) -> int:
 
 
 def _clash_place(clash: Clash, view: View, index: tuple[int, ...], watch: Watch) -> Place:
-    """Name the programs and lines that the log has for an element."""
+    """Return an element with the programs and lines that the log has for it."""
     times = watch.times[view.region]
     offset = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     first, last = offset // times.granule, (offset + view.itemsize - 1) // times.granule
@@ -183,7 +183,7 @@ def _elements(view: View, watch: Watch, flags: np.ndarray) -> np.ndarray:
 
 
 def _strided(flags: np.ndarray, view: View, granule: int) -> np.ndarray:
-    """Return an array per granule as a view: an axis for each of the argument's, and the bytes."""
+    """Return flags per granule in the shape of an argument, with another axis for granules."""
     if not view.elements:
         return np.zeros((*view.shape, 1), dtype=bool)
     return np.lib.stride_tricks.as_strided(
@@ -194,7 +194,7 @@ def _strided(flags: np.ndarray, view: View, granule: int) -> np.ndarray:
 
 
 def _some(mask: np.ndarray) -> list[tuple[int, ...]]:
-    """Return the first element of each of the first few rows that have one."""
+    """Return the first element in each of the first few rows that have one."""
     found = np.argwhere(mask)
     _, first = np.unique(found[:, :-1], axis=0, return_index=True)
     return [tuple(map(int, found[row])) for row in np.sort(first)[:_MOST_PLACES]]

@@ -19,7 +19,7 @@ from safetune.verify.watch import Access, Watch
 
 
 class Instruments:
-    """The methods, for one builder and one launch."""
+    """The replaced methods, for one builder and one launch."""
 
     def __init__(self, watch: Watch, builder: Any) -> None:
         self._watch = watch
@@ -31,7 +31,7 @@ class Instruments:
         self._store = builder.create_masked_store
         self._cas = builder.create_atomic_cas
         self._rmw = builder.create_atomic_rmw
-        # Where an atomic without a mask goes that has no real address.
+        # The target of an atomic without a mask whose address is not in any argument.
         self._nowhere = np.zeros(2, dtype=np.uint64)
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
@@ -56,7 +56,7 @@ class Instruments:
         self._begin(*ids)
 
     def load(self, pointer: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-        """Load; a volatile one, which an atomic load is made of, may wait for another program."""
+        """Load; a volatile load, which an atomic load consists of, may wait for another program."""
         volatile = named["is_volatile"] if "is_volatile" in named else rest[-1]
         access = Access.POLL if volatile else Access.READ
         acquires = bool(volatile) and not self._relaxed
@@ -69,7 +69,7 @@ class Instruments:
         return self._load(real, allowed, None, None, True)
 
     def atomic_poll(self, pointer: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
-        """Load, volatile, until the value is there."""
+        """Load, volatile, until the value is the expected one."""
         assert self._poll is not None
         self._relaxed = not _acquires(sem)
         try:
@@ -130,7 +130,7 @@ class Instruments:
 
 
 def _as_stored(pointer: Any, value: Any) -> Any:
-    """A value in the width of the pointer's elements: a histogram has more bytes than its type."""
+    """Return a value in the width of the pointer's elements; a histogram is wider than its type."""
     element = pointer.get_element_ty()
     wanted = interpreter._get_np_dtype(element)
     if value.data.dtype.itemsize == wanted.itemsize:

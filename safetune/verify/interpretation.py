@@ -29,7 +29,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from safetune.errors import NotInterpretable
-from safetune.verify import __file__ as checks_file
+from safetune.verify import __file__ as verify_file
 
 _LOCK = threading.RLock()
 
@@ -89,9 +89,9 @@ def _run(kernel: Callable[..., Any], given: Mapping[str, Any], grid: tuple[int, 
 
 
 def _argument(value: Any) -> Any:
-    """Return an argument as a compiled kernel has it: a number is a tensor, a float of 32 bits.
+    """Return an argument as a compiled kernel has it: numbers are tensors, floats have 32 bits.
 
-    Triton's interpreter leaves floats as they are, which have no `to`; 3.6 refuses bools.
+    Triton's interpreter leaves floats as they are, without `to`; Triton 3.6 refuses bools.
     """
     if isinstance(value, (bool, float)):
         number, kind = (bool, tl.int1) if isinstance(value, bool) else (np.float32, tl.float32)
@@ -140,7 +140,7 @@ class _Interpreted:
 
 
 class _Rewriter(interpreter.FunctionRewriter):
-    """Leaves out defaults and annotations: names in them may be of the enclosing function."""
+    """Leaves out defaults and annotations, which may name variables of an enclosing function."""
 
     def _transform_ast(self, source: str) -> ast.Module:
         tree: ast.Module = super()._transform_ast(source)
@@ -179,7 +179,7 @@ class _Functions:
 
 
 class _View(ModuleType):
-    """A module of the user's, whose jit functions are interpreted ones."""
+    """A module of the user, with its jit functions replaced."""
 
     def __init__(self, module: ModuleType, functions: _Functions) -> None:
         super().__init__(module.__name__)
@@ -196,13 +196,13 @@ def is_jit(value: Any) -> bool:
 
 
 def _call_builtin(builtin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the language that a module has imported by name, or from a library."""
+    """Call a function of the language that a module, or a library, has imported by name."""
     kwargs.pop("_semantic", None)
     return builtin(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
 
 
 def _speak_interpreted(functions: _Functions) -> None:
-    """Turn `triton.language` into the interpreter's."""
+    """Put the interpreter's functions into `triton.language`."""
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     for thing in _language():
         if isinstance(thing, ModuleType):
@@ -210,14 +210,14 @@ def _speak_interpreted(functions: _Functions) -> None:
                 if is_jit(value):
                     setattr(thing, name, functions.convert(value))
     tl.range = _range
-    # Triton 3.6 makes an int of an array of one element, which NumPy 2.4 refuses.
+    # Triton 3.6 converts an array of one element to an int, which NumPy 2.4 refuses.
     tl.tensor.__index__ = lambda self: int(self.handle.data.item())
 
 
 def _range(start: Any, end: Any = None, step: Any = 1, **_: Any) -> Iterator[Any]:
-    """`range` and `tl.range` with counters as a compiled kernel has them: tensors of 32 or 64 bits.
+    """`range` and `tl.range` with the counters of a compiled kernel: tensors of 32 or 64 bits.
 
-    Triton's interpreter counts in Python's integers, which have no `to`, and never overflow.
+    Triton's interpreter counts in Python's integers, which have no `to` and never overflow.
     """
     bounds = (0, start, step) if end is None else (start, end, step)
     wide = any(isinstance(bound, tl.tensor) and bound.dtype.int_bitwidth > 32 for bound in bounds)
@@ -227,7 +227,7 @@ def _range(start: Any, end: Any = None, step: Any = 1, **_: Any) -> Iterator[Any
 
 
 def _language() -> list[Any]:
-    """The modules of `triton.language` and the classes defined in them."""
+    """Return the modules of `triton.language` and the classes defined in them."""
     modules = [module for name, module in list(sys.modules.items()) if _is_language(name)]
     classes = {
         value
@@ -244,7 +244,7 @@ def _is_language(name: str) -> bool:
 
 @contextlib.contextmanager
 def _restored(things: list[Any]) -> Iterator[None]:
-    """Put every attribute of some modules, classes and objects back to what it was."""
+    """Restore every attribute of some modules, classes and objects at the end."""
     before = [dict(vars(thing)) for thing in things]
     try:
         yield
@@ -287,7 +287,7 @@ def _location(error: BaseException) -> str:
 
 
 _MACHINERY = tuple(
-    str(file).rpartition("__init__.py")[0] for file in (triton.__file__, np.__file__, checks_file)
+    str(file).rpartition("__init__.py")[0] for file in (triton.__file__, np.__file__, verify_file)
 )
 
 

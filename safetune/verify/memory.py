@@ -85,7 +85,7 @@ class Address:
 
 
 class Memory:
-    """Copies of all storages behind some arguments; the arguments themselves are only read.
+    """Copies of all storages behind the arguments, which are only read.
 
     Raises:
         KernelNotTransferable: a tensor has no plain storage.

@@ -7,10 +7,7 @@ a device.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +15,9 @@ from triton.runtime.autotuner import Autotuner, Config, Heuristics
 
 from safetune.config import backend_options, check_conflicts, config_text
 from safetune.errors import InvalidConfig, InvalidSetting
+from safetune.inputs.call import default_values, grid_sizes
 from safetune.keys.kernel_digest import base_function
-from safetune.launch.call_shape import heuristic_values, named_arguments
+from safetune.launch.call_shape import heuristic_values, named_arguments, pruned_configs
 from safetune.verify.findings import findings_of, written_by
 from safetune.verify.instruments import Instruments
 from safetune.verify.interpretation import interpret, is_jit
@@ -80,9 +78,10 @@ def check_overlap(
     memory = Memory(named, reachable)
     copies = {name: memory.copied(value) for name, value in named.items()}
     text = _apply_decorators(kernel, config, named, copies)
-    values = {**_defaults(function), **named}
+    values = {**default_values(kernel), **named}
     _check_complete(jit, values)
-    sizes = _sizes(grid, values)
+    x, y, z = (*grid_sizes(grid(values) if callable(grid) else grid), 1, 1)[:3]
+    sizes = (x, y, z)
     watch = Watch(memory, sizes, timeout_s)
     _check_outputs(function.__name__, outputs, memory)
     addressed = {name: memory.addressed(value) for name, value in copies.items()}
@@ -107,11 +106,11 @@ def check_configs(
         InvalidSetting: `kernel` has no configs.
     """
     launch = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
-    for config in pruned_configs(kernel, args, launch):
+    for config in configs_for(kernel, args, launch):
         yield config, check_overlap(kernel, grid, *args, config=config, **kwargs)
 
 
-def pruned_configs(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Config]:
+def configs_for(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Config]:
     """Return the configs of a tuner that its prune function leaves for a launch.
 
     Raises:
@@ -123,9 +122,7 @@ def pruned_configs(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         kwargs |= values
     if not isinstance(kernel, Autotuner):
         raise InvalidSetting(f"{kernel!r} has no configs: use check_overlap")
-    view = copy.copy(kernel)  # Triton's own code reads the arguments from the tuner
-    view.nargs = named_arguments(kernel.arg_names, args)
-    return list(view.prune_configs(kwargs))
+    return pruned_configs(kernel, named_arguments(kernel.arg_names, args), kwargs)
 
 
 def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,11 +132,6 @@ def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     if twice := [name for name in names[: len(args)] if name in kwargs]:
         raise InvalidSetting(f"{', '.join(twice)}: given by position and by name; leave one out")
     return named_arguments(names, args, kwargs)
-
-
-def _defaults(function: Any) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _apply_decorators(
@@ -179,18 +171,6 @@ def _chosen(tuner: Autotuner, config: Config | None) -> Config:
         f"{tuner.base_fn.__name__} has {len(tuner.configs)} configs: pass config=, or call "
         "check_configs for all of them"
     )
-
-
-def _sizes(grid: Any, meta: dict[str, Any]) -> tuple[int, int, int]:
-    sizes = grid(meta) if callable(grid) else grid
-    try:
-        listed = [operator.index(size) for size in sizes]
-    except TypeError:
-        listed = []
-    if not 1 <= len(listed) <= 3 or min(listed) < 0:
-        raise InvalidSetting(f"grid={sizes!r} must be a tuple of one to three sizes of 0 or more")
-    x, y, z = (*listed, 1, 1)[:3]
-    return x, y, z
 
 
 def _check_names(kernel: Any, names: Iterable[str]) -> None:

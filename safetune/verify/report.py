@@ -149,7 +149,7 @@ class OverlapReport:
         return None
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the report as plain JSON data."""
         return {"ok": self.ok, **json.loads(json.dumps(dataclasses.asdict(self), default=_value))}
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ class OverlapReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What may be meant: arguments written in part, programs that write nothing."""
+        """What may be meant or wrong: arguments written in part, programs that write nothing."""
         unwritten = {f.argument for f in self.findings if f.kind is Kind.UNWRITTEN}
         notes = [
             f"{item.argument}: {item.written} of {item.elements} elements are written"
@@ -186,7 +186,7 @@ def line_text(line: tuple[str, int]) -> str:
 
 
 def _ids(program: Program) -> str:
-    """A program's ids, without the axes that the grid does not have."""
+    """Return a program's ids without trailing axes of 0."""
     ids = list(program)
     while len(ids) > 1 and not ids[-1]:
         ids.pop()

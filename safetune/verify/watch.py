@@ -69,7 +69,7 @@ _MOMENTS = ("stored", "first_update", "last_update", "first_read", "last_read")
 
 
 class Times:
-    """When each granule of a region was touched.
+    """The times at which each granule of a region was accessed.
 
     Attributes:
         granule: bytes per entry of the arrays.
@@ -86,7 +86,7 @@ class Times:
         self.logged = 0
 
     def indices(self, offsets: np.ndarray, itemsize: int) -> np.ndarray:
-        """Return the granules of elements at byte offsets, finer ones from here on if need be."""
+        """Return the granules of elements at byte offsets; makes granules finer if needed."""
         granule = math.gcd(self.granule, itemsize)
         if granule > 1 and (offsets % granule).any():
             granule = 1

@@ -115,11 +115,11 @@ class TestResolve:
         traced.choose(tuner, tuner.configs[1], x, x, 100)
         assert tuner.resolve(x, x, 100, grid=given).grid == (3,)
 
-    @pytest.mark.parametrize("given", [(1, 2, 3, 4), (), (2.5,), "3", lambda meta: 2.5])
+    @pytest.mark.parametrize("given", [(1, 2, 3, 4), (), (2.5,), (-1,), "3", lambda meta: 2.5])
     def test_what_is_no_grid(self, module: Any, given: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
-        with pytest.raises(InvalidSetting, match="up to three integers"):
+        with pytest.raises(InvalidSetting, match="one to three integers of 0 or more"):
             tuner.resolve(x, x, 100, grid=given)
 
     @pytest.mark.parametrize("given", ["cuda:0", torch.device("cuda"), -1, 0.0, True], ids=repr)

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import InvalidSetting, safetune
+from tests.conftest import stop_servers
 
 N = 100
 ROOT = Path(__file__).parents[2]
@@ -453,9 +454,7 @@ class TestAddresses:
 
     def test_no_child_is_asked(self, processes: Any) -> None:
         """It is found before: a new process would start a server for the first child."""
-        from safetune.isolation import fork_server
-
-        fork_server.server.stop()
+        stop_servers()
         kernel = safetune(configs=blocks(16, 32), key=["n"])(address_kernel)
         src, dst = torch.randn(N), torch.zeros(N)
         with pytest.warns(UserWarning, match="not tuned"):

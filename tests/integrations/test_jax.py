@@ -127,7 +127,9 @@ def test_what_cannot_be_called(tuner: Any) -> None:
     x = jnp.zeros(N)
     with pytest.raises(InvalidSetting, match="gets num_warps from its config"):
         triton_call(x, N, kernel=tuner, out_shape=x, grid=(1,), num_warps=8)
-    with pytest.raises(InvalidSetting, match="grid=None is not a grid"):  # jax-triton: one program
+    with pytest.raises(
+        InvalidSetting, match="grid=None is not a launch"
+    ):  # for jax-triton, one program
         triton_call(x, N, kernel=tuner, out_shape=x, grid=None)
     with pytest.raises(InvalidSetting, match="put @safetune"):
         triton_call(x, N, kernel=print, out_shape=x, grid=(1,))

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from safetune.isolation import process, protocol
+from safetune.isolation import protocol
+from safetune.isolation.child_environment import child_environment
+from safetune.isolation.child_handle import describe_exit
+from safetune.isolation.compile_pool import usable_cpus
 from tests.conftest import ended
 
 ROOT = Path(__file__).parents[2]
@@ -32,21 +35,21 @@ OTHERS = ["RANKS", "MY_RANK", "WORLD", "MASTER_ADDRESS", "SLURMISH", "PATH", "LO
 @pytest.mark.parametrize("name", RANKS)
 def test_a_rank_is_not_handed_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    assert name not in process.child_environment()
+    assert name not in child_environment()
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR"])
 def test_everything_else_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, f"value of {name}")
-    assert process.child_environment()[name] == f"value of {name}"
+    assert child_environment()[name] == f"value of {name}"
 
 
 def test_usable_cpus_follows_the_affinity() -> None:
     allowed = os.sched_getaffinity(0)
-    assert 1 <= process.usable_cpus() <= len(allowed)
+    assert 1 <= usable_cpus() <= len(allowed)
     os.sched_setaffinity(0, [min(allowed)])
     try:
-        assert process.usable_cpus() == 1
+        assert usable_cpus() == 1
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -66,11 +69,11 @@ def test_usable_cpus_follows_the_affinity() -> None:
 )
 def test_an_exit_in_words(command: str, words: str) -> None:
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"ulimit -c 0; {command}"], os.environ)
-    assert process.describe_exit(os.waitpid(pid, 0)[1]) == words
+    assert describe_exit(os.waitpid(pid, 0)[1]) == words
 
 
 def test_an_exit_that_nobody_saw() -> None:
-    assert process.describe_exit(None) == "unknown"
+    assert describe_exit(None) == "unknown"
 
 
 class Family:

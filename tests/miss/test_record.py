@@ -95,7 +95,7 @@ class TestRebuilt:
     @pytest.mark.parametrize(
         ("value", "reason"),
         [
-            (object(), "dst is a object, which is not recorded"),
+            (object(), "dst is a object, which cannot be recorded"),
             (torch.zeros(9).data_ptr, "dst is a builtin_function_or_method"),
             (torch.zeros(2, 2).to_sparse(), "no plain storage"),
         ],

@@ -851,7 +851,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("sizes", [(), (1, 1, 1, 1), (-1,), 3, (2.5,), "12"])
     def test_no_grid(self, sizes: Any) -> None:
-        with pytest.raises(InvalidSetting, match="one to three sizes of 0 or more"):
+        with pytest.raises(InvalidSetting, match="one to three integers of 0 or more"):
             check_overlap(store_at, sizes, zeros(1), 0, 1)
 
     @pytest.mark.parametrize(

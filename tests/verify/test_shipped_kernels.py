@@ -20,7 +20,7 @@ import triton.language as tl
 from safetune.kernels import launches, layer_norm_bwd, layer_norm_fwd
 from safetune.kernels.configs import WIDEST_TILE, slice_count
 from safetune.offline.tasks import find_kernels
-from safetune.verify.overlap import check_overlap, pruned_configs
+from safetune.verify.overlap import check_overlap, configs_for
 
 TOKENS = (0, 1, 3, 65, 129, 189, 191, 257, 450, 5000, 10000, 24000, 24100)
 GROUPS = (1, 2, 4, 16, None)  # None: one more than there are SMs
@@ -42,7 +42,7 @@ class Launch:
     outputs: tuple[str, ...]
 
     def configs(self) -> list[triton.Config]:
-        return pruned_configs(self.kernel, self.args, self.kwargs)
+        return configs_for(self.kernel, self.args, self.kwargs)
 
     def check(self, config: triton.Config) -> Any:
         outputs = self.outputs
