@@ -36,7 +36,7 @@ def add_kernel(
     mask = offsets < count
     if HANGS:
         word = tl.load(sum_pointer, volatile=True)
-        while word == 0.0:  # nobody writes it
+        while word == 0.0:  # no program writes it
             word = tl.load(sum_pointer, volatile=True)
     left = tl.load(left_pointer + offsets, mask=mask)
     right = tl.load(right_pointer + offsets, mask=mask)

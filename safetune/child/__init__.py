@@ -1,5 +1,5 @@
-"""What runs in a child process, and nothing else.
+"""Runs in a child process, and only there.
 
-Jobs enter through a pipe; answers in JSON leave. No other folder imports this one: the fork servers
-are started by the name of `server_main`.
+In: jobs, through a pipe. Out: answers in plain JSON. No other folder imports this one; both sides
+share `isolation.protocol`.
 """

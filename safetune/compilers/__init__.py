@@ -1,4 +1,4 @@
-"""Where another compiler launches the kernel: torch.compile, JAX and others.
+"""Launches by another compiler: torch.compile, JAX and others.
 
-A tuner and a traced or described call enter; one config leaves. Runs in the caller's process.
+In: a tuner and a traced or described call. Out: one config. Runs in the caller's process.
 """

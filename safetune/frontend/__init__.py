@@ -1,5 +1,5 @@
-"""What a user writes: the decorator, and the tuner that it makes.
+"""The public face: the decorator, and the tuner that it makes.
 
-A kernel and its settings enter; an `Autotuner`, which launches by `launch` or asks `miss`, leaves.
-Runs in the caller's process.
+In: a kernel and its settings. Out: an `Autotuner`, whose launches go to `launch`, and to `miss` if
+their key has no choice. Runs in the caller's process.
 """

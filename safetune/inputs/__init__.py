@@ -1,5 +1,4 @@
-"""A call as something that another process can rebuild: kernel, arguments, tensors, grid.
+"""The caller's arguments in a form that another process can rebuild.
 
-A call enters; bytes, a memory file and its description leave. This is the code that a caller and
-its children share, beside `isolation/protocol`: it runs in both.
+In: tensors and values. Out: a memory file and its description. Runs in the caller's process.
 """

@@ -1,4 +1,4 @@
 """The processes that compile and measure, seen from the caller's process.
 
-Jobs enter; outcomes leave. A child imports `protocol` and nothing else from here.
+In: jobs. Out: outcomes. The folder `child` runs on the other side, and shares `protocol` only.
 """

@@ -1,5 +1,5 @@
-"""What two calls must share to share a choice.
+"""The key: everything that two calls must share to share a choice.
 
-A kernel, its readers and one call's arguments enter; a `KeyReport` and a `TuningKey` leave.
-Runs in the caller's process.
+In: a kernel, the functions that read its arguments, and the arguments of one call. Out: a
+`KeyReport` and a `TuningKey`. Runs in the caller's process.
 """

@@ -1,4 +1,4 @@
-"""A launch whose choice is known.
+"""A launch whose choice is known, and the state of each key.
 
-A grid and arguments enter; a launched kernel leaves, without I/O. Runs in the caller's process.
+In: a grid and arguments. Out: a launched kernel, without I/O. Runs in the caller's process.
 """

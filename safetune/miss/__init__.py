@@ -1,5 +1,5 @@
-"""A call without a choice.
+"""A call whose key has no choice.
 
-The call enters; the config to launch it with leaves: stored, tuned now, or a substitute.
-Runs in the caller's process.
+In: the call. Out: the config to launch: stored, tuned now, or a fallback. Runs in the caller's
+process.
 """

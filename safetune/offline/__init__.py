@@ -1,4 +1,4 @@
-"""Tunings without a program around them.
+"""Tuning ahead of time.
 
-Workloads or recorded calls enter; stored choices leave. Runs in the process of `safetune tune`.
+In: workloads or recorded calls. Out: stored choices. Runs in the process of `safetune tune`.
 """

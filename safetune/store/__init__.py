@@ -1,1 +1,4 @@
-"""Where outcomes and choices are kept. Imports neither torch nor triton."""
+"""Stores outcomes and choices: lookup, records, `local/`, `shared/` and `packs/`.
+
+In and out: records. Runs in every process except children. Imports neither torch nor triton.
+"""

@@ -1,5 +1,5 @@
-"""One tuning: from a call without a choice to a choice, with every config run in a child process.
+"""One tuning: single flight, compile, measure, vote, choose.
 
-A `TuningRequest` enters; a `TuningResult` leaves, and every outcome is stored on the way. Runs in
-the caller's process.
+In: a `TuningRequest`. Out: a `TuningResult`; every outcome is stored on the way. Runs in the
+caller's process, every config in a child.
 """

@@ -1,5 +1,4 @@
-"""Which program of a launch writes which element, found in Triton's interpreter.
+"""Checks of kernels without tuning: which program writes which element.
 
-A kernel and a launch enter; an `OverlapReport` leaves. Nothing is tuned or stored, and no tuning
-imports this folder.
+In: a kernel and a launch. Out: a report. Runs in the caller's process, in Triton's interpreter.
 """

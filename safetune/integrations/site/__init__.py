@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH: `safetune run` has every Python below it start with `sitecustomize`."""
+"""The folder that `safetune run` puts on PYTHONPATH: Python imports `sitecustomize` at start."""

@@ -1,4 +1,5 @@
 """The SQLite database of one machine.
 
-Records enter and leave; rows are its own affair. Runs in every process that uses safetune.
+In and out: records; nothing else reads its rows. Runs in every process that uses safetune, except
+children.
 """

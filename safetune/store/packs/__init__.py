@@ -1,4 +1,4 @@
 """Choices in files: shipped with a library, exported, imported.
 
-Records enter and leave as JSON. Read in every process, written by the command line.
+In and out: records, as JSON. Every process reads packs; the command line writes them.
 """

@@ -1,4 +1,4 @@
 """Stores that many machines use: a directory, object storage, PostgreSQL.
 
-Records enter and leave, in a thread that the caller waits for within a budget.
+In and out: records. All I/O runs in one thread; callers wait for it within a time budget.
 """
