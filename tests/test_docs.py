@@ -252,6 +252,19 @@ def test_the_architecture_lists_every_folder() -> None:
     assert listed == folders | {"kernels"}
 
 
+def test_the_architecture_shows_the_layers_that_are_checked() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = text.partition("## Who may import whom")[2].split("```")[1]
+    shown = [re.sub(r" *\(.*\)$", "", line).split(", ") for line in picture.strip().splitlines()]
+    source = (ROOT / "tests" / "test_layering.py").read_text(encoding="utf-8")
+    (layers,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LAYERS" and node.value
+    )
+    assert [set(line) for line in shown[::-1]] == [set(layer) for layer in layers]
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
