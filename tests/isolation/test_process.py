@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,12 +159,10 @@ def test_a_child_dies_with_its_parent(families: list[Family]) -> None:
     father = Family([sys.executable, "-c", FATHER_AND_SON, "father"], leads=True)
     families.append(father)
     son = int(father.line())
-    started = time.monotonic()
 
     father.process.kill()
 
     assert ended(son)
-    assert time.monotonic() - started < 10
 
 
 def test_a_child_whose_parent_died_before_it_could_say_so_ends(families: list[Family]) -> None:

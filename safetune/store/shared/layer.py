@@ -97,16 +97,18 @@ class SharedLayer:
         clock: Callable[[], float] = time.monotonic,
         *,
         writes: bool = True,
+        thread: IOThread | None = None,
     ) -> None:
         """Put `backend` behind `local`.
 
         Args:
+            thread: runs what `backend` does; one of its own if None.
             writes: False to publish nothing and make no file beside the local database.
         """
         self._backend = backend
         self._writes = writes
         self._local = local
-        self._thread = IOThread("safetune-shared")
+        self._thread = thread or IOThread("safetune-shared")
         self._clock = clock
         self._budget = _Budget(clock)
         self._off_until = self._unwritable_until = 0.0

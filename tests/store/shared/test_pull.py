@@ -17,7 +17,7 @@ from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.lookup import Lookup
 from safetune.store.records import StoredChoice
 from safetune.store.shared import once_per_node
-from safetune.store.shared.layer import BUDGET_S, SharedLayer
+from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.protocol import SharedStore
 from safetune.store.shared.record import Name
@@ -82,9 +82,8 @@ def test_the_run_goes_on_and_so_does_the_pull(local: GuardedStore, large: Large)
     lookup = Lookup(local)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        begin = time.monotonic()
-        assert lookup.find(key(MANY), LIST) is None  # which nobody has tuned
-        assert time.monotonic() - begin < BUDGET_S
+        # Nobody has tuned it; to wait for the whole pull would be to wait for `go_on`.
+        assert lookup.find(key(MANY), LIST) is None
         layer._budget.refill()  # as a minute does
         # What is not pulled yet is asked for by its key, and then it is here.
         assert local.choice(key(LAST).digest) is None
@@ -111,11 +110,9 @@ def test_another_process_of_the_node_meanwhile(
     store = GuardedStore.open(tmp_path / "node")
     again = Large(large._store)
     store.shared = SharedLayer(again, store.connection)
-    begin = time.monotonic()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error")  # as where it does not answer in time
         assert Lookup(store).find(key(LAST), LIST) == choice(LAST)
-    assert time.monotonic() - begin < BUDGET_S
     assert again.asked == [], "both pull"
     large.go_on.set()
     wait_until_complete(first)
