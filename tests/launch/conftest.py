@@ -97,8 +97,13 @@ def _plain(value: Any) -> Any:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    made = Machine()
+def machine_type() -> type[Machine]:
+    return Machine
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, machine_type: type[Machine]) -> Iterator[Machine]:
+    made = machine_type()
     monkeypatch.setattr(driver, "_active", made)
     # Tensors of the CPU stand for a device's.
     monkeypatch.setattr(fast_path_codegen, "ON_DEVICE", "is_cpu")
