@@ -15,7 +15,7 @@ from safetune.inputs.spans import FLOATS, BlockSpec, Noise, TensorSpec, reading,
 
 #: The float type that the elements of each type consist of. Other types are never drawn.
 _REAL = {
-    **{name: name for name in FLOATS},
+    **dict(zip(FLOATS, FLOATS, strict=True)),
     "complex32": "float16",
     "complex64": "float32",
     "complex128": "float64",

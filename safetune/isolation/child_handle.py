@@ -10,24 +10,45 @@ import os
 import select
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 
-from safetune import forks
+from safetune import forks, triton_internals
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import devices, protocol
-from safetune.isolation.child_environment import start_job
-from safetune.isolation.fork_server import ForkServer, server, tail_of
-from safetune.isolation.protocol import Answer, Job
+from safetune.isolation import backend, devices, protocol
+from safetune.isolation.fork_server import ForkServer, child_environment, server, tail_of
+from safetune.isolation.protocol import Answer, Job, Start
 from safetune.outcome import Outcome, Verdict
 
 #: How long a child may take to answer its first job, `Start` or `Prepare`.
 START_S = 60.0
 #: A child is not used again this shortly before it exits.
 IDLE_MARGIN_S = 1.0
+
+
+def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
+    """Return the job with the environment, the paths, the program's arguments and Triton's knobs
+    that this process has now.
+
+    `memory_bytes` limits what the child, and each process that it starts, may allocate, if not 0.
+    """
+    environment = child_environment()
+    if gpu_blind:
+        environment.update(backend.hidden_environment())
+    else:
+        environment.update(devices.child_visibility())
+    return Start(
+        environment=environment,
+        path=[path or os.getcwd() for path in sys.path],
+        argv=[str(argument) for argument in getattr(sys, "argv", [])],
+        directory=os.getcwd(),
+        knobs=triton_internals.knobs_set_in_code(),
+        memory_bytes=memory_bytes,
+    )
 
 
 class ChildFailed(Exception):

@@ -19,8 +19,14 @@ from dataclasses import dataclass, replace
 
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import protocol
-from safetune.isolation.child_environment import start_job
-from safetune.isolation.child_handle import IDLE_MARGIN_S, START_S, Child, ChildFailed, idle
+from safetune.isolation.child_handle import (
+    IDLE_MARGIN_S,
+    START_S,
+    Child,
+    ChildFailed,
+    idle,
+    start_job,
+)
 from safetune.isolation.fork_server import compile_server
 from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Compile, Release
 from safetune.outcome import Outcome, Verdict

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,11 +16,18 @@ from typing import IO, Any
 from safetune import forks
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import protocol
-from safetune.isolation.child_environment import child_environment
 
 #: A cold page cache makes the first import of torch and triton take several seconds.
 _START_S = 120.0
 _ANSWER_S = 30.0
+
+#: Variables by which a launcher passes a process its rank. A tuning child is not a rank of the job:
+#: with these variables it could join the job's rendezvous.
+_RANK_VARIABLE = re.compile(
+    r"^(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
+    r"|ROLE_WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|NODE_RANK|NNODES"
+    r"|TORCHELASTIC_.*|OMPI_.*|PMI_.*|PMIX_.*|MPI_.*|MV2_.*|I_MPI_.*|SLURM_.*|JSM_.*|FLUX_.*)$"
+)
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -220,6 +228,17 @@ def close_servers() -> None:
     """End both servers for good, because this process is ending."""
     compile_server.close()
     server.close()
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment without its rank in a job, and without SAFETUNE_INSTALL:
+    a tuning process does not tune the kernels that it imports.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not _RANK_VARIABLE.match(name) and name != "SAFETUNE_INSTALL"
+    }
 
 
 def _interpret() -> str | None:

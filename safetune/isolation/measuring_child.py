@@ -11,8 +11,14 @@ from concurrent.futures import Future
 
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import devices
-from safetune.isolation.child_environment import start_job
-from safetune.isolation.child_handle import IDLE_MARGIN_S, START_S, Child, ChildFailed, idle
+from safetune.isolation.child_handle import (
+    IDLE_MARGIN_S,
+    START_S,
+    Child,
+    ChildFailed,
+    idle,
+    start_job,
+)
 from safetune.isolation.protocol import (
     IDLE_EXIT_S,
     Answer,

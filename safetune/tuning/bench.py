@@ -19,7 +19,7 @@ from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
 from safetune.inputs import compile_spec, kernel_pickle
 from safetune.inputs.call import Call, grid_of
-from safetune.inputs.inputs import Inputs
+from safetune.inputs.snapshot import Inputs
 from safetune.isolation import devices, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers

@@ -282,7 +282,7 @@ class TestVariable:
         assert not reports(done.stderr)
 
     def test_what_tunes_is_not_itself_tuned(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from safetune.isolation.child_environment import child_environment
+        from safetune.isolation.fork_server import child_environment
 
         monkeypatch.setenv("SAFETUNE_INSTALL", "1")
         assert "SAFETUNE_INSTALL" not in child_environment()

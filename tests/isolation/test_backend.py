@@ -11,7 +11,7 @@ import torch
 
 from safetune.errors import BackendError, DeviceUnavailable, NoMemory, NotReproducible
 from safetune.inputs import memory_budget, pointers, spans
-from safetune.isolation import backend, child_environment, devices
+from safetune.isolation import backend, child_handle, devices
 from safetune.keys import device
 from safetune.miss import under_capture
 from safetune.miss.resolve import why_not_isolated
@@ -93,8 +93,8 @@ class TestWithABackend:
 
     def test_children_see_its_devices_or_none(self) -> None:
         with launching_on(FakeBackend()):
-            sees = child_environment.start_job(gpu_blind=False).environment
-            blind = child_environment.start_job(gpu_blind=True).environment
+            sees = child_handle.start_job(gpu_blind=False).environment
+            blind = child_handle.start_job(gpu_blind=True).environment
         assert sees["FAKE_VISIBLE_DEVICES"] == "1,0"
         assert blind["FAKE_VISIBLE_DEVICES"] == blind["CUDA_VISIBLE_DEVICES"] == ""
 

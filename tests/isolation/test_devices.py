@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from safetune.errors import BackendError, DeviceUnavailable, WorkerUnavailable
-from safetune.isolation import child_environment, cuda, devices
+from safetune.isolation import child_handle, cuda, devices
 from tests.backends import launching_on
 
 FIRST = "3f0c1f2a-8f6e-4a0e-9a51-0d5b8f1f6c11"
@@ -56,18 +56,16 @@ class TestVisibleDevices:
 
     def test_a_child_without_a_gpu_is_told_of_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
-        assert child_environment.start_job(gpu_blind=True).environment["CUDA_VISIBLE_DEVICES"] == ""
+        assert child_handle.start_job(gpu_blind=True).environment["CUDA_VISIBLE_DEVICES"] == ""
 
     def test_before_cuda_is_initialised_the_variable_is_handed_on(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-        seen = child_environment.start_job(gpu_blind=False).environment["CUDA_VISIBLE_DEVICES"]
+        seen = child_handle.start_job(gpu_blind=False).environment["CUDA_VISIBLE_DEVICES"]
         assert seen == "1,0"
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        assert (
-            "CUDA_VISIBLE_DEVICES" not in child_environment.start_job(gpu_blind=False).environment
-        )
+        assert "CUDA_VISIBLE_DEVICES" not in child_handle.start_job(gpu_blind=False).environment
 
 
 @pytest.fixture(autouse=True)

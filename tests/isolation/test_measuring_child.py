@@ -24,8 +24,7 @@ from safetune.errors import WorkerUnavailable
 from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation.child_environment import start_job
-from safetune.isolation.child_handle import Child, ChildFailed
+from safetune.isolation.child_handle import Child, ChildFailed, start_job
 from safetune.isolation.fork_server import compile_server, server, start_servers
 from safetune.isolation.measuring_child import MeasuringChild
 from safetune.isolation.protocol import Budget, Compile, Measure, Prepare, Release

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from safetune.isolation import protocol
-from safetune.isolation.child_environment import child_environment
 from safetune.isolation.child_handle import describe_exit
 from safetune.isolation.compile_pool import usable_cpus
+from safetune.isolation.fork_server import child_environment
 from tests.conftest import ended
 
 ROOT = Path(__file__).parents[2]
