@@ -38,12 +38,7 @@ def export(path: Path, kernel: tuple[str, ...], device: str | None, as_json: boo
     """
     from safetune.store.packs import exchange
 
-    collected = exchange.of_store(open_store())
-    chosen = exchange.selected(collected.entries, kernel, device)
-    _tell_left_out(collected)
-    if not chosen:
-        raise TargetError(_nothing(collected.entries, kernel, device))
-    _write(chosen, path, as_json)
+    _write(_reported(exchange.of_store(open_store())), kernel, device, path, as_json)
 
 
 @click.command("import")
@@ -58,7 +53,7 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     from safetune.store.local.store import Store
     from safetune.store.packs import exchange
 
-    entries = exchange.merged(*(_collect(path).entries for path in source))
+    entries = exchange.merged(*(_reported(exchange.collect(path)) for path in source))
     done = exchange.import_into(Store.open(Settings.current().cache_dir), entries)
     if as_json:
         print_json(vars(done))
@@ -94,11 +89,8 @@ def merge(
     """
     from safetune.store.packs import exchange
 
-    every = exchange.merged(*(_collect(path).entries for path in source))
-    chosen = exchange.selected(every, kernel, device)
-    if not chosen:
-        raise TargetError(_nothing(every, kernel, device))
-    _write(chosen, into, as_json)
+    entries = exchange.merged(*(_reported(exchange.collect(path)) for path in source))
+    _write(entries, kernel, device, into, as_json)
 
 
 @click.command("pack")
@@ -116,40 +108,34 @@ def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: 
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TargetError(f"{directory} exists and is not empty; give a new directory")
-    collected = exchange.of_store(open_store())
-    _tell_left_out(collected)
-    others = [_collect(path).entries for path in Settings.current().packs if _has_packs(path)]
-    every = exchange.merged(collected.entries, *others)
-    chosen = exchange.selected(every, kernel, device)
-    if not chosen:
-        raise TargetError(_nothing(every, kernel, device))
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    _write(chosen, directory, as_json)
+    stored = _reported(exchange.of_store(open_store()))
+    packs = [path for path in Settings.current().packs if any(path.glob("*.json"))]
+    entries = exchange.merged(stored, *(_reported(exchange.collect(path)) for path in packs))
+    _write(entries, kernel, device, directory, as_json)
     if not as_json:
         click.echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
 
 
-def _collect(path: Path) -> Collected:
-    from safetune.store.packs import exchange
-
-    collected = exchange.collect(path)
-    _tell_left_out(collected)
-    return collected
-
-
-def _has_packs(path: Path) -> bool:
-    return path.is_dir() and any(path.glob("*.json"))
-
-
-def _tell_left_out(collected: Collected) -> None:
+def _reported(collected: Collected) -> list[StoredChoice]:
+    """Return the collected choices; print a warning for each that is left out."""
     for line in collected.left_out:
         click.echo(f"Warning: left out: {line}", err=True)
+    return collected.entries
 
 
-def _write(entries: Sequence[StoredChoice], path: Path, as_json: bool) -> None:
-    """Write entries to a directory, or to a file where they are of one kernel and device."""
+def _write(
+    every: Sequence[StoredChoice],
+    kernel: tuple[str, ...],
+    device: str | None,
+    path: Path,
+    as_json: bool,
+) -> None:
+    """Write the selected choices to a directory, or those of one kernel and device to a file."""
     from safetune.store.packs import exchange
 
+    entries = exchange.selected(every, kernel, device)
+    if not entries:
+        raise TargetError(_nothing(every, kernel, device))
     packs = exchange.packs_of(entries)
     if path.suffix == ".json" and not path.is_dir():
         if len(packs) > 1:

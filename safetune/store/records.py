@@ -1,4 +1,4 @@
-"""The rows of the store as frozen dataclasses: what crosses between tuning, lookup and the CLI."""
+"""The records of the store, as tuning, lookup and the command line exchange them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class KeyRecord:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One config tried for one key, whatever became of it.
+    """The outcome of one config for one key.
 
     Attributes:
         key: the key's digest.
-        config_digest, config: which config, and its values for people (`config_record`).
+        config_digest, config: the config's digest, and its values for people (`config_record`).
         generation: 1, or more after `--force` (see `ChoiceRecord`).
         created: seconds since the epoch.
     """

@@ -1,4 +1,4 @@
-"""A store that is never in the way of a run: what it cannot keep stays in memory."""
+"""A store that never makes a run fail: records that it cannot write stay in memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Answer = TypeVar("Answer")
 class GuardedStore(Store):
     """A store whose tuning methods never raise.
 
-    When one fails to write, this and all later records go to memory; what is already stored is
-    still read. When one fails to read, only memory is left. Each is logged once. A record that no
-    store would keep is logged and dropped. The methods for people (`choices`, `trials_of`,
-    `kernels`, `clear`) raise as they do in `Store`.
+    When a write fails, this and all later records go to memory; stored records are still read. When
+    a read fails, only memory is left. Each is logged once. A record that no store would keep is
+    logged and dropped. The methods of the command line (`choices`, `trials_of`, `kernels`, `clear`)
+    raise as they do in `Store`.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -44,11 +44,11 @@ class GuardedStore(Store):
         self._write(Store.put_trial, record)
 
     def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
-        """Write a choice, here or in memory, and return the one to use."""
+        """Write a choice, here or in memory, and return the choice to use."""
         return self._write(Store.put_choice, record) or record
 
     def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
-        """Return the outcomes of a key or one generation, those in memory over those stored."""
+        """Return the outcomes of a key or a generation; one in memory replaces the stored one."""
         answers = self._read(Store.trials, key, generation)
         merged = {
             (trial.generation, trial.config_digest): trial for answer in answers for trial in answer
@@ -87,7 +87,7 @@ class GuardedStore(Store):
     def _tried(
         self, again: type[StoreError], method: Callable[..., Answer], *arguments: Any
     ) -> Answer:
-        """Once more after some errors: damage is mended or moved aside by opening it again."""
+        """Try once more after some errors: opening it again repairs damage or moves it aside."""
         try:
             return method(self, *arguments)
         except again:

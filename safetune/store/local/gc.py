@@ -8,7 +8,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from safetune.store.local.store import Store
 
 
-#: The tables with a row for each of many things of one key.
+#: The tables that have many rows of one key.
 _OF_KEY = ("trial", "choice", "call")
 
 #: Each key that anything is stored of: digest, newest row, number of rows, toolchain.
@@ -37,13 +36,13 @@ _DEVICES = "SELECT device.record FROM key JOIN device ON device.digest = key.dev
 
 @dataclass(frozen=True)
 class Rule:
-    """What may go.
+    """The keys to delete. A field that is None deletes none.
 
     Attributes:
-        before: seconds since the epoch; keys with nothing newer go, and databases moved aside
-            before. None: whatever their age, they stay.
-        triton: keys of any other version go; None: of none.
-        most_bytes: the oldest keys go until the file is about that small; None: any size will do.
+        before: seconds since the epoch: keys without a newer row, and databases that were moved
+            aside before.
+        triton: keys of every other version of Triton.
+        most_bytes: the oldest keys, until the file has about this size.
     """
 
     before: float | None = None
@@ -53,12 +52,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Swept:
-    """What went, or would have gone.
+    """How much was deleted, or would have been.
 
     Attributes:
-        keys: how many, with all their trials, choices and recorded calls.
-        bytes_before, bytes_after: of the database; the same where nothing went.
+        keys: with all their trials, choices and recorded calls.
         files: databases that had been moved aside.
+        bytes_before, bytes_after: the size of the database.
     """
 
     keys: int
@@ -79,31 +78,36 @@ class _Key:
 
 
 def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
-    """Delete what the rule lets go, and give the space back; keys being tuned now stay.
+    """Delete the keys of a rule and shrink the file; keys that are being tuned now stay.
 
     Raises:
         StoreError: the database cannot be read or written.
     """
-    connection = store.connection
+    connection, path = store.connection, store.path
     before = _size(connection)
     with connection.transaction() as database:
-        gone = [key.digest for key in _doomed(_idle(database, store.path), rule, before)]
+        keys = _keys(database)
+        locked = key_locks.locked(path, [key.digest for key in keys])
+        idle = [key for key in keys if key.digest not in locked]
+        gone = [(key.digest,) for key in _matching(idle, rule, before)]
         trials, choices, calls = (_count(database, table, gone) for table in _OF_KEY)
         if not dry_run:
             _delete(database, gone)
-    files = _moved_before(connection.path, rule.before)
+    files = []
+    if path is not None and rule.before is not None:
+        files = [file for file in recovery.moved(path) if file.lstat().st_mtime < rule.before]
     if not dry_run:
-        for path in files:
-            recovery.remove(path)
+        for file in files:
+            recovery.remove(file)
         if gone:
             _shrink(connection)
     return Swept(len(gone), trials, choices, calls, len(files), before, _size(connection))
 
 
 def stats(store: Store) -> dict[str, Any]:
-    """Return what is in a store, in numbers, as plain JSON data; raises `StoreError`."""
+    """Return the contents of a store in numbers, as plain JSON data; raises `StoreError`."""
     with store.connection.reading() as database:
-        keys = list(_keys(database))
+        keys = _keys(database)
         trials = Counter(str(verdict) for (verdict,) in database.execute(_VERDICTS))
         devices = Counter(_field(record, "name") for (record,) in database.execute(_DEVICES))
         choices, calls = (
@@ -131,32 +135,28 @@ def stats(store: Store) -> dict[str, Any]:
     }
 
 
-def _keys(database: sqlite3.Connection) -> Iterator[_Key]:
-    """Every key that anything is stored of, the oldest first."""
-    for digest, newest, count, toolchain in database.execute(_AGES).fetchall():
-        yield _Key(digest, _number(newest), count, _field(toolchain, "triton"))
+def _keys(database: sqlite3.Connection) -> list[_Key]:
+    """Every key that has a row in any table, the oldest first."""
+    return [
+        _Key(
+            digest,
+            float(newest) if isinstance(newest, (int, float)) else 0.0,
+            count,
+            _field(toolchain, "triton"),
+        )
+        for digest, newest, count, toolchain in database.execute(_AGES).fetchall()
+    ]
 
 
-def _idle(database: sqlite3.Connection, path: Path | None) -> list[_Key]:
-    """The keys that no process is tuning now."""
-    keys = list(_keys(database))
-    locked = key_locks.locked(path, [key.digest for key in keys])
-    return [key for key in keys if key.digest not in locked]
-
-
-def _doomed(keys: list[_Key], rule: Rule, size: int) -> Iterator[_Key]:
+def _matching(keys: list[_Key], rule: Rule, size: int) -> Iterator[_Key]:
     total = sum(key.rows for key in keys) or 1
     for key in keys:
         old = rule.before is not None and key.newest < rule.before
-        dead = rule.triton is not None and key.triton != rule.triton
-        if old or dead or (rule.most_bytes is not None and size > rule.most_bytes):
+        other = rule.triton is not None and key.triton != rule.triton
+        if old or other or (rule.most_bytes is not None and size > rule.most_bytes):
             size -= -(-size * key.rows // total)
             total -= min(key.rows, total - 1)
             yield key
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _field(text: Any, name: str) -> str:
@@ -168,35 +168,26 @@ def _field(text: Any, name: str) -> str:
     return ""
 
 
-def _count(database: sqlite3.Connection, table: str, gone: list[str]) -> int:
+def _count(database: sqlite3.Connection, table: str, gone: list[tuple[str]]) -> int:
     count = f"SELECT count(*) FROM {table} WHERE key = ?"
-    return sum(database.execute(count, (digest,)).fetchone()[0] for digest in gone)
+    return sum(database.execute(count, digest).fetchone()[0] for digest in gone)
 
 
-def _delete(database: sqlite3.Connection, gone: list[str]) -> None:
+def _delete(database: sqlite3.Connection, gone: list[tuple[str]]) -> None:
     for table, column in (*((table, "key") for table in _OF_KEY), ("key", "digest")):
-        rows = [(digest,) for digest in gone]
-        database.executemany(f"DELETE FROM {table} WHERE {column} = ?", rows)
+        database.executemany(f"DELETE FROM {table} WHERE {column} = ?", gone)
     for statement in CLEAR_UNUSED:
         database.execute(statement)
 
 
 def _shrink(connection: Connection) -> None:
-    """Give the space back; where others are at work it stays for what comes next."""
+    """Shrink the file; if other processes use it, the free pages stay in it for later rows."""
     for statement in ("VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"):
         with contextlib.suppress(StoreError), connection.reading() as database:
             database.execute(statement).fetchall()
 
 
-def _moved_before(path: Path | None, before: float | None) -> list[Path]:
-    if path is None or before is None:
-        return []
-    return [each for each in recovery.moved(path) if each.lstat().st_mtime < before]
-
-
 def _size(connection: Connection) -> int:
+    size = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
     with connection.reading() as database:
-        pages, page = (
-            database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
-        )
-    return int(pages) * int(page)
+        return int(database.execute(size).fetchone()[0])

@@ -1,9 +1,9 @@
-"""A database that is read where nothing may be written: no lock file, no log, no migration.
+"""A database that is only read: no lock file, no log, no migration.
 
-SQLite itself writes beside a database in WAL mode, even to read it. Where no log is there, the file
-is opened as one that does not change, for the moment of each read: nothing is made beside it, and
-nothing that another process writes meanwhile is mixed up for long. Where a log is there, somebody
-is writing and has made the files that a reader needs; failing that, a private copy is read.
+SQLite writes files beside a database in WAL mode, even to read it. If there is no log, each read
+opens the file as immutable: no file is made beside it, and the connection is closed before another
+process's writes could matter. If there is a log, a writer has made the files that a reader needs;
+if those are gone, a private copy is read.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from safetune.errors import StoreError
 from safetune.store.local import migrations
 from safetune.store.local.connection import BUSY_TIMEOUT_S, Connection, prepared
 from safetune.store.local.store import Store
-
-if TYPE_CHECKING:
-    from sqlite_utils import Database
 
 AnyStore = TypeVar("AnyStore", bound=Store)
 
@@ -31,7 +28,7 @@ def open_read_only(path: Path, kind: type[AnyStore]) -> AnyStore:
     """Return a store of this kind over a database file that is never written to.
 
     Raises:
-        StoreError: it is missing, no database of safetune, or of another schema than this one's.
+        StoreError: it is missing, not a database of safetune, or has another schema version.
     """
     store = kind(ReadOnlyConnection(path.absolute()))
     store.connection.open()
@@ -39,39 +36,29 @@ def open_read_only(path: Path, kind: type[AnyStore]) -> AnyStore:
 
 
 class ReadOnlyConnection(Connection):
-    """A connection for each read, gone after it: nothing to share, or to lose in a fork."""
+    """A connection for each read, closed after it: nothing is shared, or lost in a fork."""
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """The database, for plain SELECTs; raises `StoreError`."""
         assert self.path is not None
-        with self._failures("read"):
-            connection = _connect(self.path)
-            try:
-                yield connection
-            finally:
-                connection.close()
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[Database]:
-        """Raises `StoreError`."""
-        raise StoreError(f"the store {self.path} is only read here")
-        yield
+        with self._failures("read"), contextlib.closing(_connect(self.path)) as connection:
+            yield connection
 
     @contextlib.contextmanager
     def transaction(self, wait_s: float = 0.0) -> Iterator[sqlite3.Connection]:
-        """Raises `StoreError`."""
+        """Raise `StoreError`."""
         raise StoreError(f"the store {self.path} is only read here")
         yield
 
     def open(self) -> None:
-        """See whether it can be read; raises `StoreError`."""
+        """Check that it can be read; raises `StoreError`."""
         with self.reading():
             pass
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    path.stat()  # SQLite's own message does not say that there is none
+    path.stat()  # SQLite's own message does not say that the file is missing
     log = path.with_name(f"{path.name}-wal")
     if not (log.exists() and log.stat().st_size):
         return _opened(f"{path.as_uri()}?immutable=1")
@@ -83,19 +70,11 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _opened(uri: str) -> sqlite3.Connection:
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-    return prepared(connection, _check)
-
-
-def _check(connection: sqlite3.Connection) -> None:
-    if not migrations.is_current(connection):
-        raise StoreError(
-            "an older safetune wrote it; run `safetune list` once where it can be written"
-        )
-    migrations.check_schema(connection)
+    return prepared(connection, migrations.check_current)
 
 
 def _copied(path: Path, log: Path) -> sqlite3.Connection:
-    """What the database and its log hold, in memory."""
+    """A copy in memory of the database with its log."""
     memory = sqlite3.connect(":memory:", isolation_level=None)
     with tempfile.TemporaryDirectory(prefix="safetune-") as folder:
         for file in (path, log):

@@ -141,7 +141,7 @@ def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
     text = pack_format.dump(entries)
     with contextlib.ExitStack() as on_error:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             on_error.callback(os.unlink, name)
             with open(descriptor, "w", encoding="utf-8", newline="\n") as file:

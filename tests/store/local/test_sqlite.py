@@ -102,7 +102,7 @@ def test_sqlite_orders_choices_as_the_rule_does(records, made):
     best = {name: min(found.values(), key=precedence) for name, found in stored.items()}
     assert {name: store.choice("key", name) for name in stored} == best
     assert {each.choice.declared: each.choice for each in store.choices_of_lists()} == best
-    assert {each.choice.declared: each.choice for each in store.kin("kernel", "device")} == best
+    assert {each.choice.declared: each.choice for each in store.related("kernel", "device")} == best
 
 
 def test_generations_keep_their_own_trials(store, records):
