@@ -59,7 +59,7 @@ def grid(meta: Any) -> tuple[int, ...]:
 
 @pytest.mark.usefixtures("gpu")
 class TestResolve:
-    def test_a_plain_kernel_and_nothing_is_launched(self, module: Any) -> None:
+    def test_resolving_returns_a_plain_kernel_and_launches_nothing(self, module: Any) -> None:
         tuner = traced.kernel(module)
         x = torch.zeros(1000)
         traced.choose(tuner, tuner.configs[2], x, x, 1000)
@@ -75,7 +75,7 @@ class TestResolve:
         assert not tuner.cache
 
     @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "uint8", "bool"])
-    def test_the_key_is_the_same_from_everywhere(self, module: Any, dtype: str) -> None:
+    def test_arrays_of_every_library_have_the_same_key(self, module: Any, dtype: str) -> None:
         tuner = traced.kernel(module)
         tensor = torch.zeros(100, dtype=getattr(torch, dtype))
         traced.choose(tuner, tuner.configs[1], tensor, tensor, 100)
@@ -95,7 +95,9 @@ class TestResolve:
         assert len(digests) == 1
 
     @pytest.mark.parametrize("kind", [np.float32, np.dtype("float32"), torch.float32, tl.float32])
-    def test_a_dtype_as_a_key_value(self, module: Any, kind: Any) -> None:
+    def test_a_dtype_as_a_key_value_is_the_same_from_every_library(
+        self, module: Any, kind: Any
+    ) -> None:
         """np.float32 is a class, and so is jnp.float32 nearly: both stand for a dtype."""
         text = traced.SOURCE.replace("FACTOR: tl.constexpr = 2", "KIND: tl.constexpr").replace(
             "FACTOR * tl.load(src + offset, mask=offset < n)",
@@ -110,33 +112,33 @@ class TestResolve:
         assert tuner.resolve(x, x, 8, KIND=kind).provenance == "stored"
 
     @pytest.mark.parametrize("given", [3, (3,), [3], np.int64(3), torch.Size([3]), three])
-    def test_what_a_grid_may_be(self, module: Any, given: Any) -> None:
+    def test_a_grid_is_up_to_three_integers_or_a_function(self, module: Any, given: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
         assert tuner.resolve(x, x, 100, grid=given).grid == (3,)
 
     @pytest.mark.parametrize("given", [(1, 2, 3, 4), (), (2.5,), (-1,), "3", lambda meta: 2.5])
-    def test_what_is_no_grid(self, module: Any, given: Any) -> None:
+    def test_a_malformed_grid_is_an_error(self, module: Any, given: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
         with pytest.raises(InvalidSetting, match="one to three integers of 0 or more"):
             tuner.resolve(x, x, 100, grid=given)
 
     @pytest.mark.parametrize("given", ["cuda:0", torch.device("cuda"), -1, 0.0, True], ids=repr)
-    def test_what_is_no_device(self, module: Any, given: Any) -> None:
+    def test_a_malformed_device_index_is_an_error(self, module: Any, given: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
         with pytest.raises(InvalidSetting, match=r"device=.* is not the index of a GPU"):
             tuner.resolve(x, x, 100, device=given)
 
-    def test_an_argument_that_is_there_twice(self, module: Any) -> None:
+    def test_an_argument_passed_twice_is_an_error(self, module: Any) -> None:
         """As an output by position and the scalar meant for its place by name, from JAX."""
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
         with pytest.raises(InvalidSetting, match="scale_kernel gets n by position and by name"):
             tuner.resolve(x, x, 100, n=100)
 
-    def test_a_struct_of_numpy_s_class(self, module: Any) -> None:
+    def test_a_struct_with_a_numpy_dtype_has_the_key_of_a_tensor(self, module: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
         struct = SimpleNamespace(shape=(100,), dtype=np.float32)
@@ -161,7 +163,7 @@ class TestResolve:
         assert found.grid == (8,)
         assert set(seen) == {128}
 
-    def test_heuristics_above_the_tuner(self, module: Any) -> None:
+    def test_heuristics_above_the_tuner_set_values_of_the_key(self, module: Any) -> None:
         """Their values are key values like any other."""
         tuner = traced.kernel(module, key=["FACTOR"])
         outer = triton.heuristics({"FACTOR": lambda named: named["n"] % 7})(tuner)
@@ -208,7 +210,7 @@ class TestResolve:
 
         assert tuner.resolve(x, x, 100, NB=17).metaparams == {"BLOCK": 64, "NB": 1}
 
-    def test_what_is_no_safetuned_kernel(self, module: Any) -> None:
+    def test_a_kernel_without_safetune_is_an_error(self, module: Any) -> None:
         with pytest.raises(InvalidSetting, match="@safetune"):
             resolve(JITFunction(module.scale_kernel), (), {})
 
@@ -237,7 +239,9 @@ class TestForTransformerEngine:
         traced.choose(tuner, tuner.configs[1], x, x, 100)
         return tuner.resolve(x, x, 100, grid=grid)
 
-    def test_a_tuner_with_one_config(self, fresh_process: FreshProcess) -> None:
+    def test_transformer_engine_launches_a_single_config_autotuner(
+        self, fresh_process: FreshProcess
+    ) -> None:
         """Compiled for an H100 as it would be there: the choice, and its warps and stages."""
         (compiled,) = compiled_by_transformer_engine(fresh_process, "resolved")
 
@@ -250,7 +254,7 @@ class TestForTransformerEngine:
             "threads": 256,
         }
 
-    def test_what_it_makes_of_a_tuner_that_is_not_resolved(
+    def test_transformer_engine_compiles_every_config_of_an_unresolved_tuner(
         self, fresh_process: FreshProcess
     ) -> None:
         """Why to resolve it: each config is compiled, and tried on the program's own buffers."""
@@ -265,7 +269,7 @@ class TestForTransformerEngine:
             eight.as_plain_kernel()
         assert type(eight.as_plain_kernel(num_warps=8)) is JITFunction
 
-    def test_registers_are_not_lost(self, module: Any) -> None:
+    def test_a_config_with_maxnreg_is_refused_where_it_would_be_lost(self, module: Any) -> None:
         with pytest.raises(TracingError, match="maxnreg"):
             self.resolved(module, maxnreg=64).as_single_config_autotuner()
 
@@ -390,7 +394,7 @@ def test_the_commands_that_a_miss_names_do_what_it_says(
     assert fresh_process(program, 60, 70, cwd=cwd, warm=True).stdout.split() == ["stored", "stored"]
 
 
-def test_off_and_one_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_off_and_a_single_config_need_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     only = safetune(configs=[triton.Config({"BLOCK": 64})], key=["n"])(double_kernel)
     assert only.resolve(abstract(9), abstract(9), 9).provenance == "only"
     monkeypatch.setenv("SAFETUNE_MODE", "off")
@@ -398,7 +402,7 @@ def test_off_and_one_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.resolve(abstract(9), abstract(9), 9).provenance == "off"
 
 
-def test_scratch_is_read_from_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_bytes_without_a_gpu_to_compile_for_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never from a capability; where nothing can be compiled for, the error says so."""
     from safetune import NoDevice
 

@@ -68,7 +68,7 @@ def compiled(tuner: Any, *sizes: int, function: Any = None, **options: Any) -> A
     return graphs
 
 
-def test_only_the_stored_choice_is_left(module: Any) -> None:
+def test_the_stored_choice_is_the_only_config_in_the_graph(module: Any) -> None:
     tuner = traced.kernel(module, restore_value=["dst"])
     store(tuner, {1000: 1, 2000: 2})
 
@@ -77,7 +77,7 @@ def test_only_the_stored_choice_is_left(module: Any) -> None:
 
 
 @pytest.mark.parametrize("declared", [None, traced.configs(64)], ids=["none", "one"])
-def test_configs_that_were_replaced(module: Any, declared: Any) -> None:
+def test_configs_set_after_decoration_have_their_stored_choice(module: Any, declared: Any) -> None:
     """As a program does that reads them from a file of its own, after the import."""
     tuner = traced.kernel(module, configs=declared)
     tuner.configs = traced.configs()
@@ -86,7 +86,7 @@ def test_configs_that_were_replaced(module: Any, declared: Any) -> None:
     assert compiled(tuner, 1000).blocks() == [[128]]
 
 
-def test_by_keyword_and_of_another_dtype(module: Any) -> None:
+def test_keyword_arguments_and_another_dtype_have_the_key_of_a_launch(module: Any) -> None:
     """The key is that of an eager launch: dtypes and launch options are in it."""
     tuner = traced.kernel(module)
     x = torch.zeros(64, dtype=torch.float16)
@@ -105,7 +105,7 @@ def test_by_keyword_and_of_another_dtype(module: Any) -> None:
     assert graphs.blocks() == [[256], [64]]
 
 
-def test_the_order_of_keywords_makes_no_other_key(module: Any) -> None:
+def test_the_order_of_keywords_does_not_change_the_key(module: Any) -> None:
     tuner = traced.kernel(module)
     x = torch.zeros(64)
     calls = ({"dst": x, "src": x, "n": 64}, {"n": 64, "src": x, "dst": x})
@@ -149,7 +149,7 @@ def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
 
 
 @pytest.mark.parametrize(("how", "block"), [("nonzero", 128), ("item", 256)])
-def test_a_size_that_only_the_data_says(module: Any, how: str, block: int) -> None:
+def test_a_size_that_depends_on_data_has_one_choice(module: Any, how: str, block: int) -> None:
     """As that of a batch for one of several experts: one that has no limit is a large one."""
     tuner = traced.kernel(module)
     store(tuner, {100: 1, 100_000: 2})
@@ -168,7 +168,7 @@ def test_a_size_that_only_the_data_says(module: Any, how: str, block: int) -> No
     assert graphs.blocks() == [[block]]
 
 
-def test_the_nearest_choice_of_two_names(module: Any) -> None:
+def test_two_dynamic_names_take_the_nearest_choice(module: Any) -> None:
     """Two values are unknown: each combination of regions has the nearest stored choice."""
     text = traced.SOURCE.replace("n, BLOCK", "n, m, BLOCK").replace("offset < n", "offset < n + m")
     tuner = traced.kernel(
@@ -191,7 +191,7 @@ def test_the_nearest_choice_of_two_names(module: Any) -> None:
     assert graphs.blocks() == [[64], [128], [128], [256]]
 
 
-def test_more_choices_than_dynamo_compiles(module: Any) -> None:
+def test_more_choices_than_dynamo_compiles_are_merged(module: Any) -> None:
     """Past `recompile_limit`, fullgraph=True would raise: neighbours share a graph instead."""
     tuner = traced.kernel(module)
     store(tuner, {2**power: power % 3 for power in range(4, 20)})
@@ -201,7 +201,7 @@ def test_more_choices_than_dynamo_compiles(module: Any) -> None:
     assert 1 < len(graphs.blocks()) <= 6
 
 
-def test_without_a_choice(module: Any) -> None:
+def test_a_key_without_a_choice_compiles_the_first_config_and_warns(module: Any) -> None:
     """The fallback, one warning that says what to do, one graph for all sizes."""
     tuner = traced.kernel(module)
     with pytest.warns(UserWarning, match=r"scale_kernel has no choice.*safetune.prepare") as told:
@@ -211,7 +211,7 @@ def test_without_a_choice(module: Any) -> None:
     assert len([each for each in told if "no choice" in str(each.message)]) == 1
 
 
-def test_the_nearest_key_serves_one_without_a_choice(module: Any) -> None:
+def test_a_key_without_a_choice_compiles_the_choice_of_the_nearest_key(module: Any) -> None:
     tuner = traced.kernel(module)
     store(tuner, {1000: 2})
 
@@ -256,7 +256,7 @@ def test_a_new_choice_is_seen_after_a_reset(module: Any) -> None:
     assert compiled(tuner, 1000).blocks() == [[256]]
 
 
-def test_pruned_configs_are_not_fallen_back_to(module: Any) -> None:
+def test_a_pruned_config_is_never_the_fallback(module: Any) -> None:
     def only_large(configs: Any, named: Any, **kwargs: Any) -> Any:
         return [config for config in configs if config.kwargs["BLOCK"] >= named["least"]]
 
@@ -285,7 +285,7 @@ def test_a_performance_model_stays_out_of_the_trace(module: Any) -> None:
     assert compiled(tuner, 100).blocks() == [[64]]
 
 
-def test_heuristics_under_the_tuner(module: Any) -> None:
+def test_heuristics_below_the_tuner_see_the_stored_choice(module: Any) -> None:
     from triton.runtime.jit import JITFunction
 
     from safetune import safetune
@@ -303,7 +303,9 @@ def test_heuristics_under_the_tuner(module: Any) -> None:
 
 
 @pytest.mark.parametrize("lost", [{"num_ctas": 2}, {"maxnreg": 128}], ids=str)
-def test_what_inductor_cannot_carry(module: Any, lost: dict[str, int]) -> None:
+def test_a_choice_whose_options_inductor_drops_is_replaced_with_a_warning(
+    module: Any, lost: dict[str, int]
+) -> None:
     configs = [*traced.configs(64, 128), *traced.configs(256, **lost)]
     tuner = traced.kernel(module, configs=configs)
     store(tuner, {100: 2})
@@ -315,14 +317,14 @@ def test_what_inductor_cannot_carry(module: Any, lost: dict[str, int]) -> None:
     assert graphs.blocks() == [[64]]
 
 
-def test_no_config_that_inductor_can_carry(module: Any) -> None:
+def test_without_a_config_that_inductor_keeps_tracing_raises(module: Any) -> None:
     tuner = traced.kernel(module, configs=traced.configs(maxnreg=64))
 
     with pytest.raises(Exception, match=r"torch.compile ignores .*maxnreg.*custom_op"):
         compiled(tuner, 100)
 
 
-def test_inference_mode_and_autocast(module: Any) -> None:
+def test_inference_mode_and_autocast_have_the_key_of_a_launch(module: Any) -> None:
     tuner = traced.kernel(module)
     store(tuner, {100: 2})
     with torch.inference_mode():
@@ -359,7 +361,7 @@ def described_kernel(dst, src, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("all_of_them", [True, False], ids=["all", "one"])
-def test_tensor_descriptors(
+def test_tensor_descriptors_have_the_key_of_a_launch(
     module: Any, monkeypatch: pytest.MonkeyPatch, all_of_them: bool
 ) -> None:
     """Made on the host: Dynamo has no type for one, and there need be no tensor beside them."""
@@ -387,7 +389,7 @@ def test_tensor_descriptors(
         assert tuner.early_config_prune(tuner.configs, named) == [tuner.configs[2]]
 
 
-def test_triton_op(module: Any) -> None:
+def test_a_triton_op_marks_the_caches_with_its_choice(module: Any) -> None:
     """Neither Dynamo nor AOT autograd's cache look into one: the caches' tag has the choice."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -415,7 +417,7 @@ def test_triton_op(module: Any) -> None:
     assert len({*tags, ""}) == 3
 
 
-def test_export(module: Any) -> None:
+def test_an_exported_program_has_the_stored_choice(module: Any) -> None:
     tuner = traced.kernel(module)
     store(tuner, {100: 2})
 

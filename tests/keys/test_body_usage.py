@@ -150,7 +150,9 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("what", "body", "expected"), BODIES, ids=[case[0] for case in BODIES])
-def test_body(load: Load, what: str, body: str, expected: str) -> None:
+def test_a_parameter_is_read_if_its_value_can_reach_anything(
+    load: Load, what: str, body: str, expected: str
+) -> None:
     text = HELPERS + "@jit\ndef kernel(x, P, Q, R: tl.constexpr):\n    " + body
     reads = usage_in_body(load(text).kernel)
     assert "".join(name for name in "PQR" if reads.reader_of(name)) == expected
@@ -172,18 +174,18 @@ def test_a_callee_that_does_not_exist_yet_reads_everything(load: Load) -> None:
     assert usage_in_body(module.kernel).reader_of("P") == ""
 
 
-def test_a_default_is_no_reader(load: Load) -> None:
+def test_a_default_value_does_not_read_a_parameter(load: Load) -> None:
     reads = usage_in_body(load("P = 1\n@jit\ndef kernel(x, P, Q=P):\n    tl.store(x, Q)").kernel)
     assert (reads.reader_of("P"), bool(reads.reader_of("Q"))) == ("", True)
 
 
-def test_keyword_only_and_star(load: Load) -> None:
+def test_keyword_only_and_star_parameters_are_followed(load: Load) -> None:
     text = "@jit\ndef kernel(x, *rest, P, Q):\n    tl.store(x, rest[0] + P)"
     reads = usage_in_body(load(text).kernel)
     assert [name for name in ("rest", "P", "Q") if reads.reader_of(name)] == ["rest", "P"]
 
 
-def test_callee_through_a_module(load: Load) -> None:
+def test_a_callee_in_another_module_is_followed(load: Load) -> None:
     helpers = load(HELPERS)
     text = f"""
     import {helpers.__name__} as helpers
@@ -196,7 +198,7 @@ def test_callee_through_a_module(load: Load) -> None:
     assert (reads.reader_of("P"), bool(reads.reader_of("Q"))) == ("", True)
 
 
-def test_callee_in_a_closure(load: Load) -> None:
+def test_a_callee_in_a_closure_is_followed(load: Load) -> None:
     text = """
     def make():
         @jit
@@ -211,13 +213,13 @@ def test_callee_in_a_closure(load: Load) -> None:
     assert (reads.reader_of("P"), bool(reads.reader_of("Q"))) == ("", True)
 
 
-def test_kernel_in_a_class(load: Load) -> None:
+def test_a_kernel_in_a_class_is_followed(load: Load) -> None:
     text = "class Holder:\n    @jit\n    def kernel(x, P, Q):\n        tl.store(x, Q)"
     reads = usage_in_body(load(text).Holder.__dict__["kernel"])
     assert (reads.reader_of("P"), reads.reader_of("Q").rpartition(":")[2]) == ("", "6)")
 
 
-def test_the_line_is_told(load: Load) -> None:
+def test_the_reader_has_the_line_in_the_file(load: Load) -> None:
     """The explanation is of no use with the decorator's line."""
     text = "@jit\n\ndef kernel(\n    x,\n    P,\n):\n    # why\n    tl.store(x, P)"
     module = load(text)
@@ -228,7 +230,7 @@ def test_the_line_is_told(load: Load) -> None:
 
 
 @pytest.mark.internals
-def test_missing_source_reads_everything() -> None:
+def test_a_body_without_source_reads_everything() -> None:
     scope: dict[str, Any] = {}
     exec("def kernel(x, P):\n    pass\n", scope)
     reads = usage_in_body(phantom_kernels.jit_decorator(interpret=True)(scope["kernel"]))
@@ -262,7 +264,7 @@ DICT_READERS = [
 @pytest.mark.parametrize(
     ("what", "reader", "expected"), DICT_READERS, ids=[case[0] for case in DICT_READERS]
 )
-def test_reader_of_a_dict(what: str, reader: Any, expected: str) -> None:
+def test_the_entries_of_a_dict_that_a_function_reads(what: str, reader: Any, expected: str) -> None:
     reads = usage_in_callback("it", reader, position=0)
     assert "".join(name for name in "PQR" if reads.reader_of(name)) == expected
 
@@ -324,7 +326,7 @@ def decorated(function: Any) -> Any:
         (None, ""),
     ],
 )
-def test_kinds_of_callables(reader: Any, expected: str) -> None:
+def test_every_kind_of_callable_is_followed(reader: Any, expected: str) -> None:
     reads = usage_in_callback("it", reader, position=0)
     assert "".join(name for name in "PQR" if reads.reader_of(name)) == expected
 
@@ -353,14 +355,14 @@ def read_names(reads: Any) -> str:
     return "".join(name for name in "PQRS" if reads.reader_of(name))
 
 
-def test_prune(kernel: Any) -> None:
+def test_a_prune_function_reads_its_entries(kernel: Any) -> None:
     assert (
         read_names(usage_in_callbacks(kernel, prune_configs_by={"early_config_prune": prune}))
         == "PQS"
     )
 
 
-def test_prune_that_hands_its_dict_on(kernel: Any) -> None:
+def test_a_prune_function_that_passes_its_dict_on_reads_everything(kernel: Any) -> None:
     reads = usage_in_callbacks(kernel, prune_configs_by={"early_config_prune": prune_whole})
     assert read_names(reads) == "PQRS"
     assert "which passes all of `named_args` on" in reads.reader_of("R")
@@ -372,7 +374,7 @@ def test_perf_model_reads_the_parameters_that_it_uses(kernel: Any) -> None:
     )
 
 
-def test_hooks(kernel: Any) -> None:
+def test_hooks_are_readers(kernel: Any) -> None:
     reads = usage_in_callbacks(
         kernel,
         [triton.Config({}, pre_hook=lambda nargs: nargs["P"])],
@@ -384,7 +386,7 @@ def test_hooks(kernel: Any) -> None:
     assert reads.reader_of("R").startswith("post_hook (")
 
 
-def test_launch_metadata_and_repr(load: Load) -> None:
+def test_launch_metadata_and_repr_are_readers(load: Load) -> None:
     text = """
     def metadata(grid, kernel, args):
         return {"flops": args["P"], "grid": grid}
@@ -397,7 +399,7 @@ def test_launch_metadata_and_repr(load: Load) -> None:
     assert read_names(usage_in_callbacks(load(textwrap.dedent(text)).kernel)) == "PQR"
 
 
-def test_repr_that_takes_all(load: Load) -> None:
+def test_a_repr_that_uses_the_whole_specialisation_reads_everything(load: Load) -> None:
     text = "@jit(repr=lambda s: f'k{s.constants}')\ndef kernel(x, P, Q, R, S):\n    pass"
     assert read_names(usage_in_callbacks(load(text).kernel)) == "PQRS"
 
@@ -416,19 +418,19 @@ def kernel(x, P, Q, R, S, A, B, C):
 """
 
 
-def test_heuristics_below_the_tuner(load: Load) -> None:
+def test_heuristics_below_the_tuner_are_readers(load: Load) -> None:
     reads = usage_in_callbacks(load(HEURISTICS).kernel)
     assert read_names(reads) == "PRS"
     assert reads.reader_of("P").startswith("the heuristic for A (")
 
 
-def test_heuristics_above_the_tuner(load: Load) -> None:
+def test_heuristics_above_the_tuner_are_readers(load: Load) -> None:
     """They do not exist yet when the tuner below them is made: only their text does."""
     reads = usage_in_callbacks(load(HEURISTICS).kernel.fn.fn)
     assert read_names(reads) == "PRS"
 
 
-def test_heuristics_above_that_cannot_be_followed(load: Load) -> None:
+def test_heuristics_above_that_cannot_be_followed_read_everything(load: Load) -> None:
     text = """
     def make():
         return {"A": lambda args: args["P"]}
@@ -499,7 +501,9 @@ def grids_of(module: ModuleType) -> str:
 
 
 @pytest.mark.parametrize(("what", "launch", "expected"), GRIDS, ids=[case[0] for case in GRIDS])
-def test_grid(load: Load, what: str, launch: str, expected: str) -> None:
+def test_a_grid_reads_what_its_values_are_made_of(
+    load: Load, what: str, launch: str, expected: str
+) -> None:
     text = "@jit\ndef kernel(x, P, Q, R, S):\n    pass\n" + GRID_HELPERS
     assert grids_of(load(text + f"\ndef launch(x, a, b, c, options):\n    {launch}\n")) == expected
 
@@ -512,7 +516,7 @@ def test_grid(load: Load, what: str, launch: str, expected: str) -> None:
         ("type(self).kernel[self.grid](x)", "PQRS"),
     ],
 )
-def test_grid_in_a_method(load: Load, launch: str, expected: str) -> None:
+def test_a_grid_in_a_method_is_followed(load: Load, launch: str, expected: str) -> None:
     text = f"""
     class Op:
         @jit
@@ -529,7 +533,7 @@ def test_grid_in_a_method(load: Load, launch: str, expected: str) -> None:
     assert grids_of(load(textwrap.dedent(text))) == expected
 
 
-def test_the_module_may_still_be_loading(load: Load) -> None:
+def test_grids_of_a_module_that_is_still_loading_are_found(load: Load) -> None:
     """A decorator runs before the launches below it exist; the file has them already."""
     text = """
     from safetune.keys.grid_usage import usage_in_grids

@@ -78,7 +78,7 @@ def test_digest_is_the_same_in_every_version(load: Load) -> None:
 
 
 @pytest.mark.internals
-def test_compiler_and_interpreter_agree(load: Load) -> None:
+def test_the_compiler_and_the_interpreter_have_one_digest(load: Load) -> None:
     texts = [KERNEL, KERNEL.replace("@jit\n", "@jit(noinline=True)\n")]
     for text in texts:
         compiled, interpreted = load(text, interpret=False), load(text, interpret=True)
@@ -100,7 +100,9 @@ def test_compiler_and_interpreter_agree(load: Load) -> None:
         ("another function", "UNUSED", "def other(): return LIMIT\nUNUSED"),
     ],
 )
-def test_what_is_no_part_of_it(load: Load, what: str, old: str, new: str) -> None:
+def test_a_change_of_form_does_not_change_the_digest(
+    load: Load, what: str, old: str, new: str
+) -> None:
     changed = KERNEL.replace(old, new, 1) if what != "line numbers" else "\n\n" + KERNEL
     assert changed != KERNEL
     assert digest(load(KERNEL, "a")) == digest(load(changed, "b"))
@@ -122,7 +124,7 @@ def test_what_is_no_part_of_it(load: Load, what: str, old: str, new: str) -> Non
         ("what the same text calls", "\n@jit\ndef kernel", "\nhelper = inner\n@jit\ndef kernel"),
     ],
 )
-def test_what_is_part_of_it(load: Load, what: str, old: str, new: str) -> None:
+def test_a_change_of_content_changes_the_digest(load: Load, what: str, old: str, new: str) -> None:
     changed = KERNEL.replace(old, new, 1)
     assert changed != KERNEL
     assert digest(load(KERNEL, "a")) != digest(load(changed, "b"))
@@ -154,7 +156,7 @@ def make(size, inner_text):
 """
 
 
-def test_closure_values(load: Load) -> None:
+def test_closure_values_are_in_the_digest(load: Load) -> None:
     """Two kernels from one factory, told apart by what they closed over alone."""
     module = load(CLOSURE)
     of = lambda *args: kernel_identity(module.make(*args)).digest  # noqa: E731
@@ -165,19 +167,19 @@ def test_closure_values(load: Load) -> None:
 @pytest.mark.parametrize(
     ("old", "new"), [("FAST = 1", "FAST = 3"), ("Mode.FAST,", "Mode.SLOW,"), ("int = 4", "int = 5")]
 )
-def test_values_inside_a_closure_value(load: Load, old: str, new: str) -> None:
+def test_values_inside_a_closure_value_are_in_the_digest(load: Load, old: str, new: str) -> None:
     changed = CLOSURE.replace(old, new)
     before, after = load(CLOSURE, "a").make(4, ""), load(changed, "b").make(4, "")
     assert kernel_identity(before).digest != kernel_identity(after).digest
 
 
-def test_values_without_a_text_do_not_bring_their_address_in(load: Load) -> None:
+def test_addresses_of_objects_are_not_in_the_digest(load: Load) -> None:
     """`<Opaque object at 0x7f...>` would make every process a stranger to every other."""
     first, second = load(CLOSURE, "a").make(4, ""), load(CLOSURE, "b").make(4, "")
     assert kernel_identity(first).digest == kernel_identity(second).digest
 
 
-def test_globals_are_read_when_asked(load: Load) -> None:
+def test_globals_are_read_when_the_digest_is_computed(load: Load) -> None:
     module = load(KERNEL)
     before = digest(module)
     module.LIMIT = 8
@@ -190,7 +192,7 @@ def test_a_local_hides_a_global(load: Load) -> None:
     assert digest(load(text.format(1), "a")) == digest(load(text.format(2), "b"))
 
 
-def test_cycles_end(load: Load) -> None:
+def test_functions_that_call_each_other_have_a_digest(load: Load) -> None:
     text = """
     @jit
     def even(n):
@@ -206,7 +208,7 @@ def test_cycles_end(load: Load) -> None:
     assert digest(load(text.format(1), "a")) != digest(load(text.format(2), "b"))
 
 
-def test_attributes_of_modules(load: Load, tmp_path: Path) -> None:
+def test_attributes_of_modules_are_in_the_digest(load: Load, tmp_path: Path) -> None:
     constants = load("SIZE = 4\n@jit\ndef helper(x):\n    return x\n", "constants")
     text = f"import {constants.__name__} as c\n" + textwrap.dedent("""
     @jit
@@ -221,7 +223,7 @@ def test_attributes_of_modules(load: Load, tmp_path: Path) -> None:
     assert len({before, other_value, digest(module)}) == 3
 
 
-def test_same_name_other_body(load: Load) -> None:
+def test_kernels_of_one_name_with_different_bodies_have_different_digests(load: Load) -> None:
     """B7: two kernels called `kernel` are two kernels."""
     text = "@jit\ndef kernel(x, n):\n    tl.store(x, {})\n"
     first, second = load(text.format("n"), "a").kernel, load(text.format("-n"), "b").kernel
@@ -248,13 +250,13 @@ def kernel(x, n, EVEN: tl.constexpr, ODD: tl.constexpr):
         ('"EVEN": even', '"EVEN": lambda a: True'),
     ],
 )
-def test_heuristics_are_part_of_it(load: Load, old: str, new: str) -> None:
+def test_heuristics_are_in_the_digest(load: Load, old: str, new: str) -> None:
     before = digest(load(HEURISTICS, "a"))
     assert before == digest(load("# moved\n" + HEURISTICS, "b"))
     assert before != digest(load(HEURISTICS.replace(old, new), "c"))
 
 
-def test_lambdas_on_one_line_are_told_apart(load: Load) -> None:
+def test_lambdas_on_one_line_have_different_digests(load: Load) -> None:
     text = """
     H = [lambda a: a["n"] + 1, lambda a: a["n"] + 2]
     @triton.heuristics({{"E": H[{}]}})
@@ -266,7 +268,7 @@ def test_lambdas_on_one_line_are_told_apart(load: Load) -> None:
 
 
 @pytest.mark.internals
-def test_aggregates(load: Load) -> None:
+def test_aggregates_are_in_the_digest(load: Load) -> None:
     text = """
     from triton.language.core import _aggregate as aggregate
 
@@ -309,7 +311,7 @@ def test_source_follows_an_update(tmp_path: Path) -> None:
     assert kernel_identity(kernel).digest != before
 
 
-def test_missing_source(tmp_path: Path) -> None:
+def test_a_function_without_source_has_the_digest_of_its_code(tmp_path: Path) -> None:
     """Only the interpreter takes such a kernel; the digest then rests on the compiled code."""
 
     def made(body: str) -> Any:
@@ -331,12 +333,12 @@ def test_base_function_goes_through_every_decorator(load: Load) -> None:
 
 
 @pytest.mark.parametrize("thing", [print, len, SimpleNamespace(fn=3), lambda: None])
-def test_not_a_kernel(thing: Any) -> None:
+def test_an_object_that_is_not_a_kernel_is_an_error(thing: Any) -> None:
     with pytest.raises(InvalidSetting, match=r"@triton\.jit"):
         base_function(thing)
 
 
-def test_place_is_told_but_not_digested(load: Load) -> None:
+def test_the_location_is_kept_but_not_in_the_digest(load: Load) -> None:
     module = load("\n\n@jit\ndef kernel(x):\n    tl.store(x, 1)\n")
     identity = kernel_identity(module.kernel)
     assert (identity.file, identity.line) == (module.__file__, 6)

@@ -73,7 +73,7 @@ def kinds(report: KeyReport) -> dict[str, str]:
     return {name.name: name.kind.value for name in report.names}
 
 
-def test_every_kind(kernel: Any) -> None:
+def test_every_name_has_its_kind(kernel: Any) -> None:
     key = ["D", "nobody", "NB", "T_BUCKET", "n_hint", "T"]
     report = quietly(kernel, key, keep=["n_hint"])
     assert kinds(report) == {
@@ -106,29 +106,29 @@ def test_every_phantom_is_pinned_constexpr_or_not(kernel: Any) -> None:
         "seq_key",
     ],
 )
-def test_names_of_buckets(load: Load, name: str) -> None:
+def test_names_of_buckets_are_kept(load: Load, name: str) -> None:
     kernel = load(f"@jit\ndef kernel(x, {name}):\n    tl.store(x, 1)").kernel
     assert kinds(quietly(kernel, ["x", name]))[name] == "bucket"
 
 
 @pytest.mark.parametrize("name", ["KEY", "keys", "key_len", "MY_CACHE_KEYS", "NB", "CACHE", "TUNE"])
-def test_names_that_are_no_buckets(load: Load, name: str) -> None:
+def test_other_unread_names_are_dropped(load: Load, name: str) -> None:
     kernel = load(f"@jit\ndef kernel(x, {name}):\n    tl.store(x, 1)").kernel
     assert kinds(quietly(kernel, ["x", name]))[name] == "phantom"
 
 
-def test_a_bucket_that_is_read_is_read(load: Load) -> None:
+def test_a_bucket_that_the_body_reads_is_of_kind_read(load: Load) -> None:
     kernel = load("@jit\ndef kernel(x, T_BUCKET):\n    tl.store(x, T_BUCKET)").kernel
     assert kinds(quietly(kernel, ["T_BUCKET"])) == {"T_BUCKET": "read"}
 
 
-def test_reader_is_named(kernel: Any, load: Load) -> None:
+def test_the_reason_names_the_reader(kernel: Any, load: Load) -> None:
     reasons = {name.name: name.reason for name in quietly(kernel, ["D", "T"]).names}
     file = Path(load(KERNEL).kernel.fn.__code__.co_filename).name
     assert reasons["D"] == f"read by the body ({file}:18)"
 
 
-def test_grid_is_a_reader(load: Load) -> None:
+def test_a_grid_is_a_reader(load: Load) -> None:
     text = """
     @jit
     def kernel(x, n, NB):
@@ -152,11 +152,11 @@ def test_grid_is_a_reader(load: Load) -> None:
         {"pre_hook": print},
     ],
 )
-def test_other_readers(kernel: Any, readers: dict[str, Any]) -> None:
+def test_callbacks_are_readers(kernel: Any, readers: dict[str, Any]) -> None:
     assert kinds(quietly(kernel, ["D", "NB"], **readers))["NB"] == "read"
 
 
-def test_heuristics_above_and_below(load: Load) -> None:
+def test_heuristics_above_and_below_the_tuner_are_readers(load: Load) -> None:
     text = """
     @triton.heuristics({"EVEN": lambda args: args["NB"] % 2 == 0})
     @jit
@@ -179,7 +179,7 @@ def messages(*args: Any, **kwargs: Any) -> list[str]:
     return [str(item.message) for item in caught]
 
 
-def test_one_warning_for_all_phantoms(kernel: Any) -> None:
+def test_all_phantoms_are_in_one_warning(kernel: Any) -> None:
     (message,) = messages(kernel, ["D", "NB", "n_hint"])
     place = f"{kernel.fn.__code__.co_filename}:5"
     assert message == (
@@ -188,31 +188,31 @@ def test_one_warning_for_all_phantoms(kernel: Any) -> None:
     )
 
 
-def test_warning_points_at_the_kernel(kernel: Any) -> None:
+def test_the_warning_points_at_the_kernel(kernel: Any) -> None:
     with pytest.warns(PhantomKeyWarning) as caught:
         classify(kernel, ["D", "NB"], configs=CONFIGS)
     assert (caught[0].filename, caught[0].lineno) == (kernel.fn.__code__.co_filename, 5)
 
 
-def test_one_warning_for_unknown_names(kernel: Any) -> None:
+def test_all_unknown_names_are_in_one_warning(kernel: Any) -> None:
     (message,) = messages(kernel, ["D", "nobody", "else"])
     assert "has nobody, else, which is not a parameter of the kernel and is ignored" in message
     assert "The parameters are x, count, T, D, NB," in message
 
 
-def test_nothing_to_say(kernel: Any) -> None:
+def test_a_key_without_phantoms_has_no_warning(kernel: Any) -> None:
     assert messages(kernel, ["D", "T", "T_BUCKET", "n_hint"], keep=["n_hint"]) == []
     assert messages(kernel, []) == []
     assert messages(kernel, "auto") == []
 
 
-def test_policy_keep(kernel: Any) -> None:
+def test_the_policy_keep_keeps_every_phantom(kernel: Any) -> None:
     assert messages(kernel, ["D", "NB"], policy=PhantomPolicy.KEEP) == []
     report = classify(kernel, ["D", "NB"], configs=CONFIGS, policy=PhantomPolicy.KEEP)
     assert (report.kept, report.pinned) == (("D", "NB"), ())
 
 
-def test_policy_error(kernel: Any) -> None:
+def test_the_policy_error_raises_for_a_phantom(kernel: Any) -> None:
     with pytest.raises(PhantomKey, match=r"\.py:5: the key of kernel has NB, which nothing reads"):
         classify(kernel, ["D", "NB"], configs=CONFIGS, policy=PhantomPolicy.ERROR)
     quiet = classify(kernel, ["D", "NB"], configs=CONFIGS, policy=PhantomPolicy.ERROR, keep=["NB"])
@@ -221,7 +221,9 @@ def test_policy_error(kernel: Any) -> None:
 
 @pytest.mark.parametrize("policy", [PhantomPolicy.DROP, PhantomPolicy.ERROR])
 @pytest.mark.parametrize("more", [[], ["nobody"]])
-def test_never_left_without_a_key(kernel: Any, policy: PhantomPolicy, more: list[str]) -> None:
+def test_phantoms_are_kept_if_no_other_name_is_left(
+    kernel: Any, policy: PhantomPolicy, more: list[str]
+) -> None:
     """One choice for every shape is worse than tuning too often."""
     report = quietly(kernel, ["NB", "n_hint", *more], policy=policy)
     assert report.kept == ("NB", "n_hint")
@@ -239,12 +241,12 @@ def test_only_unknown_names_are_not_kept(kernel: Any) -> None:
 # key="auto" and what a key lacks
 
 
-def test_automatic_key(kernel: Any) -> None:
+def test_an_automatic_key_has_every_read_parameter(kernel: Any) -> None:
     """Read, not set by a config, not in do_not_specialize (which names T, and count by number)."""
     assert quietly(kernel, "auto").kept == ("x", "D", "FLAG")
 
 
-def test_automatic_key_without_what_heuristics_set(load: Load) -> None:
+def test_an_automatic_key_lacks_parameters_that_heuristics_set(load: Load) -> None:
     text = """
     @triton.heuristics({"EVEN": lambda args: args["n"] % 2 == 0})
     @jit
@@ -256,7 +258,9 @@ def test_automatic_key_without_what_heuristics_set(load: Load) -> None:
     assert report.missing == ()
 
 
-def test_missing_constexprs(kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_constexprs_that_the_key_lacks_are_reported(
+    kernel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="safetune"):
         report = quietly(kernel, ["D"])
     assert report.missing == ("FLAG",)
@@ -268,7 +272,9 @@ def test_missing_constexprs(kernel: Any, caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("key", [["D", "FLAG"], "auto"])
-def test_nothing_missing(kernel: Any, key: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_key_has_no_missing_constexprs(
+    kernel: Any, key: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="safetune"):
         assert quietly(kernel, key).missing == ()
     assert not caplog.records
@@ -277,7 +283,7 @@ def test_nothing_missing(kernel: Any, key: Any, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     "annotation", ["tl.constexpr", "'tl.constexpr'", "constexpr", '"constexpr"']
 )
-def test_spellings_of_constexpr(load: Load, annotation: str) -> None:
+def test_every_spelling_of_constexpr_is_recognised(load: Load, annotation: str) -> None:
     text = (
         f"from triton.language import constexpr\n@jit\ndef kernel(x, N: {annotation}):\n    x + N"
     )
@@ -288,38 +294,38 @@ def test_spellings_of_constexpr(load: Load, annotation: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["D", "x, D", ""])
-def test_a_lone_string(kernel: Any, key: str) -> None:
+def test_a_key_of_one_string_is_an_error(kernel: Any, key: str) -> None:
     with pytest.raises(
         InvalidSetting, match=rf"key='{key}' is one string; write key=\[\"{key}\"\]"
     ):
         classify(kernel, key, configs=CONFIGS)
 
 
-def test_keep_as_a_lone_string(kernel: Any) -> None:
+def test_keep_of_one_string_is_an_error(kernel: Any) -> None:
     with pytest.raises(InvalidSetting, match=r'keep=\["NB"\]'):
         classify(kernel, ["NB"], configs=CONFIGS, keep="NB")
 
 
-def test_a_name_that_is_none(kernel: Any) -> None:
+def test_a_name_of_another_type_is_an_error(kernel: Any) -> None:
     with pytest.raises(InvalidSetting, match=r"key has 3, of type int; give names of arguments"):
         classify(kernel, ["D", 3], configs=CONFIGS)
 
 
-def test_keep_outside_the_key(kernel: Any) -> None:
+def test_a_kept_name_outside_the_key_is_an_error(kernel: Any) -> None:
     with pytest.raises(InvalidSetting, match=r"has NB, n_hint, which is not in key=\['D'\]"):
         classify(kernel, ["D"], configs=CONFIGS, keep=["NB", "n_hint"])
 
 
 @pytest.mark.parametrize("kind", [tuple, iter, dict.fromkeys, lambda names: [*names, "D"]])
-def test_any_iterable_once(kernel: Any, kind: Callable[[list[str]], Any]) -> None:
+def test_any_iterable_of_names_is_accepted(kernel: Any, kind: Callable[[list[str]], Any]) -> None:
     assert classify(kernel, kind(["D", "FLAG"]), configs=CONFIGS).kept == ("D", "FLAG")
 
 
-def test_no_key(kernel: Any) -> None:
+def test_a_key_of_none_is_empty(kernel: Any) -> None:
     assert classify(kernel, None, configs=CONFIGS).kept == ()
 
 
-def test_explanation(kernel: Any) -> None:
+def test_the_report_prints_every_name_with_its_reason(kernel: Any) -> None:
     text = str(quietly(kernel, ["D", "nobody", "NB", "T_BUCKET"]))
     file = kernel.fn.__code__.co_filename
     assert text == (
@@ -334,7 +340,7 @@ def test_explanation(kernel: Any) -> None:
     assert "every call shares one choice" in str(quietly(kernel, []))
 
 
-def test_report_is_a_value(kernel: Any) -> None:
+def test_equal_reports_are_equal(kernel: Any) -> None:
     first, second = quietly(kernel, ["D", "NB"]), quietly(kernel, ["D", "NB"])
     assert first == second
     assert first.of_kind(NameKind.PHANTOM) == ("NB",)

@@ -69,7 +69,7 @@ def calls() -> Iterator[tuple[int, int]]:
     yield from ((t, nb) for t in VALUES_OF_T for nb in VALUES_OF_NB)
 
 
-def test_one_tuning_for_all_values(norm_kernel: Any, tmp_path: Path) -> None:
+def test_all_values_of_a_dropped_name_share_one_tuning(norm_kernel: Any, tmp_path: Path) -> None:
     """The grid sees the caller's values all the same."""
     log = tmp_path / "hooks"
     grids: set[tuple[int, int]] = set()
@@ -172,7 +172,9 @@ def _arguments(x: torch.Tensor, t: int, nb: int, keywords: bool) -> tuple[Any, d
 
 @pytest.mark.internals
 @pytest.mark.parametrize("keywords", [False, True])
-def test_one_compilation_for_all_values(norm_kernel: Any, keywords: bool) -> None:
+def test_all_values_of_a_dropped_name_share_one_compilation(
+    norm_kernel: Any, keywords: bool
+) -> None:
     jit = JITFunction(norm_kernel)
     kernel = tuned(jit)
     assert kernel.key_report.pinned == ("T", "NB")
@@ -183,7 +185,7 @@ def test_one_compilation_for_all_values(norm_kernel: Any, keywords: bool) -> Non
 
 @pytest.mark.internals
 @pytest.mark.parametrize("keywords", [False, True])
-def test_a_child_is_told_to_compile_what_the_caller_launches(
+def test_a_child_compiles_the_specialisation_that_the_caller_launches(
     norm_kernel: Any, keywords: bool
 ) -> None:
     """For every config; the spec is what `resolve` captures in the measuring child."""

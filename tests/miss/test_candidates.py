@@ -54,7 +54,9 @@ def scale_kernel(x, n, MODE, BLOCK: tl.constexpr):
         ([["n", 3]], [], None),
     ],
 )
-def test_distance(values: Any, others: Any, expected: float | None) -> None:
+def test_the_distance_of_two_keys_is_a_sum_of_ratios(
+    values: Any, others: Any, expected: float | None
+) -> None:
     assert distance(values, others) == expected
 
 
@@ -88,7 +90,7 @@ def keys() -> Keys:
 
 
 class TestTheFallback:
-    def test_is_the_first_config_when_nothing_is_known(self, keys: Keys) -> None:
+    def test_without_any_outcome_is_the_first_config(self, keys: Keys) -> None:
         assert keys.fallback(100) == 16
 
     def test_is_the_choice_of_the_nearest_key(self, keys: Keys) -> None:
@@ -96,14 +98,14 @@ class TestTheFallback:
         keys.choose(64, 1000)
         assert [keys.fallback(n) for n in (1, 200, 400, 10_000)] == [32, 32, 64, 64]
 
-    def test_of_the_same_dtypes_options_and_flags_only(self, keys: Keys) -> None:
+    def test_comes_from_keys_of_the_same_dtypes_options_and_flags_only(self, keys: Keys) -> None:
         keys.choose(32, 100)
         assert keys.fallback(101) == 32
         assert keys.fallback(101, dtype=torch.float16) == 16
         assert keys.fallback(101, debug=True) == 16
         assert keys.fallback(101, True) == 16
 
-    def test_of_the_same_toolchain_and_device_only(self, keys: Keys) -> None:
+    def test_comes_from_keys_of_the_same_toolchain_and_device_only(self, keys: Keys) -> None:
         keys.choose(32, 100)
         request = keys.request(101)
         others = (
@@ -120,7 +122,7 @@ class TestTheFallback:
         keys.choose(32, 100)
         assert Keys((16, 64)).fallback(101) == 16
 
-    def test_is_not_known_to_fail_for_this_key(self, keys: Keys) -> None:
+    def test_is_not_a_config_that_is_known_to_fail_for_the_key(self, keys: Keys) -> None:
         from safetune.config import config_digest, config_record
         from safetune.store.records import TrialRecord
 
@@ -265,7 +267,7 @@ class TestALackOfMemory:
         assert stored.choice.config["BLOCK"] == chosen
         assert len(made.tuner.cache) == 1
 
-    def test_of_each_key_is_told(self, copies: Any, memory: Memory, clock: Clock) -> None:
+    def test_each_key_has_one_warning(self, copies: Any, memory: Memory, clock: Clock) -> None:
         made = copies(memory.hook(), memory.hook())
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -273,12 +275,14 @@ class TestALackOfMemory:
                 made(n)
         assert ["n=100" in text for text in told(found)] == [True, False]
 
-    def test_of_some_configs_is_none(self, copies: Any, memory: Memory) -> None:
+    def test_for_some_configs_only_leaves_the_others_to_choose_from(
+        self, copies: Any, memory: Memory
+    ) -> None:
         made = copies(memory.hook(), None)
         assert made() == 32
         assert len(made.tuner.cache) == 1
 
-    def test_in_a_world_of_several_is_tried_again_after_sync(
+    def test_with_several_ranks_is_tried_again_only_after_sync(
         self, copies: Any, memory: Memory, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -296,7 +300,7 @@ class TestALackOfMemory:
         assert len(made.tuner.cache) == 1
 
 
-def test_no_process_can_be_started(
+def test_a_tuning_whose_process_cannot_start_is_tried_again(
     copies: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is tried again: a limit may be raised, as a card may be emptied."""
@@ -313,7 +317,7 @@ def test_no_process_can_be_started(
     assert len(made.tuner.cache) == 1
 
 
-def test_memory_that_is_known_to_be_needed_is_waited_for(
+def test_tuning_waits_until_the_memory_it_needs_is_free(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [10]
@@ -332,7 +336,7 @@ def test_memory_that_is_known_to_be_needed_is_waited_for(
     assert later.delay_s == retry.MAX_RETRY_S
 
 
-def test_offline_tuning_needs_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_tuning_without_isolation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a launch would be tuned in the caller, `safetune tune` says that it cannot."""
     from safetune import WorkerUnavailable, Workload
     from safetune.offline import tasks
@@ -348,7 +352,7 @@ def test_offline_tuning_needs_isolation(monkeypatch: pytest.MonkeyPatch) -> None
     assert open_lookup(Settings.current()).store.kernels() == []
 
 
-def test_a_tuning_that_says_how_much_memory_it_needs(
+def test_the_memory_that_a_tuning_needs_is_kept_with_the_retry(
     copies: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the background too, where the inputs are copied before the launch returns."""

@@ -45,7 +45,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 class TestTheOrder:
-    def test_nothing_is_known(self, copies: Any, lines: Any, cache_dir: Path) -> None:
+    def test_without_any_choice_the_first_config_is_launched(
+        self, copies: Any, lines: Any, cache_dir: Path
+    ) -> None:
         made = copies(blocks=BLOCKS)
         assert [made(), made(), made(101)] == [16, 16, 16]
         assert lines() == [
@@ -55,7 +57,7 @@ class TestTheOrder:
         ]
         assert not cache_dir.exists()
 
-    def test_the_exact_choice(self, copies: Any, packed: Any, lines: Any) -> None:
+    def test_the_choice_of_the_key_comes_first(self, copies: Any, packed: Any, lines: Any) -> None:
         made = copies(blocks=BLOCKS)
         packed(made, 32)
         packed(made, 64, toolchain=OTHER, generation=9)
@@ -64,7 +66,7 @@ class TestTheOrder:
             "copy_kernel has a choice for n=100 (float32): BLOCK=32 num_warps=4 num_stages=3"
         ]
 
-    def test_then_one_out_of_another_list_of_configs(
+    def test_second_is_the_choice_from_another_list_of_configs(
         self, copies: Any, packed: Any, lines: Any
     ) -> None:
         made = copies(blocks=BLOCKS)
@@ -73,7 +75,9 @@ class TestTheOrder:
         assert made() == 32
         assert lines()[0].endswith(f": the choice out of another list of configs (from {path})")
 
-    def test_then_one_of_another_triton(self, copies: Any, packed: Any, lines: Any) -> None:
+    def test_third_is_a_choice_of_another_triton(
+        self, copies: Any, packed: Any, lines: Any
+    ) -> None:
         made = copies(blocks=BLOCKS)
         path = packed(made, 64, toolchain=OTHER)
         packed(made, 32, n=101)
@@ -82,7 +86,9 @@ class TestTheOrder:
             f": a choice (made with Triton 3.0.0, and this is {triton.__version__}, from {path})"
         )
 
-    def test_then_the_nearest(self, copies: Any, packed: Any, lines: Any) -> None:
+    def test_fourth_is_the_choice_of_the_nearest_key(
+        self, copies: Any, packed: Any, lines: Any
+    ) -> None:
         made = copies(blocks=BLOCKS)
         packed(made, 64, toolchain=OTHER, n=99)
         packed(made, 16, n=5000)
@@ -92,17 +98,21 @@ class TestTheOrder:
             f": the choice of the nearest key, n=300 (float32) (from {path})"
         )
 
-    def test_then_the_nearest_of_another_triton(self, copies: Any, packed: Any, lines: Any) -> None:
+    def test_fifth_is_the_choice_of_the_nearest_key_of_another_triton(
+        self, copies: Any, packed: Any, lines: Any
+    ) -> None:
         made = copies(blocks=BLOCKS)
         packed(made, 64, toolchain=OTHER, n=99)
         assert made() == 64
         assert "the nearest key, n=99 (float32) (made with Triton 3.0.0, and" in lines()[0]
 
-    def test_never_what_is_not_declared(self, copies: Any, packed: Any) -> None:
+    def test_a_config_that_is_not_declared_is_never_launched(
+        self, copies: Any, packed: Any
+    ) -> None:
         packed(copies(blocks=(128, 256)), 256)
         assert copies(blocks=BLOCKS)() == 16
 
-    def test_a_store_before_packs(
+    def test_a_choice_in_the_store_comes_before_one_in_a_pack(
         self, copies: Any, packed: Any, cache_dir: Path, lines: Any
     ) -> None:
         made = copies(blocks=BLOCKS)
@@ -114,11 +124,13 @@ class TestTheOrder:
         packed(made, 64)
         assert made() == 32
 
-    def test_inline_kernels_are_not_tuned_either(self, copies: Any, lines: Any) -> None:
+    def test_an_inline_kernel_is_not_tuned(self, copies: Any, lines: Any) -> None:
         assert copies(blocks=BLOCKS, isolation="inline")() == 16
         assert len(lines()) == 1
 
-    def test_hostile_kin_cannot_raise(self, copies: Any, packed: Any, cache_dir: Path) -> None:
+    def test_malformed_related_choices_raise_nothing(
+        self, copies: Any, packed: Any, cache_dir: Path
+    ) -> None:
         """Rows that say of calls what no call is."""
         made = copies(blocks=BLOCKS)
         entry = read_pack(packed(made, 32))[0]
@@ -247,7 +259,7 @@ for path in folder.glob("*.db"):
 """
 
 
-def test_a_user_who_may_only_read(
+def test_a_user_without_write_permission_reads_the_store(
     copies: Any, packed: Any, shared_folder: Path, fresh_process: FreshProcess
 ) -> None:
     """A database at rest; one in use; one whose writer died and whose index is gone."""
@@ -330,7 +342,7 @@ def test_a_shared_store_is_only_read(
     assert len(before[1]) == 1
 
 
-def test_offline_tuning_tunes(copies: Any, cache_dir: Path) -> None:
+def test_offline_tuning_writes_to_the_store(copies: Any, cache_dir: Path) -> None:
     """`safetune tune` writes to the store whatever the mode is."""
     from safetune.offline import tasks
 
@@ -340,7 +352,7 @@ def test_offline_tuning_tunes(copies: Any, cache_dir: Path) -> None:
     assert open_lookup(Settings.current()).store is not store
 
 
-def test_a_fork_reads_on(copies: Any, packed: Any, cache_dir: Path) -> None:
+def test_a_forked_process_reads_the_store(copies: Any, packed: Any, cache_dir: Path) -> None:
     made = copies(blocks=BLOCKS)
     store = Store.open(cache_dir)
     exchange.import_into(store, read_pack(packed(made, 32)))
