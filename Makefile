@@ -61,7 +61,7 @@ store-faults: env  ## Make every fault of the store as often as its row says, an
 
 .PHONY: ownership
 ownership: env  ## Check who writes each element of the norms for every size, group and SM count of C6
-	OWNERSHIP=all TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/verify/test_shipped_kernels.py
+	SAFETUNE_TEST_FULL=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/verify/test_shipped_kernels.py
 
 .PHONY: sanitize
 sanitize: env  ## Run the norm kernels under compute-sanitizer: out of bounds, races

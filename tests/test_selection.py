@@ -57,3 +57,12 @@ def test_the_longest_files_exist_and_come_first() -> None:
     assert [name for name in LONGEST if not (HERE / name).exists()] == []
     items: Any = [Item("tests/a.py::t"), Item(f"tests/{LONGEST[1]}::t"), Item("tests/b.py::t")]
     assert longest_first(items) == [items[1], items[0], items[2]]
+
+
+def test_tests_have_the_folders_of_the_product() -> None:
+    """So that the tests of a folder are found by its name; gpu and faults cross all folders."""
+    root = HERE.parent
+    product = {path.parent.relative_to(root / "safetune") for path in root.glob("safetune/**/*.py")}
+    product |= {Path("kernels"), Path("gpu"), Path("faults")}
+    folders = {path.parent.relative_to(HERE) for path in HERE.glob("**/test_*.py")}
+    assert folders <= product, sorted(map(str, folders - product))

@@ -1,13 +1,13 @@
 """The kernels that safetune ships have one writer for each element; FLA's historic grid has not.
 
 The matrix is that of statement C6. By default a part of it runs, each case with one of the configs
-in turn; `make ownership` runs all of it.
+in turn; SAFETUNE_TEST_FULL=1 and `make ownership` run all of it.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -146,14 +146,13 @@ QUICK = (
 )
 
 
-def cases() -> list[tuple[int, int, int, int]]:
-    """Return (tokens, groups, SMs, number) for the cases to run."""
-    whole = [
-        (tokens, groups or sms + 1, sms)
-        for tokens, groups, sms in itertools.product(TOKENS, GROUPS, SMS)
-    ]
-    wanted = whole if os.environ.get("OWNERSHIP") == "all" else QUICK
-    return [(*case, number) for number, case in enumerate(wanted)]
+def cases() -> Iterator[Any]:
+    """Yield (tokens, groups, SMs, number): the quick cases, and marked `full` the whole matrix."""
+    for number, case in enumerate(QUICK):
+        yield pytest.param(*case, number, id="-".join(map(str, case)))
+    for number, (tokens, groups, sms) in enumerate(itertools.product(TOKENS, GROUPS, SMS)):
+        name = f"matrix-{tokens}-{groups or 'more'}-{sms}"
+        yield pytest.param(tokens, groups or sms + 1, sms, number, id=name, marks=pytest.mark.full)
 
 
 def is_owned(report: Any) -> None:
@@ -162,7 +161,7 @@ def is_owned(report: Any) -> None:
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize(("tokens", "groups", "sms", "number"), cases())
+@pytest.mark.parametrize(("tokens", "groups", "sms", "number"), list(cases()))
 def test_one_program_writes_each_element(
     launched: Launches,
     monkeypatch: pytest.MonkeyPatch,

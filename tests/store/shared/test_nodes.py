@@ -6,7 +6,6 @@ The counts are small; `SAFETUNE_TEST_FULL=1` has 4 nodes of 8 processes on 50 ke
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import subprocess
 from collections import Counter
@@ -16,12 +15,12 @@ from typing import Any
 import pytest
 
 from safetune.store.shared.layer import BUDGET_S
+from tests.selection import FULL
 
 from .conftest import Children, Proxy
 
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
 
-FULL = os.environ.get("SAFETUNE_TEST_FULL") == "1"  # before conftest.py takes it out
 NODES = 4
 PROCESSES = 8 if FULL else 2
 KEYS = 50 if FULL else 4
