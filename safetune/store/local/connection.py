@@ -203,7 +203,7 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     for last in (False, False, False, True):
         if db_files.is_read_only(path):
             db_files.check(path)
-            return prepared(recovery.open_read_only(path), migrations.check_current), None
+            return prepared(recovery.open_read_only(path), migrations.check_readable), None
         db_files.make_directory(path)
         try:
             with recovery.unmoved(path):

@@ -93,6 +93,9 @@ HISTORY = (
 #: `PRAGMA user_version` of a database that has every step.
 VERSION = len(HISTORY)
 
+#: From this version on, a database has every table and column that is read.
+READABLE = 3
+
 
 def prepare(connection: sqlite3.Connection) -> None:
     """Bring a just opened database to `VERSION`, whatever other processes do to it meanwhile.
@@ -133,9 +136,9 @@ def _unsound(connection: sqlite3.Connection) -> str:
     return "" if found == "ok" else found
 
 
-def check_current(connection: sqlite3.Connection) -> None:
-    """Raise `StoreError` unless a database that is only read is as `prepare` leaves it."""
-    if not is_current(connection):
+def check_readable(connection: sqlite3.Connection) -> None:
+    """Raise `StoreError` unless a database can be read without bringing it up to date."""
+    if not is_current(connection) and _pragma(connection, "user_version") < READABLE:
         raise StoreError(
             "an older safetune wrote it; run `safetune list` once where it can be written"
         )

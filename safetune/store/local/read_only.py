@@ -28,7 +28,7 @@ def open_read_only(path: Path, kind: type[AnyStore]) -> AnyStore:
     """Return a store of this kind over a database file that is never written to.
 
     Raises:
-        StoreError: it is missing, not a database of safetune, or has another schema version.
+        StoreError: it is missing, not a database of safetune, or has a schema that cannot be read.
     """
     store = kind(ReadOnlyConnection(path.absolute()))
     store.connection.open()
@@ -70,7 +70,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _opened(uri: str) -> sqlite3.Connection:
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-    return prepared(connection, migrations.check_current)
+    return prepared(connection, migrations.check_readable)
 
 
 def _copied(path: Path, log: Path) -> sqlite3.Connection:

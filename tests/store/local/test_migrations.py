@@ -87,6 +87,14 @@ def test_every_row_of_0_1_0_is_found(store: Store, caplog: pytest.LogCaptureFixt
     assert recorded == [RecordedCall("12" * 16, "add", "module:add", {"n": 2**64}, 1795262480.0)]
 
 
+def test_a_store_of_0_1_0_is_read_where_it_cannot_be_written(directory: Path) -> None:
+    """In an image, by a frozen run, or as the source of `safetune import`."""
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    found = exchange.collect(directory / "safetune.db")
+    assert [entry.choice.generation for entry in found.entries] == [2, 1]
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
 def test_keys_of_0_1_0_have_the_same_digest_and_can_be_exported(store: Store) -> None:
     found = exchange.of_store(store)
     assert found.left_out == []
