@@ -66,13 +66,13 @@ def spoil(kind: str, url: str, shared: Any) -> Spoil:
     return replace
 
 
-def test_an_empty_store(shared: SharedStore) -> None:
+def test_an_empty_store_has_no_records(shared: SharedStore) -> None:
     assert shared.names(SPACE) == set()
     assert shared.get(SPACE, key().digest, LIST) is None
     assert list(shared.pull(SPACE, {name_of(stored())})) == []
 
 
-def test_what_is_published_is_there_for_all(url: str, shared: SharedStore) -> None:
+def test_published_records_are_there_for_every_node(url: str, shared: SharedStore) -> None:
     records = [stored(number) for number in range(5)]
     assert shared.publish(SPACE, records) == records
     other = open_shared(url)
@@ -98,7 +98,7 @@ def test_the_latest_generation_is_the_choice(shared: SharedStore) -> None:
     assert shared.get(SPACE, key().digest, LIST) == records[-1]
 
 
-def test_config_lists_do_not_meet(shared: SharedStore) -> None:
+def test_each_config_list_has_its_own_choice(shared: SharedStore) -> None:
     first, second = stored(block=64), stored(block=128, declared=config(7))
     shared.publish(SPACE, [first, second])
     assert shared.get(SPACE, key().digest, LIST) == first
@@ -106,7 +106,7 @@ def test_config_lists_do_not_meet(shared: SharedStore) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "half of it", "another one", "a directory's name"])
-def test_what_is_no_record_is_a_miss_and_is_replaced(
+def test_anything_but_a_record_is_a_miss_and_is_replaced(
     shared: SharedStore, spoil: Spoil, what: str
 ) -> None:
     record = stored()
@@ -167,13 +167,15 @@ for number in range(40):
         ("s3://", "no host or path"),
     ],
 )
-def test_a_url_that_is_none(url: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_url_is_refused_with_the_reason(
+    url: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAFETUNE_SHARED", url)
     with pytest.raises(InvalidSetting, match=f"SAFETUNE_SHARED.*{reason}.*file:///directory"):
         Settings.current()
 
 
-def test_a_url_that_nothing_can_open() -> None:
+def test_an_unknown_scheme_is_refused_with_what_to_install() -> None:
     with pytest.raises(InvalidSetting, match=r"nonsense://bucket.*safetune\[shared\]"):
         open_shared("nonsense://bucket/folder")
 
@@ -201,11 +203,11 @@ def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///data/team@lab/cache", "file:///data/team@lab/cache"),
     ],
 )
-def test_a_password_of_any_characters(url: str, place: str) -> None:
+def test_a_password_of_any_characters_is_not_shown(url: str, place: str) -> None:
     assert display_url(url) == place
 
 
-def test_a_file_name_is_one_whatever_the_kernel_is_called() -> None:
+def test_the_name_of_any_kernel_makes_a_valid_file_name() -> None:
     from dataclasses import replace
 
     record = stored()

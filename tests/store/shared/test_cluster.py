@@ -83,7 +83,9 @@ def test_one_node_tunes_and_the_others_take_its_choice(node: Node, request_: Tun
     assert second.choice(request_.key.digest) == best(request_, 1)
 
 
-def test_who_publishes_second_launches_the_first(node: Node, request_: TuningRequest) -> None:
+def test_a_node_that_publishes_second_launches_the_first_choice(
+    node: Node, request_: TuningRequest
+) -> None:
     """Such as a node that was taken for dead."""
     first, second = node(), node()
     with elect_cluster(request_, first, NOW) as election:
@@ -92,7 +94,7 @@ def test_who_publishes_second_launches_the_first(node: Node, request_: TuningReq
         assert election.publish(best(request_, 1), OK) == best(request_, 2)
 
 
-def test_force_counts_on_from_what_others_have_published(
+def test_force_opens_the_generation_after_those_of_other_nodes(
     node: Node, request_: TuningRequest
 ) -> None:
     """Also on a node that has none of it yet; else its choice would be the second of its name."""
@@ -174,7 +176,7 @@ def test_a_node_that_is_interrupted_lets_one_other_take_over(
 
 
 @pytest.mark.parametrize("how", ["timed beside the program", "failed", "none works"])
-def test_what_is_not_shared_is_tuned_by_all_at_once(
+def test_all_nodes_tune_at_once_where_nothing_was_published(
     node: Node, request_: TuningRequest, how: str
 ) -> None:
     """One after the other, 64 nodes would wait for 63 tunings that give them nothing."""

@@ -66,7 +66,7 @@ def test_killed_writers_leave_no_half_record(tmp_path: Path, children: Children)
     assert {name_of(found) for found in store.pull(SPACE, names)} == names
 
 
-def test_a_directory_that_may_only_be_read(open_path: Path, children: Children) -> None:
+def test_a_directory_that_may_only_be_read_is_read(open_path: Path, children: Children) -> None:
     """As another user: root may write anywhere."""
     shared = open_path / "shared"
     Directory(shared).publish(SPACE, [stored()])
@@ -86,7 +86,7 @@ def test_a_directory_that_may_only_be_read(open_path: Path, children: Children) 
     assert found == "{'BLOCK': 64}"
 
 
-def test_a_full_disk(tmp_path: Path, children: Children) -> None:
+def test_a_full_disk_leaves_no_half_record(tmp_path: Path, children: Children) -> None:
     """A write that is cut short leaves nothing behind under any name."""
     output = children.run(
         PREAMBLE + "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -99,12 +99,12 @@ def test_a_full_disk(tmp_path: Path, children: Children) -> None:
     assert files(tmp_path) == []
 
 
-def test_a_share_that_is_not_mounted(tmp_path: Path) -> None:
+def test_a_share_that_is_not_mounted_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot read .*/nowhere/shared.*No such file"):
         Directory(tmp_path / "missing" / "nowhere" / "shared").names(SPACE)
 
 
-def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
+def test_a_file_where_the_directory_should_be_is_an_error(tmp_path: Path) -> None:
     place = tmp_path / "shared"
     place.write_text("")
     assert Directory(place).names(SPACE) == set()
@@ -112,7 +112,7 @@ def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
         Directory(place).publish(SPACE, [stored()])
 
 
-def test_other_peoples_files_are_no_names(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_not_records(tmp_path: Path) -> None:
     store = Directory(tmp_path)
     store.publish(SPACE, [stored()])
     bucket = tmp_path / str(FORMAT) / SPACE / key().digest[:2]
@@ -143,14 +143,14 @@ def test_a_record_that_cannot_be_read_is_not_replaced(open_path: Path, children:
 
 
 class TestLinks:
-    """What a link says on a file system that is not local."""
+    """Links on a file system that is not local."""
 
     def paths(self, tmp_path: Path) -> tuple[Path, Path]:
         (tmp_path / "temporary").write_text("new")
         return tmp_path / "temporary", tmp_path / "record"
 
-    def test_a_lost_reply(self, tmp_path: Path) -> None:
-        """NFS repeats the request, and says EEXIST of its own success."""
+    def test_a_link_whose_reply_was_lost_has_succeeded(self, tmp_path: Path) -> None:
+        """NFS repeats the request, and reports EEXIST for its own success."""
         temporary, path = self.paths(tmp_path)
 
         def link(source: Path, target: Path) -> None:
@@ -159,7 +159,9 @@ class TestLinks:
 
         assert module._link(temporary, path, link)
 
-    def test_no_hard_links(self, tmp_path: Path) -> None:
+    def test_without_hard_links_the_file_is_renamed_if_the_name_is_free(
+        self, tmp_path: Path
+    ) -> None:
         temporary, path = self.paths(tmp_path)
 
         def link(source: Path, target: Path) -> None:
@@ -171,13 +173,13 @@ class TestLinks:
         assert not module._link(temporary, path, link)
         assert path.read_text() == "new"
 
-    def test_somebody_elses(self, tmp_path: Path) -> None:
+    def test_a_file_of_another_writer_stays(self, tmp_path: Path) -> None:
         temporary, path = self.paths(tmp_path)
         path.write_text("old")
         assert not module._link(temporary, path)
         assert path.read_text() == "old"
 
-    def test_any_other_failure_is_one(self, tmp_path: Path) -> None:
+    def test_any_other_error_is_raised(self, tmp_path: Path) -> None:
         temporary, path = self.paths(tmp_path)
 
         def link(source: Path, target: Path) -> None:
@@ -187,15 +189,15 @@ class TestLinks:
             module._link(temporary, path, link)
 
 
-def test_who_is_second_by_a_hair_takes_over_the_first(tmp_path: Path) -> None:
+def test_a_record_published_between_the_check_and_the_write_wins(tmp_path: Path) -> None:
     """Another node publishes after this one has looked, and before it has written."""
 
-    class Late(Directory):
+    class SlowWriter(Directory):
         def _read(self, path: Path, name: Name) -> StoredChoice | None:
             found = super()._read(path, name)
             if found is None:
                 Directory(tmp_path).publish(SPACE, [stored(0, 64)])
             return found
 
-    assert Late(tmp_path).publish(SPACE, [stored(0, 128)]) == [stored(0, 64)]
+    assert SlowWriter(tmp_path).publish(SPACE, [stored(0, 128)]) == [stored(0, 64)]
     assert Directory(tmp_path).get(SPACE, key().digest, LIST) == stored(0, 64)

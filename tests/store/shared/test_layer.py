@@ -31,7 +31,7 @@ from .conftest import LIST, ROOT, SPACE, Children, Proxy, choice, key, stored, t
 
 
 def wait_until_on(layer: SharedLayer, within_s: float = 30.0) -> None:
-    """Look again and again: the layer's thread tells nobody that it is free."""
+    """Look again and again: the layer's thread does not report when it is free."""
     deadline = time.monotonic() + within_s
     while not layer.is_on:
         assert time.monotonic() < deadline, "the layer stays off"
@@ -107,7 +107,7 @@ def layer_of(local: GuardedStore, clock: Clock) -> MakeLayer:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A socket that takes connections, if somebody accepts them, and says nothing."""
+    """A socket that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as made:
         yield made
 
@@ -155,14 +155,16 @@ def answering(listener: socket.socket, answer: bytes) -> threading.Thread:
 
 
 class TestBroken:
-    def test_down(self, layer_of: MakeLayer) -> None:
+    def test_a_server_that_is_down_costs_one_warning(self, layer_of: MakeLayer) -> None:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             url = url_of(closed)
         (told,) = everything(layer_of(url))
         assert "Connection refused" in told
         assert "continuing without it" in told
 
-    def test_black_holed(self, layer_of: MakeLayer, listener: socket.socket) -> None:
+    def test_a_server_that_never_answers_costs_the_budget_once(
+        self, layer_of: MakeLayer, listener: socket.socket
+    ) -> None:
         """The connection is made, and nobody ever answers: libpq would wait for ever."""
         layer = layer_of(url_of(listener) + "&connect_timeout=600")
         (told,) = everything(layer)
@@ -170,27 +172,31 @@ class TestBroken:
         assert layer._thread.timeouts_s == [BUDGET_S], "the first question is given all of it"
         assert "does not answer in time" in told
 
-    def test_not_routed(self, layer_of: MakeLayer) -> None:
+    def test_an_address_without_a_route_costs_one_warning(self, layer_of: MakeLayer) -> None:
         """An address for documentation: packets to it get lost, or are refused."""
         told = everything(layer_of("postgresql://192.0.2.1/db?connect_timeout=600"))
         assert len(told) == 1
 
     @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 64, b"E\xff"])
-    def test_no_postgresql(
+    def test_a_server_that_is_not_postgresql_costs_one_warning(
         self, layer_of: MakeLayer, listener: socket.socket, answer: bytes
     ) -> None:
         answering(listener, answer)
         told = everything(layer_of(url_of(listener)))
         assert len(told) == 1
 
-    def test_a_file_system_that_connects_when_it_is_made(self, layer_of: MakeLayer) -> None:
+    def test_a_file_system_that_connects_when_it_is_made_does_so_on_the_thread(
+        self, layer_of: MakeLayer
+    ) -> None:
         """Some ask the network for credentials: not on the thread that launches."""
         pytest.importorskip("fsspec")
         told = everything(layer_of("ftp://127.0.0.1:1/folder"))
         assert len(told) == 1
         assert "ftp://127.0.0.1:1/folder" in told[0]
 
-    def test_a_dead_mount(self, local: GuardedStore, clock: Clock, tmp_path: Path) -> None:
+    def test_a_dead_mount_costs_the_budget_once_and_is_used_when_it_is_back(
+        self, local: GuardedStore, clock: Clock, tmp_path: Path
+    ) -> None:
         """A call that never returns, as on a hard NFS mount: opening a FIFO that nobody writes."""
         shared = open_shared(f"file://{tmp_path}/shared")
         shared.publish(SPACE, [stored()])
@@ -207,7 +213,9 @@ class TestBroken:
         os.close(descriptor)
         wait_until_on(layer)
 
-    def test_slow(self, local: GuardedStore, clock: Clock, tmp_path: Path) -> None:
+    def test_a_slow_store_costs_no_more_than_the_budget(
+        self, local: GuardedStore, clock: Clock, tmp_path: Path
+    ) -> None:
         """Each answer comes in time, and all of them together would not."""
         waits = Waits()
         slow = Slow(open_shared(f"file://{tmp_path}"))
@@ -216,10 +224,10 @@ class TestBroken:
         assert len(told) == 1
         assert waits.timeouts_s[-1] <= BUDGET_S - 0.6, "a slow answer is paid for"
 
-    def test_garbage_in_the_tables(
+    def test_rows_that_are_not_records_are_a_miss(
         self, database: str, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
-        """What is no record is a miss; the rest is pulled."""
+        """The other rows are pulled."""
         import psycopg
 
         open_shared(database).publish(SPACE, [stored(number) for number in range(4)])
@@ -268,7 +276,7 @@ def test_a_store_that_comes_back_is_used_again(
     assert open_shared(database).get(SPACE, key(7).digest, LIST) == stored(7)
 
 
-def test_a_store_that_may_only_be_read(
+def test_a_store_that_may_only_be_read_is_read_on(
     database: str, layer_of: MakeLayer, local: GuardedStore
 ) -> None:
     """Reading goes on; one warning for all that is not written."""
@@ -281,7 +289,7 @@ def test_a_store_that_may_only_be_read(
     assert layer.is_on
 
 
-def test_a_server_whose_disk_is_full(
+def test_a_server_whose_disk_is_full_is_read_on(
     database: str, layer_of: MakeLayer, local: GuardedStore
 ) -> None:
     """It still answers: its choices are used, and one warning says that nothing is written."""
@@ -307,10 +315,10 @@ def test_a_server_whose_disk_is_full(
 
 
 class TestExchange:
-    def test_what_others_chose_is_taken_over(
+    def test_choices_of_others_replace_those_of_this_node(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
-        """Also where this node chose otherwise for itself: the first that was published wins."""
+        """Also where this node had chosen otherwise: the first that was published wins."""
         url = f"file://{tmp_path}/shared"
         open_shared(url).publish(SPACE, [stored(0, 64), stored(1, 64), stored(2, 64, 2)])
         tuned(local, 1, block=128)
@@ -320,10 +328,10 @@ class TestExchange:
         assert local.choice(key(2).digest, LIST) == choice(2, 64, 2)
         assert len(local.choices()) == 3
 
-    def test_what_was_measured_here_is_given(
+    def test_choices_that_were_measured_here_are_published(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
-        """Such as what was tuned while the store was down, and nothing that says little."""
+        """Such as those tuned while the store was down; not those whose times hold here only."""
         url = f"file://{tmp_path}/shared"
         tuned(local, 0)
         tuned(local, 1, marks=("contended",))
@@ -335,7 +343,9 @@ class TestExchange:
         assert {name.key for name in shared.names(SPACE)} == {key(0).digest, key(3).digest}
         assert shared.get(SPACE, key(0).digest, LIST) == stored(0)
 
-    def test_a_local_store_that_cannot_be_written(self, tmp_path: Path, database: str) -> None:
+    def test_pulled_choices_are_found_in_memory_where_the_local_store_fails(
+        self, tmp_path: Path, database: str
+    ) -> None:
         """What was pulled is in memory then, and is found."""
         open_shared(database).publish(SPACE, [stored(0, 64), stored(0, 128, 2)])
         store = GuardedStore.open(tmp_path / "node")
@@ -347,10 +357,10 @@ class TestExchange:
         assert found == choice(0, 128, 2)
         store.close()
 
-    def test_a_local_store_that_others_write_for_long(
+    def test_a_local_store_that_another_process_locks_costs_no_warning(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
-        """What is stored is found at once, and nobody says that the shared store is slow."""
+        """A stored choice is found at once, and no warning calls the shared store slow."""
         url = f"file://{tmp_path}/shared"
         open_shared(url).publish(SPACE, [stored(1)])
         tuned(local, 0)
@@ -365,7 +375,7 @@ class TestExchange:
         assert local.shared.is_on
         other.close()
 
-    def test_ten_thousand_bytes_of_source_stay_here(
+    def test_the_source_of_a_kernel_is_not_published(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
         url = f"file://{tmp_path}/shared"
@@ -404,7 +414,7 @@ class TestOncePerNode:
         for store in stores:
             store.close()
 
-    def test_a_database_that_was_deleted_is_another_one(self, tmp_path: Path) -> None:
+    def test_for_a_new_database_the_store_is_asked_again(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("old")
         since = time.time() - 60
@@ -417,7 +427,7 @@ class TestOncePerNode:
         with once_per_node.turn(database, "x", since, 1.0) as turn:
             assert turn is Turn.MINE
 
-    def test_who_failed_has_not_asked(self, tmp_path: Path) -> None:
+    def test_a_process_that_failed_has_not_asked(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("")
         with pytest.raises(OSError), once_per_node.turn(database, "x", 0.0, 1.0):
@@ -425,8 +435,8 @@ class TestOncePerNode:
         with once_per_node.turn(database, "x", 0.0, 1.0) as turn:
             assert turn is Turn.MINE
 
-    def test_a_clock_that_was_set_back(self, tmp_path: Path) -> None:
-        """A mark from the future says nothing."""
+    def test_an_answer_from_the_future_does_not_count(self, tmp_path: Path) -> None:
+        """The clock was set back since."""
         database = tmp_path / "safetune.db"
         database.write_text("")
         with once_per_node.turn(database, "x", 0.0, 1.0):
@@ -436,7 +446,7 @@ class TestOncePerNode:
         with once_per_node.turn(database, "x", 0.0, 1.0) as turn:
             assert turn is Turn.MINE
 
-    def test_one_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
+    def test_a_process_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("")
         with (
@@ -446,7 +456,7 @@ class TestOncePerNode:
             assert (first, second) == (Turn.MINE, Turn.BUSY)
 
 
-def test_what_waits_at_the_end_of_a_process_is_published(
+def test_unsent_choices_are_published_when_the_process_ends(
     database: str, server: Any, proxy: Proxy, children: Children, tmp_path: Path
 ) -> None:
     """And a server that does not answer does not hold up the end."""
@@ -470,7 +480,7 @@ layer._thread.submit(lambda: layer._deliver(SPACE, [stored()]))
     children.run(script, url, tmp_path / "b")  # which ends; without a budget it never would
 
 
-def test_a_fork_starts_afresh(database: str, local: GuardedStore) -> None:
+def test_a_forked_child_starts_a_thread_of_its_own(database: str, local: GuardedStore) -> None:
     """The thread is not there in the child: a task for the parent's thread would never run."""
     layer = SharedLayer(open_shared(database), local.connection)
     assert layer.publish(SPACE, stored(0)) == stored(0)
@@ -485,7 +495,9 @@ def test_a_fork_starts_afresh(database: str, local: GuardedStore) -> None:
     }
 
 
-def test_a_fork_during_a_query(database: str, local: GuardedStore) -> None:
+def test_a_fork_during_a_query_leaves_both_sides_working(
+    database: str, local: GuardedStore
+) -> None:
     """Regression: the child waited for the lock of its parent's connection, and closed that."""
     import psycopg
 
@@ -512,12 +524,14 @@ def test_a_fork_during_a_query(database: str, local: GuardedStore) -> None:
                 assert claim.stored == stored(0)
                 assert layer.is_on
         status = os.waitpid(pid, 0)[1]
-    layer._thread.call(lambda: None, 20)  # behind all that it was sent
+    layer._thread.call(lambda: None, 20)  # behind all other tasks
     assert status == 0
     assert answers == [[("",)], [(1,)]]
 
 
-def test_a_fork_while_a_thread_counts_what_is_left(tmp_path: Path, layer_of: MakeLayer) -> None:
+def test_a_fork_while_a_thread_holds_the_lock_of_the_budget_goes_on(
+    tmp_path: Path, layer_of: MakeLayer
+) -> None:
     """Regression: the lock that it held was held in the child for ever."""
     layer = layer_of(f"file://{tmp_path}/shared")
     with layer._budget._lock:

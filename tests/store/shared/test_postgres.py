@@ -48,7 +48,7 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(begin, range(count)))
 
 
-def test_sixteen_writers_find_an_empty_database(database: str) -> None:
+def test_of_sixteen_writers_of_an_empty_database_one_makes_the_tables(database: str) -> None:
     """Each would make the tables: all but one find them made."""
 
     def publish(number: int) -> Any:
@@ -85,7 +85,7 @@ def test_no_connection_is_open_between_tasks(database: str, shared: Postgres) ->
     assert count == 0
 
 
-def test_a_fork_between_two_statements(shared: Postgres) -> None:
+def test_a_fork_between_two_statements_leaves_both_sides_working(shared: Postgres) -> None:
     """Regression: the child asked over its parent's connection, and then closed it."""
     shared.publish(SPACE, [stored()])
     with shared.reading() as connection:
@@ -105,7 +105,7 @@ def test_a_fork_between_two_statements(shared: Postgres) -> None:
 
 
 class TestLeases:
-    def test_one_holder(self, shared: Postgres) -> None:
+    def test_one_node_has_it_until_it_is_released(self, shared: Postgres) -> None:
         lease = shared.lease("key", "node")
         assert lease is not None
         assert shared.lease("key", "another node") is None
@@ -125,7 +125,7 @@ class TestLeases:
         assert shared.lease("key", "another node") is None
         assert second.renew()
 
-    def test_of_sixteen_one_gets_it(self, database: str) -> None:
+    def test_of_sixteen_nodes_one_gets_it(self, database: str) -> None:
         def take(number: int) -> Any:
             with closing(Postgres(database)) as store:
                 return store.lease("key", f"node {number}")
@@ -148,7 +148,7 @@ class TestLeases:
         assert second.renew()
         store.close()
 
-    def test_nobody_waits_for_what_is_not_shared(self, shared: Postgres) -> None:
+    def test_every_node_gets_it_where_nothing_was_published(self, shared: Postgres) -> None:
         lease = shared.lease("key", "node")
         assert lease is not None
         lease.release(published=False)
@@ -180,7 +180,7 @@ class TestRoles:
             with pytest.raises(Unwritable, match="permission denied for table lease"):
                 reader.lease("key", "node")
 
-    def test_a_read_only_database(self, database: str, shared: Postgres) -> None:
+    def test_a_read_only_database_is_read(self, database: str, shared: Postgres) -> None:
         """As a standby is."""
         shared.publish(SPACE, [stored()])
         options = "&options=-c%20default_transaction_read_only%3Don"
@@ -204,14 +204,14 @@ def test_a_newer_schema_is_left_alone(database: str, shared: Postgres) -> None:
     assert execute(database, "SELECT count(*) FROM safetune.choice") == [(1,)]
 
 
-def test_tables_of_somebody_else(database: str) -> None:
+def test_tables_of_another_program_are_an_error(database: str) -> None:
     execute(database, "CREATE SCHEMA safetune; CREATE TABLE safetune.version (name text)")
     store, told = Postgres(database), "cannot read the shared store postgresql://127"
     with closing(store), pytest.raises(StoreError, match=told):
         store.names(SPACE)
 
 
-def test_what_the_url_says_of_a_connection_counts(database: str) -> None:
+def test_connection_options_in_the_url_count(database: str) -> None:
     """TLS among others: this server has none, so a URL that insists on it must not connect."""
     insisting = database.replace("sslmode=disable", "sslmode=verify-full&connect_timeout=3")
     store = Postgres(insisting)

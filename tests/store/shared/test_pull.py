@@ -77,7 +77,7 @@ def wait_until_complete(layer: SharedLayer, within_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_the_run_goes_on_and_so_does_the_pull(local: GuardedStore, large: Large) -> None:
+def test_a_run_goes_on_while_the_thread_pulls_the_rest(local: GuardedStore, large: Large) -> None:
     layer = local.shared = SharedLayer(large, local.connection)
     lookup = Lookup(local)
     with warnings.catch_warnings(record=True) as said:
@@ -101,7 +101,7 @@ def test_the_run_goes_on_and_so_does_the_pull(local: GuardedStore, large: Large)
     assert after.asked == []
 
 
-def test_another_process_of_the_node_meanwhile(
+def test_another_process_of_the_node_does_not_pull_as_well(
     local: GuardedStore, large: Large, tmp_path: Path
 ) -> None:
     """It waits for a part of its time, and then asks for its key."""
@@ -119,7 +119,7 @@ def test_another_process_of_the_node_meanwhile(
     store.close()
 
 
-def test_a_process_that_is_killed_leaves_what_it_has(
+def test_the_next_process_pulls_what_a_killed_one_has_left(
     url: str, tmp_path: Path, children: Children
 ) -> None:
     """And the next one pulls the rest."""
