@@ -221,13 +221,12 @@ def _space() -> str:
 
 def _stored(number: int) -> Any:
     from safetune.keys import encoding
-    from safetune.store.records import ChoiceRecord, StoredChoice
-    from safetune.tuning.requests import key_record
+    from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
     config = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
     key, digest = _key(number), encoding.digest(config)
     choice = ChoiceRecord(key.digest, 1, digest, config, "1" * 32, 1.0, 8, 1.0)
-    return StoredChoice(key_record(key), choice)
+    return StoredChoice(KeyRecord.of(key), choice)
 
 
 def _server_module() -> Any:

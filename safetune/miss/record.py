@@ -19,7 +19,8 @@ from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 from safetune.store.local.recorded_calls import RecordedCall, put_call
 from safetune.store.local.store import Store
-from safetune.tuning.requests import TuningRequest, key_record
+from safetune.store.records import KeyRecord
+from safetune.tuning.requests import TuningRequest
 
 logger = logging.getLogger("safetune")
 
@@ -50,7 +51,7 @@ def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
         )
         if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
             raise ValueError(f"it takes over {_MOST_BYTES >> 20} MiB to write down")
-        store.put_key(key_record(request.key))
+        store.put_key(KeyRecord.of(request.key))
         if put_call(store, call):
             logger.info("%s is recorded for %s", call.name, request.key)
     except Exception as error:

@@ -26,8 +26,7 @@ from safetune.miss import retry
 from safetune.settings import Mode, Settings
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.lookup import open_lookup
-from safetune.store.records import ChoiceRecord, StoredChoice, wins
-from safetune.tuning.requests import key_record
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, wins
 
 logger = logging.getLogger("safetune")
 
@@ -185,7 +184,7 @@ def _store(
         if winner is None or winner.choice is None or winner == mine.get(each.identity):
             continue
         if winner.config in each.configs:
-            taken.append(StoredChoice(key_record(each.key), winner.choice))
+            taken.append(StoredChoice(KeyRecord.of(each.key), winner.choice))
     store = open_lookup(settings).store if taken else None
     if isinstance(store, GuardedStore):
         from safetune.store.shared import local_copy

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetune.outcome import Outcome
+
+if TYPE_CHECKING:
+    from safetune.keys.tuning_key import TuningKey
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,22 @@ class KeyRecord:
     device: dict[str, Any]
     toolchain: dict[str, Any]
     call: dict[str, Any]
+
+    @classmethod
+    def of(cls, key: TuningKey) -> KeyRecord:
+        """Return the row that the trials and the choice of a key refer to."""
+        return cls(
+            digest=key.digest,
+            kernel_name=key.kernel.name,
+            kernel_digest=key.kernel.digest,
+            kernel_source=key.kernel.source,
+            kernel_file=key.kernel.file,
+            kernel_line=key.kernel.line,
+            device_digest=key.device.digest,
+            device=key.device.record(),
+            toolchain=key.toolchain.record(),
+            call=key.record(),
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from triton.runtime.autotuner import Config
 from safetune.inputs.call import Call
 from safetune.keys.tuning_key import TuningKey
 from safetune.outcome import Outcome
-from safetune.store.records import KeyRecord
 
 
 @dataclass(frozen=True)
@@ -90,19 +89,3 @@ class TuningResult:
 
 
 Observer = Callable[[Progress], None]
-
-
-def key_record(key: TuningKey) -> KeyRecord:
-    """Return the row that the trials and the choice of a key refer to."""
-    return KeyRecord(
-        digest=key.digest,
-        kernel_name=key.kernel.name,
-        kernel_digest=key.kernel.digest,
-        kernel_source=key.kernel.source,
-        kernel_file=key.kernel.file,
-        kernel_line=key.kernel.line,
-        device_digest=key.device.digest,
-        device=key.device.record(),
-        toolchain=key.toolchain.record(),
-        call=key.record(),
-    )

@@ -31,9 +31,9 @@ from safetune.errors import Busy, NoWorkingConfig, StoreError, WorkerUnavailable
 from safetune.outcome import Outcome
 from safetune.store.local import key_locks
 from safetune.store.local.store import Store
-from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.store.waiting import pauses
-from safetune.tuning.requests import TuningRequest, key_record
+from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
     from safetune.store.shared.layer import SharedLayer
@@ -126,7 +126,7 @@ class Election:
             return choice
         from safetune.store.shared.record import space_of
 
-        stored = StoredChoice(key_record(self.request.key), choice)
+        stored = StoredChoice(KeyRecord.of(self.request.key), choice)
         found = self.shared.publish(space_of(self.request.key), stored)
         self.published = True
         return found.choice

@@ -15,11 +15,11 @@ from safetune.errors import NoWorkingConfig
 from safetune.isolation.protocol import Budget
 from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import Store
-from safetune.store.records import ChoiceRecord, TrialRecord
+from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 from safetune.tuning import race, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.majority import Votes, notes_of
-from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult, key_record
+from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
 
 _STARTED = time.time()
@@ -52,7 +52,7 @@ def tune(
         tuning = _recall(request, store, observe)
         if election.choice is not None:  # another process or machine has tuned meanwhile
             return tuning.result(election.choice, start)
-        store.put_key(key_record(request.key))
+        store.put_key(KeyRecord.of(request.key))
         if tuning.new:
             _measure(tuning, on_grid_read, bench, budget)
         choice = _store_choice(tuning, _best(tuning), election)

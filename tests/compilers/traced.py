@@ -22,8 +22,7 @@ from safetune.keys import device
 from safetune.miss import resolve
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.store.records import ChoiceRecord
-from safetune.tuning.requests import key_record
+from safetune.store.records import ChoiceRecord, KeyRecord
 from tests.backends import FakeBackend, launching_on
 
 H100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
@@ -96,7 +95,7 @@ def choose(tuner: Any, config: triton.Config, *args: Any, **kwargs: Any) -> None
     lookup = open_lookup(Settings.current())
     lookup.forget(request.key.digest, request.declared)  # as a process that starts now
     store = lookup.store
-    store.put_key(key_record(request.key))
+    store.put_key(KeyRecord.of(request.key))
     store.put_choice(
         ChoiceRecord(
             request.key.digest,

@@ -18,8 +18,7 @@ from safetune.launch.key_state import KeyState, KeyStates
 from safetune.miss.resolve import Miss
 from safetune.store.packs import exchange, pack_format
 from safetune.store.packs.packs import read_pack
-from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.tuning.requests import key_record
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0
@@ -106,7 +105,7 @@ class Packed:
             created=1795262400.0,
         )
         of_choice = {name: changes.pop(name) for name in tuple(changes) if hasattr(choice, name)}
-        key = replace(key_record(request.key), **changes)
+        key = replace(KeyRecord.of(request.key), **changes)
         entry = pack_format.checked(StoredChoice(key, replace(choice, **of_choice)))
         path = self.directory / pack_format.name_of(entry)
         others = read_pack(path) if path.exists() else []

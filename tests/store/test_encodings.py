@@ -18,9 +18,8 @@ from safetune.keys.tuning_key import KernelIdentity, TuningKey
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
 from safetune.store.packs import exchange, pack_format
-from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.store.shared import record as shared_record
-from safetune.tuning.requests import key_record
 
 numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 values = st.none() | st.booleans() | numbers | st.text(max_size=9) | st.just({"dtype": "bfloat16"})
@@ -35,7 +34,7 @@ def choice_of(value: Any, config: dict[str, Any], created: float = 1795262400.0)
     with contextlib.suppress(ValueError):  # a number that is not finite
         digest = encoding.digest(config)
     choice = ChoiceRecord(key.digest, 1, digest, config, "cd" * 16, 0.0125, 8, created)
-    return StoredChoice(key_record(key), choice)
+    return StoredChoice(KeyRecord.of(key), choice)
 
 
 @pytest.fixture(scope="module")

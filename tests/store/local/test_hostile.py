@@ -31,8 +31,7 @@ from safetune.store import lookup
 from safetune.store.local import gc, rows
 from safetune.store.local.rows import CHOICE, KEY, TRIAL, Table
 from safetune.store.packs import exchange, pack_format
-from safetune.store.records import ChoiceRecord, TrialRecord
-from safetune.tuning.requests import key_record
+from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 
 BLOCKS = (16, 32, 64)
 
@@ -223,10 +222,10 @@ def test_a_verdict_of_a_newer_version_is_kept_and_never_chosen(tmp_path, caplog)
 def test_a_key_of_a_number_of_any_size(opened, number: str) -> None:
     """How far another key is from the one that is missed: of it, a fallback is taken."""
     put(opened, key="other")
-    key = next(row for table, row in rows.key_rows(key_record(REQUEST.key)) if table is KEY)
+    key = next(row for table, row in rows.key_rows(KeyRecord.of(REQUEST.key)) if table is KEY)
     connection = sqlite3.connect(opened.store.path)
     with connection:
-        for table, row in rows.key_rows(key_record(REQUEST.key)):
+        for table, row in rows.key_rows(KeyRecord.of(REQUEST.key)):
             if table is not KEY:
                 insert(connection, table, row)
         insert(connection, KEY, {**key, "digest": "other", "call": CALL.replace("64", number)})

@@ -25,7 +25,6 @@ from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
 from safetune.store.shared.record import namespace
-from safetune.tuning.requests import key_record
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,7 +73,7 @@ def choice(number: int = 0, block: int = 64, generation: int = 1, **changes: Any
 def stored(number: int = 0, block: int = 64, generation: int = 1, **changes: Any) -> StoredChoice:
     """Return a choice as another node would publish it."""
     bare: dict[str, Any] = {"kernel_source": "", "kernel_file": "", "kernel_line": 0}
-    record: KeyRecord = replace(key_record(key(number)), **bare)
+    record: KeyRecord = replace(KeyRecord.of(key(number)), **bare)
     return StoredChoice(record, choice(number, block, generation, **changes))
 
 
@@ -83,7 +82,7 @@ def tuned(
 ) -> None:
     """Have a local store hold what a tuning on this node would have left."""
     outcome = Outcome(Verdict.OK, Timing(1.5, 1.4, 1.6, 10, "final"), marks=marks)
-    store.put_key(key_record(key(number)))
+    store.put_key(KeyRecord.of(key(number)))
     trial = TrialRecord(key(number).digest, config(block), {"BLOCK": block}, 1, outcome, 1.0)
     store.put_trial(trial)
     store.put_choice(choice(number, block))

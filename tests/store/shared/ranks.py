@@ -28,8 +28,7 @@ from safetune.miss.resolve import Miss
 from safetune.settings import Settings
 from safetune.store.local.key_locks import try_lock
 from safetune.store.lookup import open_lookup
-from safetune.store.records import ChoiceRecord
-from safetune.tuning.requests import key_record
+from safetune.store.records import ChoiceRecord, KeyRecord
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -119,7 +118,7 @@ def request(n: int) -> Any:
 def prepare(n: int, block: int, generation: int) -> None:
     wanted, store = request(n), open_lookup(Settings.current()).store
     config = next(each for each in wanted.configs if each.kwargs["BLOCK"] == block)
-    store.put_key(key_record(wanted.key))
+    store.put_key(KeyRecord.of(wanted.key))
     store.put_choice(
         ChoiceRecord(
             key=wanted.key.digest,

@@ -16,10 +16,9 @@ from safetune.config import config_digest, config_record
 from safetune.keys import encoding
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.store.records import StoredChoice
+from safetune.store.records import KeyRecord, StoredChoice
 from safetune.store.shared.directory import Directory
 from safetune.store.shared.record import space_of
-from safetune.tuning.requests import key_record
 
 from . import conftest as make
 from .conftest import Children
@@ -89,7 +88,7 @@ class TestSharedStore:
                 config=config_record(config),
                 declared=wanted.declared,
             )
-            record = StoredChoice(key_record(wanted.key), choice)
+            record = StoredChoice(KeyRecord.of(wanted.key), choice)
             Directory(tmp_path / "shared").publish(space_of(wanted.key), [record])
 
         return write
