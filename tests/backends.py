@@ -62,6 +62,12 @@ class FakeBackend:
     def synchronize(self) -> None:
         pass
 
+    def use(self, index: int) -> str:
+        return f"fake-{index}"
+
+    def works(self) -> bool:
+        return True
+
 
 @contextlib.contextmanager
 def launching_on(

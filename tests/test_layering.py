@@ -161,9 +161,9 @@ def test_no_other_folder_imports_child() -> None:
     assert not importing, "\n".join(importing)
 
 
-def test_a_child_shares_only_the_protocol_with_its_parent() -> None:
+def test_a_child_shares_only_the_protocol_and_the_back_end_with_its_parent() -> None:
     """What both need as code is in the folders below both: inputs, launch, keys."""
-    shared = {"safetune.isolation.protocol"}
+    shared = {"safetune.isolation.protocol", "safetune.isolation.backend"}
     closed = ("safetune.isolation", "safetune.tuning", "safetune.miss", "safetune.store")
     importing = [
         f"{module.path.relative_to(ROOT)}: imports {name}"
@@ -241,6 +241,73 @@ def test_only_forks_registers_hooks() -> None:
         for node in ast.walk(module.tree)
         if (isinstance(node, ast.Attribute) and names.fullmatch(ast.unparse(node)))
         or (isinstance(node, ast.ImportFrom) and node.module == "atexit")
+    ]
+    assert not found, "\n".join(found)
+
+
+#: Why a module may name one kind of device. Any other asks `isolation.backend`.
+NAMES_CUDA = {
+    "safetune.isolation.cuda": "it is the back end",
+    "safetune.isolation.backend": "it lists the back ends",
+    "safetune.triton_internals": "torch's name for NVIDIA and AMD devices; launchers of Triton's",
+    "safetune.launch.fast_path": "it launches past Triton only where the launcher is known",
+    "safetune.launch.fast_path_codegen": "a tensor's own attribute is the quickest to ask",
+    "safetune.launch.scratch_memory": "torch's caching allocator",
+    "safetune.integrations.graph": "it is torch.cuda.graph, with a report",
+    "safetune.integrations.jax": "JAX's name for the platform",
+    "safetune.cli.recorded": "the torch device that `--device` is by default",
+    "safetune.cli.targets": "a torch device that the user names",
+    "safetune.offline.tasks": "the torch device that `--device` is by default",
+    "safetune.frontend.decorator": "use_cuda_graph is a parameter of triton.autotune",
+}
+
+
+def test_only_a_back_end_names_its_kind_of_device() -> None:
+    """A second place that does is one more file to find for whoever adds a back end."""
+    kind = re.compile(r"cuda|nvidia", re.IGNORECASE)
+    plain = re.compile(r"[\w.:-]*(cuda|nvidia)[\w.:-]*", re.IGNORECASE)  # no sentence
+    found = [
+        f"{where(module, node.lineno)}: {ast.unparse(node)}"
+        for module in product().values()
+        if module.name not in NAMES_CUDA and not module.name.startswith("safetune.kernels")
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.Attribute) and kind.search(node.attr))
+        or (isinstance(node, ast.Name) and kind.search(node.id))
+        or (isinstance(node, ast.arg) and kind.search(node.arg))
+        or (isinstance(node, ast.alias) and kind.search(node.name))
+        or (isinstance(node, ast.Constant) and plain.fullmatch(str(node.value)))
+    ]
+    assert not found, "\n".join(found)
+
+
+#: What Triton may change in any version. Only `triton_internals` names it.
+INTERNALS = frozenset(
+    """
+    _active _allocator _bench _do_compile _profile_allocator HookChain NullAllocator
+    add_stages_inspection_hook arg_annotations base_knobs create_binder device_caches gsan_enabled
+    get_cache_invalidating_env_vars instrumentation_mode kernel_signature launch_cooperative_grid
+    launch_enter_hook launch_pdl make_backend packed_metadata pre_run_hooks triton_key unload_module
+    used_global_vals
+    """.split()  # noqa: SIM905
+)
+
+#: Why a module may name some of them all the same.
+NAMES_INTERNALS = {
+    "safetune.integrations.graph": {"unload_module"},  # of the object that triton_internals gives
+    "safetune.integrations.shadow_tuner": {"_bench"},  # wraps what triton_internals then replaces
+    "safetune.frontend.autotuner": {"_bench"},  # inherited from triton.autotune's class
+}
+
+
+def test_only_triton_internals_reaches_behind_triton() -> None:
+    found = [
+        f"{where(module, node.lineno)}: {ast.unparse(node)}"
+        for module in product().values()
+        if module.name not in ("safetune.triton_internals", "safetune.verify.interpretation")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in INTERNALS - NAMES_INTERNALS.get(module.name, set())
+        and ast.unparse(node.value) != "self"
     ]
     assert not found, "\n".join(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from safetune.isolation import backend
 from safetune.outcome import Outcome, Verdict
 
 _MAX_MESSAGE = 2000
@@ -40,7 +41,7 @@ def of_launch(error: BaseException) -> Outcome:
         return _outcome(Verdict.COMPILE_ERROR, error)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _is_out_of_memory(error):
         return _outcome(Verdict.NO_MEMORY, error)
-    if not _context_works():
+    if not backend.all_work():
         return _outcome(Verdict.ILLEGAL_ACCESS, error)
     return _outcome(Verdict.LAUNCH_ERROR, error)
 
@@ -48,20 +49,6 @@ def of_launch(error: BaseException) -> Outcome:
 def _is_out_of_memory(error: BaseException) -> bool:
     """Whether the driver refused memory for a context, a module or scratch."""
     return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-
-
-def _context_works() -> bool:
-    """Whether the device still answers. After a sticky error, every call of this process fails."""
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-        torch.ones(1, device="cuda").item()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _outcome(verdict: Verdict, error: BaseException) -> Outcome:

@@ -11,6 +11,7 @@ from safetune.child import failures, rebuild_call
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs import compile_spec
 from safetune.inputs.call import Call, owners_of
+from safetune.isolation import backend
 from safetune.isolation.protocol import DONE, Answer, Budget, Measure, OutputReport, Prepare
 from safetune.keys.kernel_digest import base_function
 from safetune.launch import scratch_memory
@@ -24,7 +25,7 @@ class Session:
     def __init__(self, job: Prepare, packed: bytes, arguments_fd: int, results_fd: int) -> None:
         self._uuid = ""
         if job.index >= 0:
-            self._uuid = _use_device(job.index)
+            self._uuid = backend.named(job.backend).use(job.index)
             scratch_memory.serve_profiles()
         rebuilt = rebuild_call.rebuild(job.arguments, packed, arguments_fd)
         self._arguments = rebuilt.arguments
@@ -143,11 +144,3 @@ class ConfigLaunch:
             raise
         self.after()
         return result
-
-
-def _use_device(index: int) -> str:
-    """Make `index` the current device and return its UUID."""
-    import torch
-
-    torch.cuda.set_device(index)
-    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))

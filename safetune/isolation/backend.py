@@ -81,6 +81,12 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for everything that this process has launched on its current device."""
 
+    def use(self, index: int) -> str:
+        """Make a device this process's current one; return its UUID, or an empty string."""
+
+    def works(self) -> bool:
+        """Whether the current device still answers; after a sticky error it does not."""
+
 
 #: The module of each back end, by the name that Triton's target has. It has a function `make`.
 _MODULES = {"cuda": "safetune.isolation.cuda"}
@@ -119,10 +125,20 @@ def required() -> Backend:
     name = triton_internals.target_name()
     if name is None:
         raise BackendError("Triton has no device in this process, so no back end can be asked")
+    return named(name)
+
+
+def named(name: str) -> Backend:
+    """Return the back end for a Triton target; raises `BackendError` where there is none."""
     found = _find(name)
     if isinstance(found, BackendError):
         raise found
     return found
+
+
+def all_work() -> bool:
+    """Whether every device that this process has used a back end for still answers."""
+    return all(found.works() for found in _made.values() if not isinstance(found, BackendError))
 
 
 def why_missing(name: str) -> str:

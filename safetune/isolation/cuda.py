@@ -118,8 +118,8 @@ class Cuda:
             return
         try:
             yield
-        finally:
-            exchange(ctypes.byref(mode))
+        finally:  # an error here would take the place of the body's
+            self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     @contextlib.contextmanager
     def reading(self, index: int) -> Iterator[None]:
@@ -136,13 +136,17 @@ class Cuda:
     def is_known_pointer(self, address: int) -> bool:
         """See `Backend`."""
         kind = ctypes.c_uint()
-        error = self._call(
+        ask = functools.partial(
+            self._call,
             "cuPointerGetAttribute",
             ctypes.byref(kind),
             _POINTER_MEMORY_TYPE,
             ctypes.c_uint64(address),
-            known={_INVALID_VALUE},
         )
+        error = ask(known={_INVALID_VALUE, _INVALID_CONTEXT, _NOT_INITIALIZED})
+        if error == _INVALID_CONTEXT:  # a thread that has not used its device yet
+            self._bind_context()
+            error = ask(known={_INVALID_VALUE})
         return not error
 
     def visible_environment(self) -> dict[str, str]:
@@ -203,6 +207,26 @@ class Cuda:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
+    def use(self, index: int) -> str:
+        """See `Backend`."""
+        import torch
+
+        torch.cuda.set_device(index)
+        return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+
+    def works(self) -> bool:
+        """See `Backend`."""
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return True
+        try:
+            torch.cuda.synchronize()
+            torch.ones(1, device="cuda").item()
+        except RuntimeError:
+            return False
+        return True
+
     def compute_mode(self, index: int) -> ComputeMode:
         """Return the compute mode of a device."""
         mode = self._attribute(COMPUTE_MODE, index)
@@ -243,6 +267,11 @@ class Cuda:
         self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device, known=known)
         return value.value
 
+    def _bind_context(self) -> None:
+        import torch
+
+        self.memory(torch.cuda.current_device())
+
     def _side_stream(self, index: int) -> int:
         """Return a stream of the current context, the same one for each device.
 
@@ -262,8 +291,13 @@ class Cuda:
         """
         error = int(getattr(self._library, function)(*arguments))
         if error and error not in known:
-            raise BackendError(f"the CUDA driver failed: {function} returned error {error}")
+            raise BackendError(f"the CUDA driver failed: {function} returned {self._name(error)}")
         return error
+
+    def _name(self, error: int) -> str:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorName(error, ctypes.byref(text))
+        return text.value.decode() if text.value else f"error {error}"
 
 
 def visible_devices(variable: str | None, uuids: Sequence[str]) -> str | None:

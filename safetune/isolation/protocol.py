@@ -151,12 +151,14 @@ class Prepare:
         grids: one for each config of the call.
         arguments: what goes with the memory file, see `Inputs.header`.
         atomics: whether the kernel has atomic operations.
+        backend: the name of the device's back end; empty in the interpreter.
     """
 
     index: int
     grids: list[Any]
     arguments: dict[str, Any]
     atomics: bool
+    backend: str = ""
 
 
 @dataclass(frozen=True)

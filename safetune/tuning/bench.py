@@ -14,7 +14,7 @@ from typing import Any
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
-from safetune import forks
+from safetune import forks, triton_internals
 from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
 from safetune.inputs import compile_spec, kernel_pickle
@@ -85,7 +85,13 @@ class LaunchBench:
         self.grids = grids
         self._results_fd = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
         self._child = MeasuringChild(
-            Prepare(call.index, grids, self._inputs.header, request.key.kernel.atomics),
+            Prepare(
+                call.index,
+                grids,
+                self._inputs.header,
+                request.key.kernel.atomics,
+                "" if call.interpreted else triton_internals.target_name() or "",
+            ),
             blob,
             (self._inputs.fd, self._results_fd),
             request.limits.run_timeout_s,

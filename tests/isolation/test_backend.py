@@ -108,6 +108,14 @@ class TestWithABackend:
         with launching_on(FakeBackend(), active=active):
             assert device._device(active, 0) == device.Device("Fake 0", "f1", 4, 65536)
 
+    def test_a_child_uses_the_back_end_that_its_parent_names(self) -> None:
+        with launching_on(FakeBackend(works=lambda: False)):
+            assert backend.named("fake").use(1) == "fake-1"
+            assert not backend.all_work()
+        assert backend.all_work()
+        with pytest.raises(BackendError, match="no isolation for the other back end"):
+            backend.named("other")
+
     def test_a_short_memory_is_released_and_then_refused(self) -> None:
         released = []
         short = backend.Memory(free=1 << 30, total=80 << 30, unused=1 << 20)

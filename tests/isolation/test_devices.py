@@ -90,6 +90,10 @@ class Library:
         value._obj.value = self._attributes.get(attribute, 0)
         return self._error
 
+    def cuGetErrorName(self, error: int, text: Any) -> int:
+        text._obj.value = b"CUDA_ERROR_UNKNOWN"
+        return 0
+
 
 @pytest.fixture
 def driver() -> Iterator[Callable[..., None]]:
@@ -111,7 +115,9 @@ class TestCheck:
     def test_a_driver_that_does_not_answer_is_an_error(self, driver: Callable[..., None]) -> None:
         """An unknown mode was taken for the default one, in which a child may use the device."""
         driver(Library(error=999))
-        with pytest.raises(BackendError, match="cuDeviceGetAttribute returned error 999") as caught:
+        with pytest.raises(
+            BackendError, match="cuDeviceGetAttribute returned CUDA_ERROR_UNKNOWN"
+        ) as caught:
             devices.check(0)
         assert isinstance(caught.value, WorkerUnavailable), "which a miss turns into a warning"
 
@@ -186,6 +192,42 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+class TestPointers:
+    """Whether an address is a device's: a wrong no sends it to a process where it means nothing."""
+
+    class Answers(cuda.Cuda):
+        """Gets these errors in turn, and notes when a context is bound."""
+
+        def __init__(self, *errors: int) -> None:
+            super().__init__(self)
+            self._errors = list(errors)
+            self.bound = 0
+
+        def cuPointerGetAttribute(self, *_: Any) -> int:
+            return self._errors.pop(0)
+
+        def cuGetErrorName(self, error: int, text: Any) -> int:
+            return 1
+
+        def _bind_context(self) -> None:
+            self.bound += 1
+
+    def test_known_and_unknown_addresses(self) -> None:
+        assert self.Answers(0).is_known_pointer(1 << 40)
+        assert not self.Answers(1).is_known_pointer(1 << 40)
+        assert not self.Answers(3).is_known_pointer(1 << 40), "no driver call was made before"
+
+    def test_a_thread_without_a_context_asks_again_with_one(self) -> None:
+        answers = self.Answers(201, 0)
+        assert answers.is_known_pointer(1 << 40)
+        assert answers.bound == 1
+
+    @pytest.mark.parametrize("errors", [(700,), (201, 201)])
+    def test_another_error_is_not_a_no(self, errors: tuple[int, ...]) -> None:
+        with pytest.raises(BackendError, match=f"cuPointerGetAttribute returned error {errors[0]}"):
+            self.Answers(*errors).is_known_pointer(1 << 40)
 
 
 @pytest.mark.usefixtures("driver")
