@@ -1,7 +1,7 @@
-"""The tuner that `@safetune` makes: a launch is one dictionary lookup, a miss is `tuning`.
+"""The tuner that `@safetune` makes: a launch is one dictionary lookup, a miss goes to `miss`.
 
-Safe from several threads: nothing about a call is kept on the tuner, and a key that several
-threads miss is tuned once.
+Safe from several threads: the tuner keeps nothing of a call, and a key that several threads miss is
+tuned once.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self._take_pruning()
 
     def __copy__(self) -> Autotuner:
-        """A tuner that shares the choices; as it is not told of changes, it knows no launches."""
+        """Return a tuner that shares the choices, and whose launches all go by Triton's path."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, _plans={})
         return made

@@ -26,8 +26,8 @@ class PreparedKey:
 
     Attributes:
         kernel: its name.
-        key: as people read it.
-        config: what it was launched with last; empty where no launch succeeded.
+        key: in readable form.
+        config: the config of the last launch; empty where no launch succeeded.
         launches, hits: how often it was launched, and how often with a config known before.
         settled: whether the next launch of it needs neither the store nor a tuning.
     """
@@ -50,7 +50,7 @@ class PrepareReport:
         compiles: how many binaries Triton made, or found in its disk cache, in this process.
         scratch_bytes: the largest scratch memory that one launch asked for.
         seconds: wall time.
-        recapture: what earlier graphs hold a fallback for that has another choice by now.
+        recapture: keys that earlier graphs launch with a fallback, and that have a choice now.
     """
 
     keys: tuple[PreparedKey, ...]
@@ -72,7 +72,7 @@ class PrepareReport:
 
     @property
     def unsettled(self) -> tuple[PreparedKey, ...]:
-        """The keys that have no choice all the same: they could not be tuned now."""
+        """The keys that still have no choice, as they could not be tuned now."""
         return tuple(key for key in self.keys if not key.settled)
 
 
@@ -94,15 +94,15 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
         )
     begin, tunings = time.monotonic(), reporting.tunings_begun()
     observed, compilations = scratch_memory.observed(), triton_internals.compilations()
-    with _turn, resolve.waiting(), observed as sizes, compilations as compiled:
+    with _one_at_a_time, resolve.waiting(), observed as sizes, compilations as compiled:
         with _launches() as seen:
             fn(*args, **kwargs)
-            waited = [background.wait(each.state) for each in seen.values()]
+            waited = [background.wait(launched.state) for launched in seen.values()]
             if any(waited):
                 fn(*args, **kwargs)
-        _settle({each.index for each in seen.values()})
+        _settle({launched.index for launched in seen.values()})
     return PrepareReport(
-        keys=tuple(each.report() for each in seen.values()),
+        keys=tuple(launched.report() for launched in seen.values()),
         tunings=reporting.tunings_begun() - tunings,
         compiles=len(compiled),
         scratch_bytes=max(sizes, default=0),
@@ -111,12 +111,12 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
     )
 
 
-#: One at a time: each watches every launch of the process.
-_turn = threading.RLock()
+#: Held by the call of `prepare` that observes the launches of the process.
+_one_at_a_time = threading.RLock()
 
 
 class _Launched:
-    """What is seen of one key of one tuner."""
+    """The launches of one key of one tuner."""
 
     def __init__(self, tuner: Autotuner, memory_key: Any, call: resolve.Miss) -> None:
         self._tuner = tuner
@@ -152,7 +152,7 @@ class _Launched:
 
 @contextlib.contextmanager
 def _launches() -> Iterator[dict[Any, _Launched]]:
-    """Yield what is launched meanwhile, by tuner and memory key."""
+    """Yield the launches of the body, by tuner and memory key."""
     launches = _Launches()
     observers.add(launches)
     try:
@@ -187,7 +187,7 @@ class _Launches(observers.Observer):
 
 
 def _settle(indices: set[int]) -> None:
-    """Let what was launched come to its end, and the processes that measured, too."""
+    """Wait for the launched kernels, and end the idle measuring processes."""
     found = backend.current()
     if found is not None:
         found.synchronize()

@@ -1,6 +1,7 @@
-"""Tuning while the program goes on: one queue, one thread, and the swap of what it finds.
+"""`SAFETUNE_MODE=background`: one thread tunes queued keys while the program goes on.
 
-The caller packs its call and copies its inputs before its launch returns; the rest happens here.
+The caller packs its call and copies its inputs before its launch returns; the thread does the rest
+and replaces the fallback with the choice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavai
 from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers
 from safetune.isolation.protocol import OutputReport
+from safetune.launch.key_state import Reason
 from safetune.miss import candidates, reporting, retry
 from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import Store
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-#: How long the end of the process waits for the running tuning to let go of its children.
+#: Seconds that the end of the process waits for the running tuning to end its children.
 _LEAVE_S = 10.0
 
 #: CPU time of other threads during a measurement above which the program was at work.
@@ -50,15 +52,14 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Job:
-    """One miss, as it was when it happened.
+    """One queued tuning.
 
     Attributes:
-        state: of the tuner's memory key.
         readable_key: as Triton writes it.
-        request: without the caller's arguments, which are in `bench`.
-        fallback: what the key is launched with meanwhile.
+        request: without the caller's arguments; `bench` has a copy of them.
+        fallback: the config that the key launches meanwhile.
         hold: keep the choice back until `sync`.
-        over: set when nothing more comes of it.
+        over: set when the tuning has ended, with or without a choice.
     """
 
     tuner: Tuner
@@ -73,13 +74,13 @@ class Job:
 
 
 class BackgroundBench(LaunchBench):
-    """A bench whose measurements end with the process, and say when the program was at work.
+    """A bench whose measurements end with the process, and that marks those beside other work.
 
     Raises:
         KernelNotTransferable: the call cannot be rebuilt in a child.
     """
 
-    _begin_at_once = False  # a call that waits in the queue needs no process, nor its memory
+    _begin_at_once = False  # a queued call takes no process and no memory of one
     _entered = False
 
     def __enter__(self) -> BackgroundBench:
@@ -88,7 +89,7 @@ class BackgroundBench(LaunchBench):
         return self
 
     def discard(self) -> None:
-        """Let go of the inputs if no tuning has used them."""
+        """Free the copied inputs if no tuning has used them."""
         if not self._entered:
             self._entered = True
             self.__exit__(None)
@@ -101,7 +102,7 @@ class BackgroundBench(LaunchBench):
         _worker.check()
 
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
-        """Measure as `LaunchBench` does, and mark what was timed beside the program's own work.
+        """Measure as `LaunchBench` does, and mark timings taken beside the program's own work.
 
         What else runs on a GPU during a measurement is unknown. In the interpreter, the program is
         at rest when no other thread of it has run.
@@ -204,7 +205,7 @@ class _Worker:
         try:
             threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
             self._thread.start()
-        except RuntimeError:  # too late in the life of the process, or no thread to be had
+        except RuntimeError:  # the process is ending, or cannot start another thread
             self.stopping = True
 
     def check(self) -> None:
@@ -224,14 +225,14 @@ class _Worker:
                 job.bench.discard()
                 self.jobs.remove(job)
                 over = job.over
-                del job  # and the caller's tensors with it, not only when the next one comes
+                del job  # and the copied tensors with it, not only when the next job comes
                 over.set()
 
     def _stop_at_exit(self) -> None:
-        """Stop once every thread that the interpreter waits for has ended.
+        """Stop once every other thread that the interpreter waits for has ended.
 
-        In a thread that it waits for, too: what is registered with `atexit` runs after that, when
-        the children's server would already be gone under a running tuning.
+        This runs in such a thread too: hooks of `atexit` run later, and the first of them would
+        stop the fork server under a running tuning.
         """
         threading.main_thread().join()
         while others := _lasting_threads():
@@ -245,8 +246,10 @@ class _Worker:
 
 
 def _lasting_threads() -> list[threading.Thread]:
-    others = (each for each in threading.enumerate() if each is not threading.current_thread())
-    return [each for each in others if not each.daemon and each.is_alive()]
+    others = (
+        thread for thread in threading.enumerate() if thread is not threading.current_thread()
+    )
+    return [thread for thread in others if not thread.daemon and thread.is_alive()]
 
 
 def _tune(job: Job) -> None:
@@ -276,7 +279,7 @@ def _tune(job: Job) -> None:
 
 
 def _others_ns() -> int:
-    """CPU time of this process's other threads."""
+    """Return the CPU time of this process's other threads."""
     return time.process_time_ns() - time.thread_time_ns()
 
 
@@ -284,11 +287,13 @@ _worker = _Worker()
 
 
 def _start_over() -> None:
-    """In a fork there is no thread: what waits for one is missed again, and queued there."""
+    """In a fork, which has no such thread: the next call of a queued key queues it there."""
     global _worker
     waiting, _worker = _worker.jobs, _Worker()
     for job in waiting:
-        job.state.forget()
+        decision = job.state.decision()
+        if decision is not None and decision.reason is Reason.FALLBACK:
+            job.state.forget()
         job.bench.discard()
 
 

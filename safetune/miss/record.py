@@ -1,7 +1,7 @@
-"""`SAFETUNE_MODE=record`: a call that has no choice is written down, to be tuned offline.
+"""`SAFETUNE_MODE=record`: a call without a choice is stored, to be tuned offline.
 
-Only what it was called with: no tensor is read, and nothing is waited for. A store keeps one call
-for each key; what fails here is a line in the log, never an error.
+Shapes and values are stored; no tensor is read, and no device is waited for. A store keeps one call
+for each key. A failure here is a line in the log, never an error.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from safetune.tuning.requests import TuningRequest
 
 logger = logging.getLogger("safetune")
 
-#: Why nothing can be rebuilt of a call that torch.compile has traced.
+#: Why a call that torch.compile has traced cannot be rebuilt.
 TRACED = (
     "torch.compile shows neither its grid nor its tensors' shapes: call safetune.prepare with what "
     "is compiled, or tune a workload of the kernel"
 )
 
-#: A call has some hundred bytes per argument and per config.
+#: A call takes some hundred bytes per argument and per config.
 _MOST_BYTES = 1 << 20
 
 
 def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
-    """Write a call down, if its key is new to the store. Never raises.
+    """Store a call, if its key is new to the store. Never raises.
 
     Args:
-        problem: why nothing can be rebuilt from what is known of it; the key is kept with that.
+        problem: why the call cannot be rebuilt; stored with its key.
     """
     try:
         _, function = base_function(request.call.kernel)
@@ -50,16 +50,16 @@ def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
             created=time.time(),
         )
         if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
-            raise ValueError(f"it takes over {_MOST_BYTES >> 20} MiB to write down")
+            raise ValueError(f"its description takes over {_MOST_BYTES >> 20} MiB")
         store.put_key(KeyRecord.of(request.key))
         if put_call(store, call):
             logger.info("%s is recorded for %s", call.name, request.key)
     except Exception as error:
-        _complain(request.key.kernel.name, f"{type(error).__name__}: {error}")
+        _log_once(request.key.kernel.name, f"{type(error).__name__}: {error}")
 
 
 def _arguments(request: TuningRequest, problem: str) -> dict[str, Any]:
-    """The call as plain JSON data, or why it cannot be rebuilt from that."""
+    """Return the call as JSON data, or why it cannot be rebuilt from such data."""
     facts = {"kernel": request.key.kernel.digest, "call": request.key.record()}
     if problem:
         return {**facts, "problem": problem}
@@ -70,17 +70,17 @@ def _arguments(request: TuningRequest, problem: str) -> dict[str, Any]:
 
 
 def _grids(request: TuningRequest) -> dict[str, list[int]]:
-    """The grid of each config, by its digest: a grid function does not outlive its process."""
+    """Return the grid of each config by its digest: a grid function ends with its process."""
     grids = {}
     for config in request.configs:
         try:
             grid = grid_of(request.call, config, lambda names: None)
         except Exception:
-            continue  # nor could this config have been tuned here
+            continue  # this config could not be tuned here either
         grids[config_digest(config)] = list(grid)
     return grids
 
 
 @functools.cache
-def _complain(kernel: str, reason: str) -> None:
+def _log_once(kernel: str, reason: str) -> None:
     logger.warning("a call of %s is not recorded: %s", kernel, reason)

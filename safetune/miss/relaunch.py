@@ -92,14 +92,14 @@ def _relaunch(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Launch a call with the next-best config that can be, after `config` could not.
+    """Launch a call with the next-best config after `config` could not be launched.
 
     Raises:
-        Exception: the last error, when none can be launched; `error`, when the caller's own code
-            raised it.
+        Exception: the last error, where no config can be launched; an error of the caller's own
+            grid or heuristic at once.
     """
-    kind = specialisation(tuner, form, config, args, kwargs)
-    rejected = state.reject(kind, config)
+    special = specialisation(tuner, form, config, args, kwargs)
+    rejected = state.reject(special, config)
     reason = _text(error)
     for other in _candidates(tuner, args, kwargs):
         if other in rejected:
@@ -112,22 +112,22 @@ def _relaunch(
         except _CLEAN_FAILURES as next_error:
             if _is_callers(next_error, tuner.fn, kwargs):
                 raise
-            state.reject(kind, other)
+            state.reject(special, other)
             error = next_error
             continue
-        state.substitute(kind, other)
+        state.substitute(special, other)
         warnings.warn(
             f"{tuner.base_fn.__name__}: {config_text(config)} cannot be launched with these "
             f"arguments ({reason}); {config_text(other)} is used for them instead",
             stacklevel=3,
         )
         return result
-    state.substitute(kind, without_frames(error))
+    state.substitute(special, without_frames(error))
     raise error
 
 
 def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller's grid or a heuristic raised `error`, or something that they called."""
+    """Whether the caller's grid or a heuristic raised `error`, or a function that they called."""
     functions = [kwargs.get("grid"), *inner_heuristics(kernel).values()]
     codes = {code for function in functions for code in _codes(function)}
     trace = error.__traceback__
@@ -139,7 +139,7 @@ def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> boo
 
 
 def _candidates(tuner: Tuner, args: Args, kwargs: Kwargs) -> Iterator[Config]:
-    """What else there is to launch with, best first; from the store only when it is needed."""
+    """Yield the configs to try instead, best first; asks the store only when it is needed."""
     from safetune.miss.candidates import next_best
     from safetune.miss.resolve import Miss, why_not_isolated
     from safetune.store.lookup import open_lookup

@@ -1,6 +1,4 @@
-"""What a tuning tells the world: Triton's attributes, listener and print knob, the log, a line on
-a terminal, and warnings.
-"""
+"""Reports of a tuning: Triton's attributes, listener and print knob, log, terminal, warnings."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def report(
     timings: dict[Config, list[float]],
     seconds: float | None = None,
 ) -> None:
-    """Tell the world what Triton's tuner would: attributes, listener, TRITON_PRINT_AUTOTUNING.
+    """Report a choice as Triton's tuner does: attributes, listener, TRITON_PRINT_AUTOTUNING.
 
     Args:
         key: as `keys.tuning_key.readable_key` returns it.
@@ -60,7 +58,7 @@ def report(
 
 
 def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
-    """Outcomes as Triton's tuner keeps them: median, 20th and 80th percentile, or infinities."""
+    """Return outcomes as Triton's tuner keeps them: median, 20th, 80th percentile, or infinity."""
     return {
         config: [float("inf")] * 3
         if outcome.timing is None
@@ -86,10 +84,10 @@ def tunings_begun() -> int:
 
 @contextlib.contextmanager
 def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
-    """Yield what a tuning reports its steps to.
+    """Yield the observer of a tuning's steps.
 
-    That is the log; and TRITON_PRINT_AUTOTUNING, or else, where somebody watches and it is not
-    `quiet`, a line on the terminal.
+    It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output; otherwise it shows
+    a line on standard error if that is a terminal, unless `quiet`.
     """
     count_tuning()
     if knobs.autotuning.print:
@@ -98,7 +96,7 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
     if quiet or not _is_terminal(sys.stderr):
         yield log_config
         return
-    from safetune.miss import progress  # rich is for those who watch
+    from safetune.miss import progress  # imports rich
 
     if not progress.on_terminal():
         yield log_config
@@ -108,7 +106,7 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Programs close standard error, or put what only writes in its place."""
+    """Whether this is a terminal; programs close standard error, or replace it by a writer."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
@@ -116,7 +114,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def both(first: Observer, second: Observer) -> Observer:
-    """Return what reports a step to both."""
+    """Return an observer that passes each step to both."""
 
     def observe(step: Progress) -> None:
         first(step)
@@ -126,7 +124,7 @@ def both(first: Observer, second: Observer) -> Observer:
 
 
 def log_config(progress: Progress) -> None:
-    """Log what became of a config, at DEBUG."""
+    """Log the outcome of a config, at DEBUG."""
     outcome = progress.outcome
     if outcome is not None and logger.isEnabledFor(logging.DEBUG):
         time = f" {outcome.timing.median_ms:.4g} ms" if outcome.timing is not None else ""
@@ -143,7 +141,7 @@ def log_config(progress: Progress) -> None:
 
 
 def log_result(request: TuningRequest, result: TuningResult) -> None:
-    """Log a finished tuning, at INFO: what it took, what it chose, and what failed of what.
+    """Log a finished tuning, at INFO: its time, its choice, and how many configs failed and why.
 
     What the user should hear of comes as warnings.
     """

@@ -1,4 +1,4 @@
-"""What happens when a tuner has no config for a call: look it up, else tune, else fall back."""
+"""A call without a config in memory: look its choice up, else tune, else use the fallback."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger("safetune")
 
 
 class Miss:
-    """One call that a tuner has no config for."""
+    """A call without a config in memory."""
 
     def __init__(self, tuner: Tuner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tuner = tuner
@@ -175,14 +175,14 @@ def asked(request: TuningRequest) -> Asked:
 
 
 def _inline(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
-    with contextlib.suppress(Exception):  # tuning raises it, or needs nothing of it
+    with contextlib.suppress(Exception):  # only `sync` needs it; the tuning raises what matters
         state.asked = asked(Miss(tuner, args, kwargs).request())
     return state.set_choice(tuner.tune_inline(args, kwargs))
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Have every miss of this process wait for its tuning, in the mode `background` too."""
+    """Make every miss of this process wait for its tuning, also in the mode `background`."""
     _waiting.append(None)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Agreement between processes: at a point that the program names, and nowhere else.
+"""`safetune.sync`: all processes launch the same config for a key, from a call of the program on.
 
-Each process first takes over what its stores hold by now, the shared one included. Where
-torch.distributed is initialised, the processes then tell one another what they would launch for
-each key, and all take the same: in two gathers of one object each, whatever keys each process has,
-so that none can wait in a collective that another never enters. Nothing is locked meanwhile.
+Each process first reads the newest choices from its stores, the shared one included. Where
+torch.distributed is initialised, the processes then exchange the config that each would launch for
+each of its keys, and all take the best. That is two gathers of one object each, whatever keys each
+process has: no process can wait in a collective that another never enters. No lock is held.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Candidate(NamedTuple):
 
 
 def sync(group: Any = None) -> None:
-    """Take over what other processes have chosen, and agree with them on what to launch.
+    """Read the choices of other processes, and agree with them on the config of each key.
 
     Call it in every process at the same point, before training and whenever choices may change.
     Brings the local store up to date with the shared one (SAFETUNE_SHARED), waiting two seconds at
-    most, and adopts the newest choice of each key that this process has launched, those of
+    most, and launches the newest choice of each key that this process has launched, those of
     background tunings included. Where torch.distributed is initialised, all ranks of the group then
     launch the same config for the same key on the same kind of device: a choice before a fallback,
     a later generation before an earlier one, then the choice that was made first; of fallbacks,
@@ -109,33 +109,33 @@ def _candidates(
 
     found: dict[str, Candidate] = {}
     lookup, now, spaces = None, time.time(), set()
-    for state, each in known:
+    for state, asked in known:
         lookup = lookup or open_lookup(settings)
-        shared, space = lookup.store.shared, space_of(each.key)
+        shared, space = lookup.store.shared, space_of(asked.key)
         if shared is not None and space not in spaces:
             spaces.add(space)
             shared.refresh(space, since=now)
-        lookup.forget(each.key.digest, each.declared)  # a newer generation counts from here on
-        choice = lookup.find(each.key, each.declared)
-        if choice is not None and choice.config_digest in each.configs:
-            trials = lookup.store.trials(each.key.digest)
+        lookup.forget(asked.key.digest, asked.declared)  # a newer generation counts from now on
+        choice = lookup.find(asked.key, asked.declared)
+        if choice is not None and choice.config_digest in asked.configs:
+            trials = lookup.store.trials(asked.key.digest)
             outcomes = [t.outcome for t in trials if t.config_digest == choice.config_digest]
             strength = 2 if all(outcome.shareable for outcome in outcomes[-1:]) else 1
-            found[each.identity] = Candidate(strength, choice.config_digest, choice)
+            found[asked.identity] = Candidate(strength, choice.config_digest, choice)
         elif (decision := state.decision(capture=None)) is not None:
-            found.setdefault(each.identity, Candidate(0, config_digest(decision.config)))
+            found.setdefault(asked.identity, Candidate(0, config_digest(decision.config)))
     return found
 
 
 def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
-    """What all ranks launch; in a world of one, what this one would."""
+    """Return the best candidate of all ranks for each key; without a group, this process's own."""
     distributed = _distributed(group)
     if distributed is None:
         return mine
     text = encoding.dumps(
         {
-            identity: [each.strength, each.config, each.choice and vars(each.choice)]
-            for identity, each in mine.items()
+            identity: [own.strength, own.config, own.choice and vars(own.choice)]
+            for identity, own in mine.items()
         }
     )
     if len(set(_gathered(distributed, encoding.digest(text), group))) == 1:
@@ -146,13 +146,13 @@ def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
             candidate = Candidate(strength, config, choice and ChoiceRecord(**choice))
             if identity not in agreed or candidate.beats(agreed[identity]):
                 agreed[identity] = candidate
-    differing = sum(1 for identity, each in mine.items() if agreed[identity].config != each.config)
+    differing = sum(1 for identity, own in mine.items() if agreed[identity].config != own.config)
     logger.info("%d of %d keys launch another rank's config from now on", differing, len(mine))
     return agreed
 
 
 def _distributed(group: Any) -> Any:
-    """torch.distributed, if it is there, initialised, and this process is in the group."""
+    """Return torch.distributed, if it is initialised and this process is in the group."""
     if "torch" not in sys.modules:
         return None
     import torch.distributed as distributed
@@ -163,7 +163,7 @@ def _distributed(group: Any) -> Any:
 
 
 def _gathered(distributed: Any, text: str, group: Any) -> Sequence[str]:
-    """Every rank's text, by rank."""
+    """Return every rank's text, by rank."""
     texts: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(texts, text, group=group)
     return texts
@@ -175,16 +175,16 @@ def _store(
     mine: Mapping[str, Candidate],
     agreed: Mapping[str, Candidate],
 ) -> None:
-    """Keep what was taken from other ranks, so that the next run begins with it."""
+    """Store the choices of other ranks that this rank launches now, for the next run."""
     if settings.mode is Mode.FROZEN:
         return
     taken = []
-    for each in known:
-        winner = agreed.get(each.identity)
-        if winner is None or winner.choice is None or winner == mine.get(each.identity):
+    for asked in known:
+        winner = agreed.get(asked.identity)
+        if winner is None or winner.choice is None or winner == mine.get(asked.identity):
             continue
-        if winner.config in each.configs:
-            taken.append(StoredChoice(KeyRecord.of(each.key), winner.choice))
+        if winner.config in asked.configs:
+            taken.append(StoredChoice(KeyRecord.of(asked.key), winner.choice))
     store = open_lookup(settings).store if taken else None
     if isinstance(store, GuardedStore):
         from safetune.store.shared import local_copy

@@ -1,8 +1,8 @@
-"""What a miss does while a CUDA graph is being captured, and which graphs hold a fallback since.
+"""A miss while a CUDA graph is being captured, and the graphs that keep a fallback since.
 
 Nothing is measured under capture, in this process or another: a copy of the inputs would wait for
-the device. A stored choice is used; without one, what is launched is the fallback, which may be
-compiled and loaded, as neither is part of the graph.
+the device. The graph gets the stored choice, or else the fallback; both may be compiled and loaded
+now, as neither is part of the graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-#: As many as are remembered; a program that captures for ever must not grow for ever.
+#: Misses that are remembered: a program that captures again and again must not grow without end.
 _MOST_MISSES = 4096
 
 
@@ -49,8 +49,8 @@ class CapturedMiss:
 
     Attributes:
         kernel: its name.
-        key: as people read it.
-        config: what the graph launches at every replay.
+        key: in readable form.
+        config: the config that the graph launches at every replay.
         capture: the driver's number of the capture.
         graph: the name given to `safetune.graph`, or the number.
     """
@@ -107,8 +107,8 @@ _resume = False
 def no_collection() -> Iterator[None]:
     """Keep Python's garbage collector from running by itself, in all threads.
 
-    An older CUDA graph that it destroys makes a capture in global mode invalid, and what a miss
-    allocates is enough to set it off.
+    A miss allocates enough to start it, and if it destroys an older CUDA graph, a capture in global
+    mode becomes invalid.
     """
     global _pauses, _resume
     with _pause_lock:
@@ -201,7 +201,7 @@ def _find(
     record(captured, request, store)
     if not tunes:  # the log has a line about it
         return state.set_fallback(config)
-    _tell(tuner, captured)
+    _warn(tuner, captured)
     return config
 
 
@@ -210,7 +210,7 @@ def record(captured: CapturedMiss, request: TuningRequest, store: Store | None) 
     with _lock:
         _misses.append(captured)
     if store is not None:
-        from safetune.miss.record import remember  # what takes a call apart waits until it has to
+        from safetune.miss.record import remember  # imports torch
 
         remember(request, store)
     logger.info(
@@ -223,26 +223,26 @@ def record(captured: CapturedMiss, request: TuningRequest, store: Store | None) 
 def misses(capture: int | None = None) -> tuple[CapturedMiss, ...]:
     """Return the misses of one capture, or of all, oldest first."""
     with _lock:
-        return tuple(each for each in _misses if capture in (None, each.capture))
+        return tuple(miss for miss in _misses if capture in (None, miss.capture))
 
 
 def outdated() -> Iterator[CapturedMiss]:
     """Yield the misses whose key has another choice by now: capture those graphs again."""
-    return (each for each in misses() if each.outdated)
+    return (miss for miss in misses() if miss.outdated)
 
 
 def watch(capture: int, name: str) -> None:
-    """Have the misses of a capture summed up by the caller, and not warned of one by one."""
+    """Do not warn of the misses of a capture: the caller reports all of them at its end."""
     _watched[capture] = name
 
 
 def unwatch(capture: int) -> None:
-    """End what `watch` began."""
+    """Undo `watch`."""
     _watched.pop(capture, None)
 
 
-def _tell(tuner: Tuner, captured: CapturedMiss) -> None:
-    """Warn, once for a kernel; the log has the rest."""
+def _warn(tuner: Tuner, captured: CapturedMiss) -> None:
+    """Warn once for a kernel; the log has a line for every miss."""
     if captured.capture in _watched or not tuner.first_time("captured without a choice"):
         return
     warnings.warn(
