@@ -145,7 +145,9 @@ class TestAddresses:
         generator = torch.Generator(device).manual_seed(5)
         return [torch.randn(N, device=device, generator=generator) for _ in range(4)]
 
-    def test_of_a_grouped_kernel(self, device: str, context_answers: Callable[[], None]) -> None:
+    def test_a_grouped_kernel_given_addresses_is_not_tuned(
+        self, device: str, context_answers: Callable[[], None]
+    ) -> None:
         rows = self.rows(device)
         table = torch.tensor([row.data_ptr() for row in rows], device=device)
         out = torch.zeros(4, N, device=device)
@@ -176,7 +178,7 @@ class TestAddresses:
         assert [trial.verdict for trial in trials()] == ["ok", "ok"]
         assert held == []
 
-    def test_as_an_integer(self, device: str) -> None:
+    def test_an_address_as_an_integer_is_not_tuned(self, device: str) -> None:
         x = self.rows(device)[0]
         out = torch.zeros(N, device=device)
         kernel = safetune(configs=blocks(512, 1024), key=["n"])(address_kernel)
@@ -335,7 +337,7 @@ class TestLittleRoom:
         size = torch.cuda.mem_get_info()[0] - left
         return torch.empty(size, dtype=torch.uint8, device="cuda")
 
-    def test_for_the_arguments(
+    def test_without_memory_for_the_arguments_nothing_is_tuned(
         self, kernels: Any, trials: Callable[[], list[Any]], context_answers: Callable[[], None]
     ) -> None:
         kernel = safetune(configs=blocks(512, 1024), key=["n"])(kernels.add_kernel)
@@ -350,7 +352,7 @@ class TestLittleRoom:
         assert [trial.verdict for trial in trials()] == ["ok", "ok"]
         context_answers()
 
-    def test_but_for_blocks_that_nobody_uses(
+    def test_cached_blocks_that_are_free_count_as_free_memory(
         self, kernels: Any, trials: Callable[[], list[Any]]
     ) -> None:
         kernel = safetune(configs=blocks(512, 1024), key=["n"])(kernels.add_kernel)
@@ -362,7 +364,7 @@ class TestLittleRoom:
         assert torch.cuda.memory_reserved() < reserved // 2
         assert [trial.verdict for trial in trials()] == ["ok", "ok"]
 
-    def test_but_for_an_idle_child_of_an_earlier_tuning(
+    def test_an_idle_child_gives_its_memory_back_for_the_next_tuning(
         self, kernels: Any, trials: Callable[[], list[Any]]
     ) -> None:
         kernel = safetune(configs=blocks(512, 1024), key=["n"])(kernels.add_kernel)

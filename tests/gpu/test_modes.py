@@ -143,7 +143,9 @@ def test_a_static_assertion_with_a_flag_set(device: str, monkeypatch: pytest.Mon
     never[grid](out, a, 10_000, ODD=False)
 
 
-def test_in_the_background(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_tuning_replaces_the_fallback(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAFETUNE_MODE", "background")
     timed = Timed(128, 256)
     kernel = safetune(configs=timed.configs, key=["n"], do_bench=timed.bench)(asserting_kernel)

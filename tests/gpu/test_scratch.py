@@ -280,7 +280,7 @@ class TestUnderCapture:
 
 @pytest.mark.two_gpus
 class TestTwoCards:
-    def test_on_the_card_that_is_made_current(self) -> None:
+    def test_scratch_is_on_the_card_that_is_made_current(self) -> None:
         tiles = Tiles(True, True)
         before = torch.cuda.current_device()
         with torch.cuda.device(1):
@@ -289,7 +289,7 @@ class TestTwoCards:
             assert _segment(block.data_ptr())["device"] == 1
         assert torch.cuda.current_device() == before
 
-    def test_on_a_card_that_is_not_current(self) -> None:
+    def test_a_launch_on_a_card_that_is_not_current_gets_scratch_it_can_use(self) -> None:
         """Triton launches on the current one, which sees the other's memory once torch says so."""
         tiles = Tiles(True, True)
         x = torch.randn(ROWS, COLUMNS, device="cuda:1", dtype=torch.float16)

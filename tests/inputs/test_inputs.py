@@ -132,7 +132,7 @@ class TestCopies:
         assert len(told) >= 2
         assert [each for each in told if each != [[facts(beside)], None]] == []
 
-    def test_of_complex_numbers(self, log: Any, records: Any) -> None:
+    def test_complex_tensors_are_copied(self, log: Any, records: Any) -> None:
         """A kernel gets their parts; its hook sees both, in one storage."""
         numbers = torch.randn(N, dtype=torch.complex64)
         parent, write = os.getpid(), log.writer()
@@ -155,7 +155,7 @@ class TestCopies:
         assert texts[0] == bits(torch.view_as_real(before))
         assert texts[1] == "7.0"
 
-    def test_of_views_of_one_packed_buffer(self, log: Any, records: Any) -> None:
+    def test_views_of_one_packed_buffer_stay_views_of_one(self, log: Any, records: Any) -> None:
         """Query, key and value of one projection; the query is written in place."""
         packed = torch.randn(3, N)
         query, key, value = packed.unbind(0)
@@ -184,7 +184,7 @@ class TestCopies:
         starts = [tensors for tensors, _ in told if tensors == before]
         assert len(starts) >= 2, "each config starts from the caller's bits"
 
-    def test_of_the_input_that_is_the_output(self, records: Any) -> None:
+    def test_an_input_that_is_also_the_output_stays_one_tensor(self, records: Any) -> None:
         @triton.jit
         def kernel(x, out, n, BLOCK: tl.constexpr):
             offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -419,7 +419,9 @@ def marks(records: Any) -> Callable[[], list[list[str]]]:
 
 class TestAddresses:
     @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-    def test_in_a_table(self, dtype: torch.dtype, processes: Any, cache_dir: Path) -> None:
+    def test_a_table_of_addresses_is_not_tuned(
+        self, dtype: torch.dtype, processes: Any, cache_dir: Path
+    ) -> None:
         rows = [torch.randn(N) for _ in range(3)]
         table = torch.tensor([row.data_ptr() for row in rows]).view(dtype)
         dst = torch.zeros(3, N)
@@ -434,7 +436,7 @@ class TestAddresses:
         kernel[(3,)](dst, table, N)
         assert len(caught) == 1
 
-    def test_in_a_table_with_other_numbers(self) -> None:
+    def test_a_table_with_one_address_among_numbers_is_not_tuned(self) -> None:
         """One is enough."""
         row = torch.randn(N)
         table = torch.arange(1000)
@@ -445,7 +447,7 @@ class TestAddresses:
             kernel[(1,)](dst, table, N - 1)
         assert torch.equal(dst[: N - 1], row[1:])
 
-    def test_as_an_integer(self) -> None:
+    def test_an_address_as_an_integer_is_not_tuned(self) -> None:
         src, dst = torch.randn(N), torch.zeros(N)
         kernel = safetune(configs=blocks(16, 32), key=["n"])(address_kernel)
         with pytest.warns(UserWarning, match="not tuned.*address holds an address of this"):
@@ -513,7 +515,9 @@ print(warning.message)
 
 class TestTooLarge:
     @pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS"])
-    def test_for_the_host(self, limit: str, fresh_process: Any, cache_dir: Path) -> None:
+    def test_tensors_too_large_for_the_host_are_not_copied(
+        self, limit: str, fresh_process: Any, cache_dir: Path
+    ) -> None:
         result = fresh_process(TOO_LARGE, limit, warm=True)
         assert result.returncode == 0, result.stderr
         text = result.stdout

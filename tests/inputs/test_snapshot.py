@@ -173,7 +173,7 @@ class TestPointers:
 
 
 class TestOwners:
-    def test_by_name_through_tuples_and_objects(self):
+    def test_owners_are_named_through_tuples_and_objects(self):
         x, y, z, hooks = (torch.zeros(1) for _ in range(4))
         named = {"a": x, "b": (x, [y]), "c": {"k": z}, "n": 3}
         assert owners_of(named, [x, y, z, hooks]) == ["a, b", "b", "c", ""]

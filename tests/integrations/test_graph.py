@@ -120,7 +120,7 @@ class TestExceptions:
         with pytest.raises(RuntimeError, match="the end's"), Unmasked(_BadEnd()):
             pass
 
-    def test_without_a_gpu(self) -> None:
+    def test_graph_without_a_gpu_says_so(self) -> None:
         if torch.cuda.is_available():
             pytest.skip("there is one")
         with pytest.raises(safetune.NoDevice, match="torch does not find"), safetune.graph(None):

@@ -272,7 +272,7 @@ class TestAMeasuringChild:
             outcome = child.measure(0, BUDGET)[0]
         assert outcome.verdict is Verdict.TIMEOUT
 
-    def test_of_another_call_forgets_the_last(self, tmp_path: Path) -> None:
+    def test_a_child_given_another_call_forgets_the_last_one(self, tmp_path: Path) -> None:
         """Released and taken again: the configs, tensors and hooks are the new call's."""
         hook = writer(tmp_path / "pids")
 

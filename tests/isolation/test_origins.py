@@ -395,7 +395,7 @@ class TestHooks:
     @pytest.mark.parametrize(
         "kind", ["lambda", "closure", "nested", "partial", "object", "method", "module"]
     )
-    def test_of_every_kind_run_in_the_child(self, kind: str, log: Any, records: Any) -> None:
+    def test_hooks_of_every_kind_run_in_the_child(self, kind: str, log: Any, records: Any) -> None:
         write = log.writer()
         hook = Hook(write)
 

@@ -116,7 +116,7 @@ with open("/proc/self/cmdline", "rb") as file:
 
     @pytest.mark.fault("parent-killed")
     @pytest.mark.parametrize("how", ["python", "gil"])
-    def test_while_a_config_hangs(
+    def test_no_process_outlives_a_parent_killed_while_a_config_hangs(
         self, how: str, start: Any, fifo: Any, tmp_path: Path, processes: Any, records: Any
     ) -> None:
         script = tmp_path / "hangs.py"
@@ -132,7 +132,7 @@ with open("/proc/self/cmdline", "rb") as file:
         assert records.labels() == {16: "ok"}, "what was measured is kept"
 
     @pytest.mark.fault("parent-killed")
-    def test_while_the_fork_server_starts(
+    def test_no_process_outlives_a_parent_killed_while_the_fork_server_starts(
         self, start: Any, fifo: Any, tmp_path: Path, processes: Any
     ) -> None:
         """It has not imported torch yet, and has no eye on its parent."""
@@ -199,7 +199,7 @@ except KeyboardInterrupt:
         return script
 
     @pytest.mark.fault("ctrl-c")
-    def test_and_goes_on(
+    def test_a_caller_that_catches_ctrl_c_goes_on_with_its_fork_server(
         self, script: Path, start: Any, fifo: Any, processes: Any, records: Any
     ) -> None:
         """Finished trials are kept, and the fork server is used again."""
@@ -220,7 +220,7 @@ except KeyboardInterrupt:
         assert [trial.key == trials[0].key for trial in trials] == [True, False, False]
 
     @pytest.mark.fault("ctrl-c")
-    def test_and_ends(
+    def test_a_caller_that_ctrl_c_ends_leaves_one_traceback_and_no_process(
         self, script: Path, start: Any, fifo: Any, processes: Any, records: Any
     ) -> None:
         """One traceback, the caller's; nothing of a child's and nothing from the exit."""
@@ -239,7 +239,7 @@ except KeyboardInterrupt:
         assert records.labels() == {16: "ok"}
 
     @pytest.mark.fault("ctrl-c")
-    def test_by_a_signal_that_does_not_end_its_wait(
+    def test_a_signal_to_another_thread_interrupts_the_tuning(
         self, script: Path, start: Any, fifo: Any
     ) -> None:
         """It came to another thread, or just before the wait began; the config has 1000 s left."""
@@ -330,7 +330,7 @@ seen["after"] = observed(98, None, None)
 print(json.dumps(seen))
 """
 
-    def test_takes_its_device_out_of_use_and_no_other_is_started(
+    def test_a_child_that_does_not_end_takes_its_device_out_of_use(
         self, fresh_process: Any, tmp_path: Path, records: Any
     ) -> None:
         script = tmp_path / "stuck.py"
@@ -429,7 +429,7 @@ print(status, run(kernel, 100))
 """
 
     @pytest.mark.fault("parent-forks")
-    def test_tunes_by_itself_and_leaves_our_server_alone(
+    def test_a_fork_tunes_with_a_server_of_its_own(
         self, fresh_process: Any, tmp_path: Path, processes: Any
     ) -> None:
         script = tmp_path / "forks.py"
@@ -450,7 +450,7 @@ print(status, run(kernel, 100))
         assert processes.gone(*servers, *children)
 
     @pytest.mark.fault("parent-forks")
-    def test_in_the_middle_of_a_tuning_waits_for_no_thread_that_it_has_not(
+    def test_a_fork_does_not_wait_for_the_tuning_of_a_thread_it_lacks(
         self, fresh_process: Any, tmp_path: Path
     ) -> None:
         """The fork wants the very key that a thread of the parent is tuning."""
@@ -521,7 +521,7 @@ os.execvp(command[0], command)
     def told(warnings: list[list[str]]) -> list[str]:
         return [text for kind, text in warnings if kind == "UserWarning"]
 
-    def test_costs_a_warning_and_the_choice(self, seen: dict[str, Any]) -> None:
+    def test_a_process_limit_costs_a_warning_and_the_choice(self, seen: dict[str, Any]) -> None:
         for name in ("no server", "no child"):
             right, block, texts, children = seen[name]
             assert right
@@ -539,7 +539,7 @@ os.execvp(command[0], command)
             assert self.told(texts) == []
             assert len(children) == 1, "tuned: the fork server"
 
-    def test_leaves_nothing_open(self, seen: dict[str, Any]) -> None:
+    def test_a_process_limit_leaves_nothing_open(self, seen: dict[str, Any]) -> None:
         assert not [
             text
             for _, _, warnings, _ in (seen[name] for name in ("no server", "again", "no child"))
@@ -547,7 +547,9 @@ os.execvp(command[0], command)
             if kind == "ResourceWarning"
         ]
 
-    def test_in_the_middle_of_a_tuning(self, seen: dict[str, Any]) -> None:
+    def test_a_config_that_killed_its_process_is_not_launched_when_no_other_can_be_had(
+        self, seen: dict[str, Any]
+    ) -> None:
         """The config that is known to kill its process is not what the caller is given."""
         right, block, texts, _ = seen["in the middle"]
         assert right

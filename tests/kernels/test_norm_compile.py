@@ -81,7 +81,9 @@ def test_a_block_is_one_graph_with_the_same_gradients(random: Any, gradients: An
 
 @pytest.mark.parametrize("prenorm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_a_residual(random: Any, gradients: Any, dtype: torch.dtype, prenorm: bool) -> None:
+def test_without_a_residual_no_operator_returns_its_input(
+    random: Any, gradients: Any, dtype: torch.dtype, prenorm: bool
+) -> None:
     """residual_out is x, or its fp32 copy: no operator may return what it was given."""
     x, weight = random(4, 24, dtype=dtype), random(24)
 
@@ -197,7 +199,7 @@ def test_an_operator_and_the_plain_function_agree_to_the_bit(
         assert mine is None or torch.equal(mine, theirs)
 
 
-def test_on_the_meta_device() -> None:
+def test_norms_on_the_meta_device_give_shapes() -> None:
     """Shapes without memory, as large models are laid out before they have any."""
     x = torch.empty(2, 3, 24, device="meta", dtype=torch.bfloat16, requires_grad=True)
     module = RMSNorm(24, device="meta")

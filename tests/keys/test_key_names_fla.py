@@ -139,7 +139,9 @@ NORMS = {
 
 
 @pytest.mark.parametrize(("where", "phantoms"), NORMS.items(), ids=[name for _, name in NORMS])
-def test_norm_kernels(scan: dict[str, Any], where: tuple[str, str], phantoms: list[str]) -> None:
+def test_nb_is_unused_in_the_norm_kernels_that_have_it(
+    scan: dict[str, Any], where: tuple[str, str], phantoms: list[str]
+) -> None:
     """#796: NB buckets the token count, nothing reads it, and each new value compiles again."""
     note = named(scan, *where)
     found = kinds(note)

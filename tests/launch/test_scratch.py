@@ -82,7 +82,7 @@ class TestWhoseAllocator:
         assert isinstance(_allocation._allocator.get(), _allocation.NullAllocator)
 
     @pytest.mark.parametrize("where", ["thread", "pool", "backward"])
-    def test_on_other_threads(self, needy: Needy, where: str) -> None:
+    def test_launches_on_other_threads_get_scratch_memory(self, needy: Needy, where: str) -> None:
         """The user's allocator is a context variable, which they do not see."""
         needy.copy(100)
         _allocation._allocator.set(lambda *request: ("the user's", *request))

@@ -224,7 +224,7 @@ class TestMarks:
         assert all(trial.outcome.timing is not None for trial in trials)
         return {trial.outcome.marks for trial in trials}
 
-    def test_of_a_caller_at_work(self, copies: Any) -> None:
+    def test_trials_beside_a_caller_at_work_are_marked_contended(self, copies: Any) -> None:
         made = copies(None, None)
         made()
         made.swaps.next()
@@ -232,7 +232,7 @@ class TestMarks:
             pass
         assert self.marks() == {("contended",)}
 
-    def test_of_a_caller_that_waits(self, copies: Any) -> None:
+    def test_trials_beside_a_caller_that_waits_have_no_mark(self, copies: Any) -> None:
         made = copies(None, None)
         made()
         made.swaps.next()
@@ -369,7 +369,7 @@ class TestTheEnd:
             ("thread", 0, "the thread is done", ""),
         ],
     )
-    def test_of_the_program(
+    def test_the_end_of_the_program_ends_a_background_tuning(
         self,
         how: str,
         code: int,
@@ -394,7 +394,7 @@ class TestTheEnd:
         assert records.labels() == {16: "ok"}, "the one in flight has not failed"
         assert records.choices() == []
 
-    def test_by_ctrl_c(
+    def test_ctrl_c_ends_a_background_tuning(
         self,
         start: Any,  # noqa: F811
         fifo: Any,  # noqa: F811
@@ -414,7 +414,7 @@ class TestTheEnd:
         assert processes.gone(*pids)
         assert records.labels() == {16: "ok"}
 
-    def test_by_a_kill(
+    def test_a_kill_ends_a_background_tuning(
         self,
         start: Any,  # noqa: F811
         fifo: Any,  # noqa: F811
@@ -461,7 +461,7 @@ _, status = os.waitpid(pid, 0)
 print(status)
 """
 
-    def test_of_a_fork(self, start: Any, fifo: Any, tmp_path: Path) -> None:  # noqa: F811
+    def test_a_fork_tunes_what_waited(self, start: Any, fifo: Any, tmp_path: Path) -> None:  # noqa: F811
         """What waits for the parent's thread is queued again in the fork, which has none."""
         script, gate, go = tmp_path / "forks.py", tmp_path / "gate", tmp_path / "go"
         script.write_text(PRELUDE + self.FORKS)

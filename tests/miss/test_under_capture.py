@@ -178,7 +178,7 @@ class TestFallback:
         tuning.join(SOON_S)
         assert copy(100) in chosen
 
-    def test_nor_where_the_fallback_cannot_be_launched(
+    def test_a_fallback_that_cannot_be_launched_is_replaced_without_waiting_for_a_tuning(
         self, copies: type[Copies], driver: Driver, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The config that takes its place is settled while the other thread still tunes."""

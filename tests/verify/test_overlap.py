@@ -481,7 +481,9 @@ class TestOutside:
             (-(2**31), -(2**31), f"{2**33} bytes before its storage"),
         ],
     )
-    def test_of_the_storage(self, offset: int, index: int, where: str) -> None:
+    def test_a_store_outside_the_storage_is_found_and_not_done(
+        self, offset: int, index: int, where: str
+    ) -> None:
         """The memory there is not touched, whatever is in it."""
         y, neighbour = zeros(16), zeros(16)
 
@@ -507,7 +509,7 @@ class TestOutside:
 
         assert found.places[0].index == (-(2**31),)
 
-    def test_in_the_storage_but_in_no_argument(self) -> None:
+    def test_a_store_to_a_part_of_the_storage_that_no_argument_has_is_found(self) -> None:
         """A slice's neighbours are other people's data; no guard band sees that."""
         whole = zeros(4, 16)
 
@@ -752,7 +754,7 @@ class TestTuners:
     def test_one_config(self, kind: str) -> None:
         assert not check_overlap(tuner_of[kind], grid, zeros(100), 100, config=CONFIGS[1]).ok
 
-    def test_which_config(self, kind: str) -> None:
+    def test_a_tuner_with_several_configs_needs_one_that_is_named(self, kind: str) -> None:
         with pytest.raises(InvalidConfig, match="stepping has 2 configs: pass config="):
             check_overlap(tuner_of[kind], grid, zeros(100), 100)
 

@@ -37,7 +37,7 @@ def left(store: Store) -> list[int]:
     return [int(stored.key.digest[1:]) for stored in store.choices()]
 
 
-def test_by_age(filled) -> None:
+def test_gc_removes_what_is_old(filled) -> None:
     swept = gc.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert (swept.keys, swept.trials, swept.choices) == (3, 6, 3)
     assert left(filled) == list(range(3, 10))
@@ -67,12 +67,12 @@ def test_recorded_calls_go_with_their_key_and_keep_it(filled, records) -> None:
     assert [call.key for call in calls(filled)] == ["k0", "recorded"]
 
 
-def test_by_toolchain(filled) -> None:
+def test_gc_removes_what_another_toolchain_measured(filled) -> None:
     gc.sweep(filled, Rule(triton=metadata.version("triton")), dry_run=False)
     assert left(filled) == [1, 3, 5, 7, 9]
 
 
-def test_by_size_the_oldest_go_and_the_space_is_given_back(store, records) -> None:
+def test_gc_by_size_removes_the_oldest_and_gives_the_space_back(store, records) -> None:
     for number in range(200):
         store.put_key(records.key(f"k{number}"))
         store.put_choice(records.choice(key=f"k{number}", declared="x" * 2000, created=number))

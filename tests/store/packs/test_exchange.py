@@ -311,7 +311,9 @@ class TestWrite:
         assert path.stat().st_mode & 0o777 == 0o644
 
     @pytest.mark.parametrize("way", ["a file for a folder", "a folder for a file"])
-    def test_where_nothing_can_be(self, choices: Any, tmp_path: Path, way: str) -> None:
+    def test_a_path_that_cannot_be_written_is_named_and_left_as_it_is(
+        self, choices: Any, tmp_path: Path, way: str
+    ) -> None:
         (tmp_path / "file").touch()
         (tmp_path / "folder" / "inner").mkdir(parents=True)
         path = tmp_path / ("file/add.json" if way == "a file for a folder" else "folder")

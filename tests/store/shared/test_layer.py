@@ -388,7 +388,7 @@ class TestExchange:
 
 
 class TestOncePerNode:
-    def test_of_thirty_processes_one_connects(
+    def test_one_of_thirty_processes_of_a_node_connects(
         self, database: str, server: Any, proxy: Proxy, tmp_path: Path
     ) -> None:
         """Threads with a connection and a layer each, as processes of one node would have."""
