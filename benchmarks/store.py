@@ -160,8 +160,7 @@ def _once(work: Callable[[], object]) -> float:
 @functools.cache
 def _key() -> Any:
     """What a launch looks for, under the name that the first row has here."""
-    from safetune.keys.device import Device, Toolchain
-    from safetune.keys.tuning_key import KernelIdentity, TuningKey
+    from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 
     kernel, device = KernelIdentity("add", "kernel"), Device("H100", "90", 132, 232448)
     wanted = TuningKey(kernel, (), (), (), device, Toolchain("3.9.0", "ptxas", "cuda:90:32"))

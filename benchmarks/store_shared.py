@@ -200,8 +200,7 @@ def _pull(url: str, local: Any) -> None:
 
 
 def _key(number: int) -> Any:
-    from safetune.keys.device import Device, Toolchain
-    from safetune.keys.tuning_key import KernelIdentity, TuningKey
+    from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 
     return TuningKey(
         kernel=KernelIdentity("add_one", "0" * 32),

@@ -60,7 +60,7 @@ def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
     """Raise `NoDevice` or `TargetError` where the kernels cannot run (on that torch device)."""
     import torch
 
-    from safetune.keys.device import active_driver
+    from safetune.keys.tuning_key import active_driver
 
     if not all(kernel.interpreted for kernel in kernels):
         active_driver()

@@ -22,6 +22,7 @@ from safetune.compilers import arrays
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
 from safetune.inputs.call import checked_grid, grid_of, meta_arguments
 from safetune.keys.kernel_digest import base_function, inner_heuristics
+from safetune.keys.tuning_key import active_driver
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import candidates, record, reporting
 from safetune.miss import resolve as miss_resolve
@@ -74,9 +75,7 @@ class Resolved:
         Raises:
             NoDevice: Triton finds no GPU to compile for.
         """
-        from safetune.keys import device
-
-        device.active_driver()
+        active_driver()
         compiled = self.fn.warmup(**self._signature, grid=self.grid or (1,), **self.options())
         return int(getattr(compiled.metadata, "global_scratch_size", 0) or 0)
 

@@ -28,8 +28,8 @@ from safetune.compilers import dynamic_shapes
 from safetune.config import config_digest, config_text, declared_digest
 from safetune.errors import TracingError
 from safetune.inputs.call import Call
-from safetune.keys import device, encoding
-from safetune.keys.tuning_key import readable_key, tuning_key
+from safetune.keys import encoding
+from safetune.keys.tuning_key import current_index, readable_key, tuning_key
 from safetune.launch.call_shape import refuse_vmap
 from safetune.miss import candidates, resolve
 from safetune.settings import Mode, Settings
@@ -250,7 +250,7 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -
 
 def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
     """Return the request for a tuning of the traced call, without its tensors."""
-    index = index if index >= 0 else device.current_index()
+    index = index if index >= 0 else current_index()
     key = tuning_key(tuner.identity, tuner.keys, tuner.arg_names, _arguments(facts), index)
     call = Call(
         kernel=tuner.fn,

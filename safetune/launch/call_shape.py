@@ -15,7 +15,7 @@ from triton.runtime.autotuner import Autotuner, Config, Heuristics
 
 from safetune.config import check_conflicts
 from safetune.errors import TracingError
-from safetune.keys import device, encoding
+from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
@@ -42,6 +42,15 @@ def named_arguments(
     """Return a call's arguments by name."""
     named = dict(zip(arg_names, args, strict=False))
     return named if kwargs is None else {**named, **kwargs}
+
+
+def device_index(args: Args, kwargs: Kwargs) -> int:
+    """Return the device of the first tensor among the arguments; -1 for the CPU or without one."""
+    for value in (*args, *kwargs.values()):
+        get_device = getattr(value, "get_device", None)
+        if get_device is not None:
+            return int(get_device())
+    return -1
 
 
 def heuristic_values(kernel: Any, named: Kwargs, exact: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -178,7 +187,7 @@ class CallForm:
                 parts += [repr(name), f"plain({value})", f"{value}.__class__"]
         parts.append("device(a, k)")
         source = f"lambda a, k: ({', '.join(parts)},)"
-        return eval(source, {"plain": _plain, "device": device.index_of})  # type: ignore[no-any-return]
+        return eval(source, {"plain": _plain, "device": device_index})  # type: ignore[no-any-return]
 
 
 class Forms:

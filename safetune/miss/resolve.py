@@ -23,9 +23,15 @@ from safetune.config import (
 from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.inputs.call import Call
 from safetune.isolation import backend
-from safetune.keys import device, encoding
+from safetune.keys import encoding
 from safetune.keys.kernel_digest import is_interpreted
-from safetune.keys.tuning_key import TuningKey, readable_key, tuning_key
+from safetune.keys.tuning_key import (
+    TuningKey,
+    active_driver,
+    current_index,
+    readable_key,
+    tuning_key,
+)
 from safetune.launch import call_shape
 from safetune.launch.key_state import Asked
 from safetune.miss import candidates, reporting, retry
@@ -98,8 +104,8 @@ class Miss:
     def _device_index(self) -> int:
         if is_interpreted(self.tuner.fn):
             return -1
-        index = device.index_of(tuple(self._named.values()), self._passed)
-        return index if index >= 0 else device.current_index()
+        index = call_shape.device_index(tuple(self._named.values()), self._passed)
+        return index if index >= 0 else current_index()
 
 
 def resolve(
@@ -253,7 +259,7 @@ def why_not_isolated(call: Call) -> str:
         return f"there is no isolation on {sys.platform} yet"
     if call.interpreted:
         return ""
-    return backend.why_missing(device.active_driver().get_current_target().backend)
+    return backend.why_missing(active_driver().get_current_target().backend)
 
 
 @functools.cache

@@ -19,8 +19,7 @@ from msgspec import Meta, Struct
 
 from safetune.errors import PackError
 from safetune.keys import encoding
-from safetune.keys.device import Device
-from safetune.keys.tuning_key import key_digest
+from safetune.keys.tuning_key import Device, key_digest
 from safetune.store.local import rows
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 

@@ -30,9 +30,8 @@ from safetune.inputs.call import Call, Hooks
 from safetune.inputs.compile_spec import CallerResolver, capture_spec
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import child_handle, devices
-from safetune.keys.device import Device, Toolchain
 from safetune.keys.kernel_digest import base_function, kernel_identity
-from safetune.keys.tuning_key import TuningKey
+from safetune.keys.tuning_key import Device, Toolchain, TuningKey
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.requests import TuningRequest

@@ -18,15 +18,15 @@ from triton.runtime.jit import JITFunction
 
 from safetune import safetune
 from safetune.config import config_digest, config_record
-from safetune.keys import device
+from safetune.keys import tuning_key
 from safetune.miss import resolve
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord
 from tests.backends import FakeBackend, launching_on
 
-H100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
-TOOLCHAIN = device.Toolchain("3.9.0", "backend", "cuda:90:32")
+H100 = tuning_key.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
+TOOLCHAIN = tuning_key.Toolchain("3.9.0", "backend", "cuda:90:32")
 
 SOURCE = """
 import triton.language as tl
@@ -70,7 +70,7 @@ def a_gpu_to_trace_for(capability: int = 90) -> Iterator[None]:
     """Have torch and safetune believe in a GPU; good for tracing only."""
     from torch.utils import _triton
 
-    detected = mock.patch.object(device, "detect", return_value=(H100, TOOLCHAIN))
+    detected = mock.patch.object(tuning_key, "detect", return_value=(H100, TOOLCHAIN))
     driver = launching_on(FakeBackend(), "cuda", _Driver(capability))
     believed = mock.patch.object(_triton, "has_triton", return_value=True)
     with detected, driver, believed:

@@ -12,7 +12,7 @@ import torch
 from safetune.errors import BackendError, DeviceUnavailable, NoMemory, NotReproducible
 from safetune.inputs import memory_budget, pointers, spans
 from safetune.isolation import backend, child_handle, devices
-from safetune.keys import device
+from safetune.keys import tuning_key
 from safetune.miss import under_capture
 from safetune.miss.resolve import why_not_isolated
 from tests.backends import FakeBackend, launching_on
@@ -106,7 +106,7 @@ class TestWithABackend:
             utils=SimpleNamespace(get_device_properties=lambda index: properties),
         )
         with launching_on(FakeBackend(), active=active):
-            assert device._device(active, 0) == device.Device("Fake 0", "f1", 4, 65536)
+            assert tuning_key._device(active, 0) == tuning_key.Device("Fake 0", "f1", 4, 65536)
 
     def test_a_child_uses_the_back_end_that_its_parent_names(self) -> None:
         with launching_on(FakeBackend(works=lambda: False)):

@@ -23,7 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from safetune import TracingError, prepare, safetune, triton_internals
-from safetune.keys import device
+from safetune.keys import tuning_key
 from safetune.keys.key_names import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN
@@ -553,9 +553,9 @@ def test_what_prepare_has_launched_is_known(
     kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a capture afterwards compiles, loads and asks for nothing."""
-    h100 = device.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
-    toolchain = device.Toolchain("3.9.0", "backend", "cuda:90:32")
-    monkeypatch.setattr(device, "detect", lambda index: (h100, toolchain))
+    h100 = tuning_key.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
+    toolchain = tuning_key.Toolchain("3.9.0", "backend", "cuda:90:32")
+    monkeypatch.setattr(tuning_key, "detect", lambda index: (h100, toolchain))
     assert [key.settled for key in prepare(call, kernel).keys] == [True]
     compiled = len(machine.compiled)
     assert not goes_by_triton(kernel)

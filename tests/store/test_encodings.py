@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from safetune.errors import PackError
 from safetune.keys import encoding
-from safetune.keys.device import Device, Toolchain
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
 from safetune.store.packs import exchange, pack_format

@@ -10,8 +10,7 @@ import warnings
 import pytest
 
 from safetune.errors import StoreError
-from safetune.keys.device import Device, Toolchain
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.settings import Settings
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.lookup import Lookup, open_lookup
@@ -221,7 +220,7 @@ def test_a_database_deleted_in_a_run_does_not_raise(guarded, records):
 def test_a_fork_while_a_store_is_cached(tmp_path, children):
     output = children.run(
         """
-from safetune.keys.device import Device, Toolchain
+from safetune.keys.tuning_key import Device, Toolchain
 from safetune.keys.tuning_key import KernelIdentity, TuningKey
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup

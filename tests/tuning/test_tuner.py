@@ -27,7 +27,7 @@ import triton.language as tl
 
 from safetune import NoWorkingConfig, safetune
 from safetune.config import config_digest
-from safetune.keys.device import Device
+from safetune.keys.tuning_key import Device
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Verdict
 from safetune.settings import Settings

@@ -24,8 +24,7 @@ from triton import Config
 from safetune.config import config_digest
 from safetune.errors import Busy
 from safetune.inputs.call import Call, Hooks
-from safetune.keys.device import Device, Toolchain
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.store.local import db_files, key_locks
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest

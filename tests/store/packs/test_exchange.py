@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetune.errors import PackError, StoreError
-from safetune.keys.device import Device, Toolchain
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.packs import exchange, pack_format

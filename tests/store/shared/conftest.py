@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from safetune.keys import encoding
-from safetune.keys.device import Device, Toolchain
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord

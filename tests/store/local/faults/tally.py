@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetune.keys.device import Device, Toolchain
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store import lookup
