@@ -83,6 +83,10 @@ class _Pack(Struct, forbid_unknown_fields=True):
     tunings: list[_Tuning]
     checksum: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.device.name.isprintable():  # it is shown in terminals
+            raise ValueError(f"the device's name {self.device.name[:60]!r} has control characters")
+
 
 def parsed(data: bytes | str) -> Any:
     """Return JSON in which every number is finite and no object has a name twice.

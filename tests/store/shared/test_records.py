@@ -62,6 +62,7 @@ def test_what_is_of_one_machine_is_left_out() -> None:
         (changed("tunings", to=[]), "0 choices"),
         (changed("kernel", "surprise", to=1), "surprise"),
         (changed("kernel", "name", to="\x1b[31m"), "not the name of a function"),
+        (changed("device", "name", to="H100\x1b[31m"), "control characters"),
         (changed("device", to={}), "device: object missing required field"),
         (changed(*CHOICE, "values", to=5), r"choices\[0\].values: expected `array`"),
         (changed(*CHOICE, "dtypes", to=[["x", [1]]]), "dtypes.*expected `str`"),
