@@ -42,7 +42,7 @@ class Rule:
         before: seconds since the epoch: keys without a newer row, and databases that were moved
             aside before.
         triton: keys of every other version of Triton.
-        most_bytes: the oldest keys, until the file has about this size.
+        most_bytes: the oldest keys, until the file, without its free pages, has about this size.
     """
 
     before: float | None = None
@@ -89,7 +89,9 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
         keys = _keys(database)
         locked = key_locks.locked(path, [key.digest for key in keys])
         idle = [key for key in keys if key.digest not in locked]
-        gone = [(key.digest,) for key in _matching(idle, rule, before)]
+        gone = [
+            (key.digest,) for key in _matching(idle, rule, _size(connection, "- freelist_count"))
+        ]
         trials, choices, calls = (_count(database, table, gone) for table in _OF_KEY)
         if not dry_run:
             _delete(database, gone)
@@ -99,7 +101,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
     if not dry_run:
         for file in files:
             recovery.remove(file)
-        if gone:
+        if gone or (rule.most_bytes is not None and before > rule.most_bytes):
             _shrink(connection)
     return Swept(len(gone), trials, choices, calls, len(files), before, _size(connection))
 
@@ -187,7 +189,8 @@ def _shrink(connection: Connection) -> None:
             database.execute(statement).fetchall()
 
 
-def _size(connection: Connection) -> int:
-    size = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+def _size(connection: Connection, less: str = "") -> int:
+    pragmas = "pragma_page_count, pragma_freelist_count, pragma_page_size"
     with connection.reading() as database:
-        return int(database.execute(size).fetchone()[0])
+        found = database.execute(f"SELECT (page_count {less}) * page_size FROM {pragmas}")
+        return int(found.fetchone()[0])

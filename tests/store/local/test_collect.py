@@ -83,6 +83,20 @@ def test_gc_by_size_removes_the_oldest_and_gives_the_space_back(store, records) 
     assert gc.sweep(store, Rule(most_bytes=10**9), dry_run=False).keys == 0
 
 
+def test_free_pages_are_given_back_before_a_key_is_deleted(store, records) -> None:
+    """Regression: after `clear` of a large kernel, half of the other keys were deleted."""
+    source = "#" * 1_000_000
+    store.put_key(records.key("big", kernel_name="big", kernel_digest="big", kernel_source=source))
+    for number in range(20):
+        store.put_key(records.key(f"k{number}"))
+        store.put_choice(records.choice(key=f"k{number}", created=number))
+    store.clear("big")
+    swept = gc.sweep(store, Rule(most_bytes=500_000), dry_run=False)
+    assert swept.keys == 0
+    assert swept.bytes_before > 1_000_000 > 500_000 > swept.bytes_after
+    assert len(left(store)) == 20
+
+
 def test_a_dry_run_says_the_same_and_changes_nothing(filled) -> None:
     before = filled.path.read_bytes(), left(filled)
     dry = gc.sweep(filled, Rule(before=3 * DAY), dry_run=True)
