@@ -42,7 +42,7 @@ logger = logging.getLogger("safetune")
 #: Seconds that the end of the process waits for the running tuning to end its children.
 _LEAVE_S = 10.0
 
-#: CPU time of other threads during a measurement above which the program was at work.
+#: CPU time of other threads during a measurement above which the program was running.
 _AT_WORK_NS = 1_000_000
 
 
@@ -104,8 +104,8 @@ class BackgroundBench(LaunchBench):
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
         """Measure as `LaunchBench` does, and mark timings taken beside the program's own work.
 
-        What else runs on a GPU during a measurement is unknown. In the interpreter, the program is
-        at rest when no other thread of it has run.
+        What else runs on a GPU during a measurement is unknown. In the interpreter, the program was
+        at rest if no other thread of it has run.
         """
         _worker.check()
         before = _others_ns()
@@ -127,7 +127,7 @@ def tune_meanwhile(
     store: Store,
     settings: Settings,
 ) -> Config:
-    """Copy the call's inputs, have it tuned in the background, and return the fallback."""
+    """Copy the call's inputs, queue it for tuning, and return the fallback."""
     call = request.call
     size, limit = _input_bytes(call), settings.copy_limit
     config = candidates.fallback(request, store)
@@ -172,7 +172,7 @@ def _input_bytes(call: Call) -> int:
 
 
 def wait(state: KeyState) -> bool:
-    """Wait until no tuning of this key is queued or running; whether there was one."""
+    """Wait until no tuning of this key is queued or running; return whether there was one."""
     jobs = [job for job in list(_worker.jobs) if job.state is state]
     for job in jobs:
         while not job.over.wait(1.0) and not _worker.stopping:

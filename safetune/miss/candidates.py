@@ -1,7 +1,7 @@
-"""The configs that a key can be launched with while it has no choice, ranked, and why each.
+"""Ranks the configs that a key without a choice can launch, each with a reason.
 
-Whoever needs a config without a choice asks `ranked`: the fallback, the frozen mode, a launch after
-a rejected config, torch.compile.
+`ranked` serves all callers: the fallback, the frozen mode, a launch after a rejected config, and
+torch.compile.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-#: What the store knows of a key's configs.
+#: The stored outcomes of a key's configs.
 Outcomes = list[tuple[Config, Outcome]]
 
 
 @dataclass(frozen=True)
 class Substitute:
-    """A config to launch a key with that has no choice, and why this one, in words."""
+    """A config for a key without a choice, and the reason as text."""
 
     config: Config
     reason: str
@@ -45,14 +45,14 @@ def fallback(request: TuningRequest, store: Store) -> Config:
 
 
 def fallbacks(request: TuningRequest, store: Store) -> list[Substitute]:
-    """Return the configs to launch a key with that is not tuned yet, best first; at least one."""
+    """Return the configs that an untuned key can launch, best first; at least one."""
     outcomes = known_outcomes(request, store)
     found = list(ranked(request, outcomes, _related_in(store, request)))
     return found or [first_config(request)]
 
 
 def best_known(request: TuningRequest, lookup: Lookup) -> Config:
-    """Return the config for a key without a choice where nothing may be tuned, with a log line.
+    """Return the config for a key without a choice in a mode that never tunes, with a log line.
 
     Unlike a fallback, it may be from a pack or from another toolchain, and the line says so.
     """
@@ -70,7 +70,7 @@ def best_known(request: TuningRequest, lookup: Lookup) -> Config:
 
 
 def next_best(request: TuningRequest, store: Store) -> Iterator[Config]:
-    """Yield the configs to launch in place of a choice that cannot be launched, best first."""
+    """Yield the configs to launch instead of a choice that cannot be launched, best first."""
     outcomes = known_outcomes(request, store)
     related = _related_in(store, request)
     for substitute in ranked(request, outcomes, related, measured_first=True):
@@ -92,7 +92,7 @@ def ranked(
     Args:
         related: choices of the same kernel on the same device. Those of other toolchains count
             only where they are among these.
-        measured_first: prefer the configs known to work for this very key to choices of others.
+        measured_first: prefer configs known to work for this key to choices of related keys.
     """
     works = [Substitute(c, "the fastest that is known to work") for c in working(outcomes)]
     chosen = _chosen_elsewhere(request, outcomes, related)
@@ -110,7 +110,7 @@ def ranked(
 
 
 def first_config(request: TuningRequest) -> Substitute:
-    """Return what is left where nothing is known, or every config is known to fail."""
+    """Return the first config, for a key of which nothing is known, or every config has failed."""
     return Substitute(request.configs[0], "the first config")
 
 
@@ -124,7 +124,7 @@ def _chosen_elsewhere(
     toolchain, call = request.key.toolchain.record(), request.key.record()
     ours = [found for found in usable if found[1].toolchain == toolchain]
     others = [found for found in usable if found[1].toolchain != toolchain]
-    for group, words in ((ours, "the choice out of another list of configs"), (others, "a choice")):
+    for group, words in ((ours, "the choice from another list of configs"), (others, "a choice")):
         for config, source in group:
             if source.call == call:
                 yield Substitute(config, words + _origin(request, source))
@@ -174,7 +174,7 @@ def _related_in(store: Store, request: TuningRequest) -> list[RelatedChoice]:
 
 
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:
-    """Return in parentheses which Triton and which file a choice is from, where that is news."""
+    """Return in parentheses the Triton version and the file of a choice, if they differ."""
     parts = []
     if source.toolchain != request.key.toolchain.record():
         theirs, ours = source.toolchain.get("triton"), request.key.toolchain.triton
@@ -189,7 +189,7 @@ def _origin(request: TuningRequest, source: RelatedChoice) -> str:
 
 
 def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
-    """Return what the store knows of a request's configs, the latest of each."""
+    """Return the latest stored outcome of each config of a request."""
     configs = {config_digest(config): config for config in request.configs}
     key = request.key.digest
     found = {
@@ -201,7 +201,7 @@ def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
 
 
 def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
-    """Return how far apart two keys' values are: the sum of |log| of the numbers' ratios.
+    """Return the distance of two keys' values: the sum of |log| of the numbers' ratios.
 
     None where something differs that is not a number: a flag, a dtype, a string.
     """

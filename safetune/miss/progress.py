@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from safetune.tuning.requests import Observer
     from safetune.tuning.requests import Progress as Step
 
-#: A tuning that is over sooner shows nothing.
+#: Seconds before a tuning shows its line; shorter tunings show nothing.
 DELAY_S = 2.0
 
-#: What counts, the best time, the time that has passed and the gaps between them take.
+#: The columns of the counts, the best time, the elapsed time and the gaps between them.
 _COUNTS_WIDTH = 42
 
 _showing = threading.Lock()
 
 
 class Line:
-    """One line on standard error for the tuning that runs; gone when it is stopped.
+    """One line on standard error for the running tuning; it disappears at the end.
 
     Args:
-        hidden: show nothing at all.
-        redirect: have what this process prints meanwhile appear above the line.
+        hidden: show nothing.
+        redirect: show the output of this process above the line.
     """
 
     def __init__(self, hidden: bool = False, redirect: bool = True) -> None:
@@ -70,8 +70,8 @@ class Line:
         """Show a step of the tuning."""
         from safetune.config import config_text  # the CLI formats times without Triton
 
-        # Where the line is too long it is the config that is cut, and not what stands before it.
-        room = max(0, self._bar.console.width - len(self._description) - _COUNTS_WIDTH)
+        # A line that is too long is cut in the config.
+        columns = max(0, self._bar.console.width - len(self._description) - _COUNTS_WIDTH)
         config = config_text(step.config)
         if step.outcome is not None and not step.outcome.ok:
             self._failed.add(config)
@@ -83,7 +83,7 @@ class Line:
             total=step.total,
             failed=len(self._failed),
             best=f"best {milliseconds(self._best_ms)}" if self._best_ms < float("inf") else "",
-            config=f"{step.stage}: {config}"[:room],
+            config=f"{step.stage}: {config}"[:columns],
         )
 
 
@@ -91,7 +91,7 @@ class Line:
 def late_line(kernel: str) -> Iterator[Observer]:
     """Show a line for a tuning that takes longer than `DELAY_S`; one at a time in a process.
 
-    What the caller's program prints is left alone.
+    The output of the caller's program is not changed.
     """
     line = Line(redirect=False)
     line.begin(f"safetune {kernel}")
@@ -117,7 +117,7 @@ def late_line(kernel: str) -> Iterator[Observer]:
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches standard error on a terminal that can move its cursor.
+    """Return whether standard error is a terminal that can move its cursor.
 
     A notebook, a pipe and a file are not terminals, whatever FORCE_COLOR says.
     """

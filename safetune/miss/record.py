@@ -26,8 +26,8 @@ logger = logging.getLogger("safetune")
 
 #: Why a call that torch.compile has traced cannot be rebuilt.
 TRACED = (
-    "torch.compile shows neither its grid nor its tensors' shapes: call safetune.prepare with what "
-    "is compiled, or tune a workload of the kernel"
+    "torch.compile shows neither its grid nor its tensors' shapes: call safetune.prepare before "
+    "you compile, or tune a workload of the kernel"
 )
 
 #: A call takes some hundred bytes per argument and per config.

@@ -33,7 +33,7 @@ from safetune.settings import Mode, Settings
 if TYPE_CHECKING:
     from safetune.miss.tuner import Tuner
 
-#: What Triton raises before anything has run on the device.
+#: Exceptions that Triton raises before anything has run on the device.
 _CLEAN_FAILURES = (OutOfResources, CompilationError, CompileTimeAssertionFailure, PTXASError)
 
 Args = tuple[Any, ...]
@@ -49,14 +49,14 @@ def launch(
     kwargs: Kwargs,
     values: Kwargs,
 ) -> tuple[Any, Config | None]:
-    """Launch a call with a config, or with the next best where Triton cannot launch that.
+    """Launch a call with a config, or with the next-best config if Triton cannot launch it.
 
     Args:
-        key: the memory key; None where there is one config only.
+        key: the memory key; None if the tuner has only one config.
         values: gets the values that the heuristics set for this launch, by name.
 
     Returns:
-        What Triton returns, and the config; None if another one had to be launched.
+        The result of Triton's launch, and the config; None if another config was launched.
     """
     tuner.best_config = config
     options = config.all_kwargs()

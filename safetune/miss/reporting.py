@@ -36,7 +36,7 @@ def report(
 
     Args:
         key: as `keys.tuning_key.readable_key` returns it.
-        seconds: how long the tuning took; None when the choice was known.
+        seconds: the duration of the tuning; None if the choice was known.
     """
     tuner.configs_timings = timings
     tuner.bench_time = seconds or 0.0
@@ -72,13 +72,13 @@ _tunings_begun = 0
 
 
 def count_tuning() -> None:
-    """Note that a tuning begins."""
+    """Count a tuning that begins."""
     global _tunings_begun
     _tunings_begun = next(_tunings)
 
 
 def tunings_begun() -> int:
-    """Return how many tunings have begun in this process."""
+    """Return the number of tunings that this process has begun."""
     return _tunings_begun
 
 
@@ -143,7 +143,7 @@ def log_config(progress: Progress) -> None:
 def log_result(request: TuningRequest, result: TuningResult) -> None:
     """Log a finished tuning, at INFO: its time, its choice, and how many configs failed and why.
 
-    What the user should hear of comes as warnings.
+    The notes of the result are warnings.
     """
     for note in result.notes:
         warnings.warn(f"{request.key.kernel.name}: {note}", stacklevel=3)
@@ -172,7 +172,7 @@ def print_config(progress: Progress) -> None:
 
 
 def warn_of_grid(tuner: Tuner, names: set[str]) -> None:
-    """Warn, once per name, that a launch grid reads what was dropped from the key."""
+    """Warn, once per name, that a launch grid reads a name that was dropped from the key."""
     if new := [name for name in sorted(names) if tuner.first_time(f"grid reads {name}")]:
         warnings.warn(
             f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, dropped from the "

@@ -81,7 +81,7 @@ class Miss:
         return readable_key(self.tuner.keys, self.tuner.arg_names, self.call.named())
 
     def request(self, force: bool = False) -> TuningRequest:
-        """Return what a tuning needs; raises `NoDevice`, and what a prune function raises."""
+        """Return the request for a tuning; raises `NoDevice`, and exceptions of prune functions."""
         tuner = self.tuner
         configs = self.configs()
         for config in configs:
@@ -123,11 +123,11 @@ def resolve(
 
     Args:
         capture: the number of the CUDA graph capture under way; 0: none.
-        find: takes the place of the search.
+        find: replaces the search for a config.
 
     Raises:
         NoWorkingConfig: every config failed.
-        NoDevice: there is nothing to run the kernel on.
+        NoDevice: there is neither a GPU nor the interpreter to run the kernel.
     """
 
     def specialise(config: Config) -> Any:
@@ -175,7 +175,7 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
 
 
 def asked(request: TuningRequest) -> Asked:
-    """Return what `safetune.sync` needs to know of a request, without the call's arguments."""
+    """Return the parts of a request that `safetune.sync` needs, without the call's arguments."""
     configs = {config_digest(config): config for config in request.configs}
     return Asked(request.key, request.declared, configs)
 
@@ -214,8 +214,8 @@ def stored(
         return None
     if encoding.dumps(choice.config) != encoding.dumps(config_record(config)):
         logger.warning(
-            "ignoring a stored choice of %s for %s: its values are not those of the config that it "
-            "names",
+            "ignoring a stored choice of %s for %s: its values are not those of the config "
+            "with its digest",
             kernel,
             request.key,
         )
@@ -254,7 +254,7 @@ def _tune(
 
 
 def why_not_isolated(call: Call) -> str:
-    """Return why candidates for this call cannot run in a child; empty where they can."""
+    """Return why configs of this call cannot be tried in a child; empty if they can."""
     if not hasattr(os, "memfd_create"):
         return f"there is no isolation on {sys.platform} yet"
     if call.interpreted:

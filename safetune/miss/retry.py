@@ -18,12 +18,12 @@ from safetune.tuning.requests import TuningRequest
 if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
 
-#: Seconds before a tuning that could not be done now is tried again; twice as many after each
-#: failure, up to the second number.
+#: Seconds before a tuning that was not possible is tried again. Each failure doubles them, up to
+#: the second number.
 RETRY_S = 10.0
 MAX_RETRY_S = 600.0
 
-#: Seconds of a clock that only goes forward.
+#: A clock that only goes forward, in seconds.
 clock = time.monotonic
 
 _syncs = 0
@@ -35,7 +35,7 @@ class Retry:
 
     Attributes:
         index: the device's index in this process; -1 in the interpreter.
-        needed_bytes: free memory on the device without which another try is pointless; 0: unknown.
+        needed_bytes: free device memory that another attempt needs at least; 0 if unknown.
     """
 
     index: int
@@ -82,7 +82,7 @@ def postpone(state: KeyState, request: TuningRequest, config: Config, error: Exc
 
 
 def _warn(request: TuningRequest, config: Config, error: Exception, outlook: str = "") -> None:
-    which = "its first config" if config is request.configs[0] else "the best left"
+    which = "its first config" if config is request.configs[0] else "its fallback"
     warnings.warn(
         f"{request.key.kernel.name} is not tuned for {request.key} and runs with {which} "
         f"({config_text(config)}){outlook}: {error}",
@@ -91,6 +91,6 @@ def _warn(request: TuningRequest, config: Config, error: Exception, outlook: str
 
 
 def count_sync() -> None:
-    """Let a fallback from before now be tuned again in a world of several processes."""
+    """Allow fallbacks from before now to be tuned again in a world of several processes."""
     global _syncs
     _syncs += 1

@@ -94,7 +94,7 @@ class CapturedMiss:
 _lock = threading.Lock()
 _misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
 
-#: The captures whose misses `safetune.graph` sums up, with their names.
+#: The captures whose misses `safetune.graph` reports in one warning, with their names.
 _watched: dict[int, str] = {}
 
 
@@ -105,7 +105,7 @@ _resume = False
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from running by itself, in all threads.
+    """Pause Python's garbage collector, in all threads.
 
     A miss allocates enough to start it, and if it destroys an older CUDA graph, a capture in global
     mode becomes invalid.
@@ -141,8 +141,8 @@ def resolve(
 ) -> Config:
     """Return the config for a call that this capture has no config for: stored, or the fallback.
 
-    Calls outside the capture do not launch the fallback, as the next such call tunes; in the modes
-    that never tune, they launch it too.
+    Calls outside the capture do not launch the fallback, because the next such call tunes; in the
+    modes that never tune, they launch it too.
 
     Raises:
         CaptureMiss: there is no choice, and the policy is `error`.

@@ -73,7 +73,7 @@ class TestTheOrder:
         path = packed(copies(blocks=(32, 64, 128)), 32)
         packed(made, 64, toolchain=OTHER)
         assert made() == 32
-        assert lines()[0].endswith(f": the choice out of another list of configs (from {path})")
+        assert lines()[0].endswith(f": the choice from another list of configs (from {path})")
 
     def test_third_is_a_choice_of_another_triton(
         self, copies: Any, packed: Any, lines: Any
