@@ -114,7 +114,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def __copy__(self) -> Autotuner:
         """Return a tuner that shares the choices, and whose launches all go by Triton's path."""
         made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, _plans={})
+        made.__dict__.update(self.__dict__, _launches={})
         return made
 
     @property
@@ -151,11 +151,11 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self._call(grid, *args, **kwargs)
 
     def _call(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:  # as `plan.kind`, without a call
+        if kwargs:  # as `fast_path.kind`, without a call
             kind = (*map(type, args), *kwargs, *map(type, kwargs.values()))
         else:
             kind = tuple(map(type, args))
-        known = self._plans.get(kind)
+        known = self._launches.get(kind)
         if known is not None:
             kernel = known(grid, args, kwargs)
             if kernel is not None:
@@ -164,18 +164,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def _first(self, grid: Any, args: Args, kwargs: Kwargs) -> Any:
         """Launch as Triton does, and remember the launch for calls that are the same to Triton."""
-        plans = self._plans  # replaced once anything that a launch depends on is changed
+        launches = self._launches  # replaced once anything that a launch depends on is changed
         complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
         kind = fast_path.kind(args, kwargs)
-        if kind not in plans:
+        if kind not in launches:
             made = fast_path.make(self, args, kwargs)
-            plans[kind] = made and made.launch
-        launch = plans[kind]
+            launches[kind] = made and made.launch
+        launch = launches[kind]
         values: Kwargs = {}
-        plain = launch is not None and not launch.plan.in_the_way()  # may hold for one launch only
+        # A hook may be in the way of this launch only.
+        plain = launch is not None and not launch.fast_path.in_the_way()
         kernel, config = self._by_triton(args, complete, values)
         if plain and config is not None:
-            launch.plan.remember(args, kwargs, config, kernel, values)
+            launch.fast_path.remember(args, kwargs, config, kernel, values)
         return kernel
 
     def _by_triton(self, args: Args, kwargs: Kwargs, values: Kwargs) -> tuple[Any, Config | None]:
@@ -209,7 +210,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def forget_launches(self) -> None:
         """Have every call go by Triton's path again, which reads everything anew."""
         # Another dictionary, as a thread may be about to add what it knows from before.
-        self.__dict__["_plans"] = {}
+        self.__dict__["_launches"] = {}
 
     def resolve(
         self, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any

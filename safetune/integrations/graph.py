@@ -26,14 +26,14 @@ logger = logging.getLogger("safetune")
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What safetune did during one capture; a prepared one has no misses, tunings or allocations.
+    """A capture, as safetune saw it; a prepared one has no misses, tunings or allocations.
 
     Attributes:
         graph: the name given to `safetune.graph`, or the driver's number of the capture.
         misses: keys that had no choice; the graph keeps the fallback for them.
-        tunings: how many began in this process meanwhile, in other threads.
-        scratch_allocations: how many requests for scratch made the graph's pool ask the driver for
-            memory.
+        tunings: the number that began during the capture, in other threads of this process.
+        scratch_allocations: the number of requests for scratch memory for which torch had to ask
+            the driver.
         seconds: wall time.
     """
 
@@ -45,7 +45,7 @@ class CaptureReport:
 
     @property
     def outdated(self) -> tuple[CapturedMiss, ...]:
-        """The misses whose key has another choice by now: where there are any, capture again."""
+        """The misses whose key has another choice by now: if there are any, capture again."""
         return tuple(each for each in self.misses if each.outdated)
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class CaptureReport:
 
 
 class Watch:
-    """Counts what happens during one capture, and dumps all stacks if it takes too long.
+    """Counts the misses, tunings and allocations of one capture, and logs all stacks if it hangs.
 
     Attributes:
-        report: up to now, or as it was at the end.
+        report: up to now, or at the end of the capture.
     """
 
     def __init__(self, name: str = "", watchdog_s: float | None = 30.0) -> None:
@@ -84,7 +84,7 @@ class Watch:
         return self
 
     def begin(self) -> None:
-        """Say that the capture has begun, on the stream that is current now."""
+        """Begin to count: a capture has begun on the current stream."""
         self._capture = under_capture.under_way()
         self._name = self._name or f"capture {self._capture}"
         if self._capture:
@@ -108,7 +108,7 @@ class Watch:
 
     @property
     def report(self) -> CaptureReport:
-        """What has happened so far, or in all."""
+        """The report so far, or the final one."""
         return self._final or CaptureReport(
             graph=self._name,
             misses=under_capture.misses(self._capture) if self._capture else (),
@@ -127,15 +127,13 @@ class Watch:
             self._watchdog_s,
             stacks(),
         )
-        # It may be what keeps the device busy. A call of this process's own that hangs in the
-        # driver is out of reach.
-        measuring_child.interrupt(
-            "a CUDA graph capture took too long, and tuning was given up for it"
-        )
+        # A measurement may keep the device busy. A call of this process that hangs in the driver
+        # cannot be ended.
+        measuring_child.interrupt("a CUDA graph capture took too long, so the tuning was given up")
 
 
 def stacks() -> str:
-    """Return where every thread of this process is, as a traceback shows it."""
+    """Return the stack of every thread of this process, as a traceback shows it."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(identifier, identifier)}:\n{''.join(traceback.format_stack(frame))}"
@@ -155,20 +153,20 @@ def graph(
     watchdog_s: float | None = 30.0,
     **options: Any,
 ) -> Iterator[Watch]:
-    """Capture as `torch.cuda.graph` does, and count what should have been done before.
+    """Capture as `torch.cuda.graph` does, and count the work that should have been done before.
 
     Yields an object whose `report` can be read at any time, also after the capture. When there were
     misses, tunings or allocations of scratch memory, there is one warning at the end.
 
     Args:
         name: of the graph, for warnings and reports.
-        watchdog_s: when the capture takes longer, the stacks of all threads are logged and what is
-            being measured is given up, once. None: never.
+        watchdog_s: if the capture takes longer, the stacks of all threads are logged and running
+            measurements are given up, once. None: never.
         cuda_graph, pool, stream, capture_error_mode, options: as for `torch.cuda.graph`.
 
     Raises:
         NoDevice: torch finds no GPU.
-        InvalidSetting: `watchdog_s` means nothing.
+        InvalidSetting: `watchdog_s` is not a positive number.
     """
     import torch
 
@@ -184,7 +182,7 @@ def graph(
 
 @contextlib.contextmanager
 def _same_stream_after() -> Iterator[None]:
-    """Torch leaves its capture stream current where the capture cannot be begun or ended."""
+    """Restore the current stream: torch does not, if a capture cannot begin or end."""
     import torch
 
     stream = torch.cuda.current_stream()
@@ -239,9 +237,9 @@ def _leave_loaded(module: Any) -> None:
 
 
 class Unmasked:
-    """A context whose own failure at its end does not take the place of its body's.
+    """A context whose error at its end does not replace the error of its body.
 
-    The end of a capture that the body has made invalid fails, too, and says nothing of why.
+    If the body has made a capture invalid, its end fails too, without the reason.
     """
 
     def __init__(self, inner: contextlib.AbstractContextManager[Any]) -> None:

@@ -1,8 +1,8 @@
 """Safetuned kernels in JAX, on top of jax-triton (the extra `safetune[jax]`).
 
-jax-triton gives XLA every config of a tuner, to be tried on the program's own buffers. Here the
-choice is made first, so that XLA gets one plain kernel: nothing is tried, aliased buffers are
-written once, and the call may be captured and compiled ahead of time.
+jax-triton gives XLA every config of a tuner, and XLA tries them on the program's own buffers. Here
+safetune chooses first, and XLA gets one plain kernel: aliased buffers are written once, and a call
+can be captured and compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from safetune.compilers.resolve import Resolved, resolve
 from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.inputs.call import checked_grid
 
-#: What jax-triton hands on to Triton.
-_CARRIED = ("num_warps", "num_stages", "num_ctas")
+#: The launch options that jax-triton passes on to Triton.
+_PASSED_ON = ("num_warps", "num_stages", "num_ctas")
 
 
 def triton_call(
@@ -32,8 +32,8 @@ def triton_call(
     """Call a safetuned kernel as `jax_triton.triton_call` does; its other options are taken too.
 
     The kernel gets `args`, a pointer for each of `out_shape`, then constants by name. Outside
-    `jax.jit` a key without a choice is tuned, on copies of the arrays; inside there is no data, so
-    it has to be tuned before.
+    `jax.jit` a key without a choice is tuned, on copies of the arrays. Inside there is no data, so
+    the key must have a choice.
 
     Args:
         out_shape: one `jax.ShapeDtypeStruct`, or a sequence of them.
@@ -47,7 +47,7 @@ def triton_call(
         TracingError: under `jax.vmap`, with a config that jax-triton would ignore, or without
             jax-triton.
         InvalidSetting: an alias between arrays of different shapes or dtypes; `kernel` or `grid` is
-            not one; a launch option, which the choice sets.
+            not one; an option that the choice sets, such as num_warps, is passed.
     """
     jax, jax_triton = _modules()
     args = tuple(map(_scalar, args))
@@ -65,7 +65,7 @@ def triton_call(
     resolved = resolve(
         kernel, (*args, *outputs), passed, grid, _device(args) if device is None else device
     )
-    _check_carried(resolved)
+    _check_options(resolved)
     return jax_triton.triton_call(
         *_pinned(resolved, args),
         kernel=resolved.fn,
@@ -81,8 +81,10 @@ def triton_call(
 
 
 def _modules() -> tuple[Any, Any]:
-    """jax, and jax-triton, which empties TRITON_CACHE_DIR as it is imported: ours compiles through
-    that.
+    """Import jax and jax-triton.
+
+    jax-triton clears TRITON_CACHE_DIR during its import. It is restored, as safetune compiles into
+    that directory.
     """
     directory = os.environ.get("TRITON_CACHE_DIR")
     try:
@@ -102,13 +104,13 @@ def _modules() -> tuple[Any, Any]:
 
 
 def _scalar(value: Any) -> Any:
-    """A scalar of numpy as jax-triton knows it, which takes all but float32 ones for arrays."""
+    """Return a numpy scalar as a Python one: jax-triton takes all but float32 for arrays."""
     return value if type(value).__name__ == "float32" else arrays.plain(value)
 
 
 def _pop_passed(name: str, kernel: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Take the kernel's own arguments out of the options for jax-triton."""
-    for option in _CARRIED:
+    for option in _PASSED_ON:
         if option in options:
             raise InvalidSetting(f"{name} gets {option} from its config: call it without {option}=")
     names = getattr(kernel, "arg_names", ())
@@ -133,8 +135,8 @@ def _check_aliases(
             )
 
 
-def _check_carried(resolved: Resolved) -> None:
-    lost = {name: value for name, value in resolved.options().items() if name not in _CARRIED}
+def _check_options(resolved: Resolved) -> None:
+    lost = {name: value for name, value in resolved.options().items() if name not in _PASSED_ON}
     if resolved.config.pre_hook is not None:
         lost["pre_hook"] = resolved.config.pre_hook
     if lost:
@@ -144,7 +146,7 @@ def _check_carried(resolved: Resolved) -> None:
         )
     try:
         size = resolved.scratch_bytes
-    except NoDevice:  # it is lowered for a GPU that is not here
+    except NoDevice:  # the program is lowered for a GPU that this machine does not have
         return
     if size:
         raise TracingError(
@@ -154,7 +156,7 @@ def _check_carried(resolved: Resolved) -> None:
 
 
 def _device(args: tuple[Any, ...]) -> int | None:
-    """The index of the GPU that an array is on, in this process; None if none says so."""
+    """Return the index of the GPU of the first array that has one; None without such an array."""
     for value in args:
         devices = getattr(value, "devices", None)
         try:
@@ -168,13 +170,13 @@ def _device(args: tuple[Any, ...]) -> int | None:
 
 
 def _pinned(resolved: Resolved, args: tuple[Any, ...]) -> list[Any]:
-    """The arguments, with 1 for an integer that the kernel never reads."""
+    """Return the arguments, with 1 in place of an integer that the kernel never reads."""
     names = resolved.fn.arg_names
     return [resolved.metaparams.get(name, value) for name, value in zip(names, args, strict=False)]
 
 
 def _constants(resolved: Resolved, positional: int, passed: dict[str, Any]) -> dict[str, Any]:
-    """What follows the pointers, by name; jax-triton knows no default values."""
+    """Return the arguments after the pointers, by name; jax-triton does not know defaults."""
     return {
         **{each.name: each.default for each in resolved.fn.params[positional:] if each.has_default},
         **passed,

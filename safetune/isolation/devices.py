@@ -8,7 +8,7 @@ import select
 from safetune.errors import DeviceUnavailable
 from safetune.isolation import backend
 
-#: A child whose server has gone is ended by the kernel, in about no time.
+#: How long the kernel may take to end a child whose server has exited; it takes microseconds.
 _END_MS = 2000
 
 #: For each device, a pidfd of a child on it that SIGKILL did not end.
@@ -33,8 +33,8 @@ def check(index: int) -> None:
     if _has_stuck_child(index):
         place = "" if index < 0 else f" on device {index}"
         raise DeviceUnavailable(
-            f"a tuning process{place} does not end though it was killed, most likely stuck in a "
-            "call of the driver; nothing is tuned there until it has ended"
+            f"a tuning process{place} does not end though it was killed; it is probably stuck in a "
+            "call of the driver. Nothing is tuned there until it has ended"
         )
     if index < 0:
         return

@@ -1,10 +1,10 @@
-"""Launching a kernel that Triton has launched before, without asking Triton again which one it is.
+"""The fast path: launches a compiled kernel without Triton's own path, by generated code.
 
-For one way of calling (how many positional arguments, which keywords, the type of each argument)
-there is straight-line code. It reads of the arguments what the choice and the binary depend on, at
-least as finely as Triton does, looks the compiled kernel up by that, and calls its launcher. It
-returns None where it does not know the call, or where anything is in the way that Triton's own
-path takes care of.
+Each kind of call (number of positional arguments, names of the keywords, type of each argument) has
+straight-line code of its own. The code reads the properties of the arguments on which the choice
+and the binary depend, at least as finely as Triton does, looks up the compiled kernel by them, and
+calls its launcher. It returns None for a call that it does not know, and where a hook or a switch
+needs Triton's own path.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from safetune.launch import fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN, CallForm, Tuner, named_arguments
 from safetune.settings import launches_fast
 
-#: Launches that one way of calling remembers. More are forgotten all at once, and found again.
+#: The most compiled kernels that one kind of call remembers. After that all are forgotten at once,
+#: and found again.
 _MOST_LAUNCHES = 4096
 
-#: How a call is told from others: positional types, keyword names, keyword types.
+#: A kind of call: positional types, keyword names, keyword types.
 Kind = tuple[Any, ...]
 Launch = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind:
-    """Return the way in which a kernel is called."""
+    """Return the kind of a call; `Autotuner._call` has the same code, without a function call."""
     if not kwargs:
         return tuple(map(type, args))
     return (*map(type, args), *kwargs, *map(type, kwargs.values()))
 
 
-class Plan:
-    """The code for one way of calling one kernel, and the launches that it knows.
+class FastPath:
+    """The code for one kind of call of one kernel, and the compiled kernels that it knows.
 
     Attributes:
-        launch: (grid, args, kwargs) → the compiled kernel that was launched, or None.
-        in_the_way: whether no launch is the plan's as things are.
+        launch: (grid, args, kwargs) → the compiled kernel that was launched, or None. Its attribute
+            `fast_path` is this object.
+        in_the_way: whether a hook or a switch needs Triton's own path now.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Plan:
         self.launch: Launch = names["launch"]
         self._choice_key: Callable[..., Any] = names["choice_key"]
         self.in_the_way: Callable[[], bool] = names["in_the_way"]
-        self.launch.__dict__["plan"] = self
+        self.launch.__dict__["fast_path"] = self
 
     def remember(
         self,
@@ -81,19 +83,19 @@ class Plan:
         kwargs: dict[str, Any],
         config: Config,
         kernel: Any,
-        said: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> None:
-        """Launch this kernel for such calls from here on, if that can be done without Triton.
+        """Launch this kernel for such calls from now on, if that can be done without Triton.
 
         Args:
-            said: what the heuristics said for the launch that Triton made the kernel for. Another
-                time they may say something else.
+            values: the values that the heuristics set for the launch of this kernel, by name. For
+                another launch of the same arguments they may set others.
         """
         tuner = self._tuner
         if type(kernel) is not CompiledKernel or config.pre_hook is not None or self.in_the_way():
             return
         if (len(tuner.configs) == 1) is not self._single:
-            return  # some were taken away, or added, in place
+            return  # configs were added or removed in place
         if not self._single and tuner.states.hits.get(self._form.key(args, kwargs)) is not config:
             return  # for this call only: another one was rejected, or a graph captured it
         options = config.all_kwargs()
@@ -107,16 +109,16 @@ class Plan:
             self._known.clear()
             self._chosen.clear()
         if self._heuristics:
-            plain = fast_path_codegen.plain_types().issuperset(map(type, said.values()))
-            if not plain or tuple(said) != self._heuristics:
+            plain = fast_path_codegen.plain_types().issuperset(map(type, values.values()))
+            if not plain or tuple(values) != self._heuristics:
                 return
             self._chosen[key] = options
-            key = (key, *(part for value in said.values() for part in (value, value.__class__)))
+            key = (key, *(part for value in values.values() for part in (value, value.__class__)))
         self._known[key] = (kernel, config, made_in, how.run, how.head, how.together, rest)
 
 
-def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-    """Return a plan for calls like this one; None where Triton's own path has to be taken."""
+def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPath | None:
+    """Return the fast path for calls like this one; None where Triton's own path is needed."""
     if not launches_fast():
         return None
     jit, heuristics = _below(tuner.fn)
@@ -138,11 +140,11 @@ def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | 
         return None
     form = tuner.forms.of(args, kwargs)
     source = fast_path_codegen.Source(tuner, jit, tuple(heuristics), form, len(args), values)
-    return Plan(tuner, jit, heuristics, form, source) if source.possible else None
+    return FastPath(tuner, jit, heuristics, form, source) if source.possible else None
 
 
 def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what is below a tuner's heuristics, and these in the order in which they run."""
+    """Return the kernel below a tuner's heuristics, and these in the order in which they run."""
     found: dict[str, Any] = {}
     while type(kernel) is Heuristics and not found.keys() & kernel.values.keys():
         found.update(kernel.values)
@@ -151,10 +153,13 @@ def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _nvidia_driver() -> Any:
-    """Triton's active driver; None for another back end, which may tell more of a tensor apart."""
+    """Triton's active driver; None for another back end.
+
+    Another one may specialise a binary on more properties of a tensor than the code here reads.
+    """
     try:
         active = driver.active
-    except RuntimeError:  # no device, as the launch is about to say
+    except RuntimeError:  # no device: the launch by Triton raises an error that says so
         return None
     return active if active.get_current_target().backend == "cuda" else None
 
@@ -164,7 +169,7 @@ _JIT_RUN = triton_internals.own_jit_run()
 
 
 def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
-    """What the code of a plan refers to; the switches as they are now."""
+    """Return the names that the generated code refers to, with the switches as they are now."""
     import torch
 
     torch_device = torch.cuda.current_device

@@ -1,4 +1,4 @@
-"""The source of a plan: what of a call is read, looked up, and handed to the launcher."""
+"""The source of a fast path: reads a call's arguments, looks up the kernel, calls its launcher."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import triton
 from safetune import triton_internals
 from safetune.launch.call_shape import CallForm, Tuner
 
-#: What a tensor whose address the kernel can use says of itself. One in pinned memory of the host
-#: does not say it, and is left to Triton, which asks the driver.
+#: The attribute that is true for a tensor whose address a kernel can use. It is false for a tensor
+#: in pinned host memory, which is left to Triton: Triton asks the driver.
 ON_DEVICE = "is_cuda"
 
-#: What Triton tells apart of an integer, and more of those that need over 32 bits.
+#: The properties of an integer that Triton specialises on, and more for those over 32 bits.
 _INTEGER = "(2 if {0} == 1 else not {0} & 15) if -0x80000000 <= {0} <= 0x7fffffff else wide({0})"
 
 _DEVICE = (
@@ -27,7 +27,7 @@ _DEVICE = (
 
 
 class Source:
-    """Writes the code of a plan. Parameter i is `v{i}` there, and its address `p{i}`."""
+    """Writes the code of a fast path. Parameter i is `v{i}` there, and its address `p{i}`."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ def launch(grid, a, k):
 
     @property
     def absent(self) -> list[str]:
-        """The parameters that a config sets, or the default."""
+        """The parameters that a config or their default sets."""
         set_by_heuristics = dict(self._heuristics)
         return [
             each for each in self._names if not (self._given(each) or each in set_by_heuristics)
@@ -129,7 +129,7 @@ def launch(grid, a, k):
 """
 
     def _set_by_heuristics(self) -> str:
-        """As `Heuristics.run` does it, after the choice and before Triton sees the arguments."""
+        """Write what `Heuristics.run` does, after the choice and before Triton's part."""
         if not self._heuristics:
             return ""
         given = [
@@ -155,7 +155,7 @@ def launch(grid, a, k):
     def _argument(self, index: int) -> str:
         if index in self._pinned:
             return "PIN"
-        # As an integer: that this is a device's address is known, and need not be asked again.
+        # As an integer: Triton would ask the driver whether a tensor's address is a device's.
         return f"p{index}" if index in self._tensors else f"v{index}"
 
     def _unpack(self) -> str:
@@ -193,7 +193,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def plain_types() -> frozenset[type]:
-    """Types of which equal values are the same constant, to Triton and in a key."""
+    """Return the types whose equal values are the same constant, for Triton and in a key."""
     import torch
 
     return frozenset({int, bool, float, str, type(None), torch.dtype, triton.language.dtype})

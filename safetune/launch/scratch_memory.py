@@ -1,9 +1,10 @@
 """Memory that Triton asks for at a launch: global scratch, for device-side tensor descriptors.
 
-Triton has no allocator of its own. What a user sets is a context variable, which new threads and
-autograd's backward threads do not see. So a launch that fails for want of an allocator, which is
-before anything has reached the device, is done again with this one, and so are the kernel's later
-launches. Where the user's own is visible, it is used. Nothing is set but around such a launch.
+Triton has no allocator of its own. The user's is in a context variable, which new threads and
+autograd's backward threads do not see. A launch without an allocator fails before anything has
+reached the device. It is then repeated with the allocator of this module, and later launches of the
+kernel use it at once. A visible allocator of the user's is used. This module's is set during such
+launches only.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import Any
 from safetune import triton_internals
 from safetune.isolation import backend
 
-#: What every allocation of torch's is aligned to at least, whatever its allocator: cudaMalloc's.
+#: The least alignment of an allocation, whichever allocator torch uses: that of cudaMalloc.
 _BASE_ALIGNMENT = 256
 _MOST_ALIGNMENT = 4096
 
 _lock = threading.Lock()
 _observers: list[list[int]] = []
 
-#: The largest request so far, by device: what a capture should have ready.
+#: The largest request so far, by device. `safetune.graph` reserves as much for a capture.
 _largest: dict[int, int] = {}
 
 #: By capture: how many requests had to go to the driver for memory.
 _driver_calls: Counter[int] = Counter()
 
-#: By capture: whether torch's allocator knows of it, and so keeps its memory for the graph.
+#: By capture: whether torch's allocator took part in it, and keeps its memory for the graph.
 _pooled: dict[int, bool] = {}
 
 #: By capture and stream, shared by its launches, which follow each other: what was reserved, until
@@ -56,8 +57,8 @@ class Block:
         self.size = size
         self.alignment = alignment
         padding = max(0, alignment - _BASE_ALIGNMENT)
-        # By stream and not by what is current: a launch may be on a stream that torch does not
-        # know, and memory that is freed while its kernel runs may only be reused behind it.
+        # For this stream, not torch's current one: memory that is freed while a kernel runs may
+        # only be used again behind that kernel, on its own stream.
         self._base = torch.cuda.caching_allocator_alloc(size + padding, stream=stream)
         self._address = self._base + -self._base % alignment
 
@@ -97,8 +98,7 @@ def launch(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def scratch_allocator() -> Iterator[None]:
     """Give plain Triton kernels scratch memory: in this thread, while the context is open.
 
-    An allocator that is visible already is left in place. Kernels under `@safetune` need none of
-    this.
+    An allocator that is visible already stays in place. Kernels under `@safetune` need no context.
     """
     with triton_internals.default_allocator(allocate):
         yield
@@ -129,9 +129,9 @@ def observed() -> Iterator[list[int]]:
 
 
 def reserve(capture: int, stream: int) -> None:
-    """Have a capture's graph own the largest scratch that this device was asked for so far.
+    """Give a capture's graph as much scratch memory as the largest request so far on this device.
 
-    Where there is no room for it, a launch that needs some will say so.
+    If there is not enough memory, nothing is reserved; a launch that needs some then raises.
     """
     if not _largest:
         return
@@ -144,12 +144,12 @@ def reserve(capture: int, stream: int) -> None:
 
 
 def driver_calls(capture: int) -> int:
-    """Return how many scratch requests of a capture went to the driver for memory."""
+    """Return how many scratch requests of a capture made torch ask the driver for memory."""
     return _driver_calls[capture]
 
 
 def release(capture: int) -> None:
-    """At the end of a capture, give what was reserved back to the graph's pool, which keeps it."""
+    """At the end of a capture, return the reserved blocks to the graph's pool, which keeps them."""
     _driver_calls.pop(capture, None)
     if _pooled.pop(capture, True):
         for key in [key for key in list(_kept) if key[0] == capture]:
@@ -180,7 +180,7 @@ def _driver_allocations() -> int:
 
 
 def _is_pooled(address: int) -> bool:
-    """Whether an address lies in a private pool of torch's; without an answer, as if it did."""
+    """Whether an address lies in a private pool of torch's; True if torch cannot tell."""
     import torch
 
     with contextlib.suppress(Exception):  # only torch's native allocator can say

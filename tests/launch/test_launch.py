@@ -284,7 +284,7 @@ class TestInTheWay:
         kernel.jit.device_caches = {0: kernel.jit.device_caches[0]}  # for a compiler that is here
         for _ in range(2):
             call(kernel)
-        assert list(kernel.tuner._plans.values()) == [None]
+        assert list(kernel.tuner._launches.values()) == [None]
 
     def test_another_driver(self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
@@ -846,8 +846,8 @@ def test_what_is_remembered_has_a_limit(kernel: Tuned, monkeypatch: pytest.Monke
     for number in range(30):
         assert goes_by_triton(kernel, D=number)
         assert not goes_by_triton(kernel, D=number)
-    (launch,) = kernel.tuner._plans.values()
-    assert len(launch.plan._known) <= 8
+    (launch,) = kernel.tuner._launches.values()
+    assert len(launch.fast_path._known) <= 8
 
 
 class _Nowhere(list[Any]):

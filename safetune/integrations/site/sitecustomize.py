@@ -21,5 +21,5 @@ def _chain() -> None:
 try:
     with contextlib.suppress(ImportError):  # a Python of another environment
         import safetune  # noqa: F401  (SAFETUNE_INSTALL=1 acts)
-finally:  # though SAFETUNE_INSTALL may mean nothing
+finally:  # even if SAFETUNE_INSTALL is invalid, which raises
     _chain()
