@@ -43,10 +43,10 @@ class Scale:
     spread: float = 0.0
 
 
-def rms(tensor: torch.Tensor) -> float:
+def rms(tensor: torch.Tensor, slice_size: int = _SLICE) -> float:
     """Return the root mean square of a float tensor's finite elements; 0 if it has none."""
     total, count = 0.0, 0
-    for part in _slices(tensor):
+    for part in _slices(tensor, slice_size):
         values = _real(part)
         if not values.is_floating_point():
             return 0.0
@@ -56,13 +56,14 @@ def rms(tensor: torch.Tensor) -> float:
     return (total / count) ** 0.5 if count else 0.0
 
 
-def spread(one: torch.Tensor, other: torch.Tensor) -> float:
+def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> float:
     """Return the largest difference between elements of two tensors of the same shape.
 
     Infinite where one of them is NaN or infinite and the other is not equal to it.
     """
     largest = 0.0
-    for mine, theirs in zip(_slices(one), _slices(other), strict=True):
+    parts = (_slices(tensor, slice_size) for tensor in (one, other))
+    for mine, theirs in zip(*parts, strict=True):
         a, b = _real(mine), _real(theirs.to(mine.device))
         if not a.is_floating_point():  # whose differences may be too large for their own type
             a, b = a.double(), b.double()
@@ -71,7 +72,13 @@ def spread(one: torch.Tensor, other: torch.Tensor) -> float:
     return largest
 
 
-def agree(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale, any_order: bool = False) -> bool:
+def agree(
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    scale: Scale,
+    any_order: bool = False,
+    slice_size: int = _SLICE,
+) -> bool:
     """Whether two tensors of the same shape hold the same result.
 
     Args:
@@ -80,20 +87,22 @@ def agree(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale, any_order: boo
         any_order: the same values in another order are the same result: an atomic counter hands
             out slots in the order in which programs come.
     """
-    if _agree_in_order(mine, theirs, scale):
+    if _agree_in_order(mine, theirs, scale, slice_size):
         return True
-    if not any_order or mine.numel() > _SLICE:
+    if not any_order or mine.numel() > slice_size:
         return False
     a, b = (torch.sort(_real(tensor).flatten()).values for tensor in (mine, theirs.to(mine.device)))
     return bool(_close(a, b, mine.dtype, scale).all())
 
 
-def _agree_in_order(mine: torch.Tensor, theirs: torch.Tensor, scale: Scale) -> bool:
+def _agree_in_order(
+    mine: torch.Tensor, theirs: torch.Tensor, scale: Scale, slice_size: int
+) -> bool:
     if scale.spread and not mine.dtype.is_floating_point and not mine.dtype.is_complex:
         return True  # it differs from run to run, so it cannot be compared
     return all(
         bool(_close(_real(a), _real(b.to(a.device)), mine.dtype, scale).all())
-        for a, b in zip(_slices(mine), _slices(theirs), strict=True)
+        for a, b in zip(_slices(mine, slice_size), _slices(theirs, slice_size), strict=True)
     )
 
 
@@ -131,17 +140,17 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.long()
 
 
-def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _slices(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Cut a tensor along its dimensions into parts of a bounded number of elements."""
-    if tensor.numel() <= _SLICE or not tensor.dim():
+    if tensor.numel() <= size or not tensor.dim():
         if tensor.numel():
             yield tensor
         return
     rows = tensor.shape[0]
-    step = max(1, rows * _SLICE // tensor.numel())
+    step = max(1, rows * size // tensor.numel())
     for start in range(0, rows, step):
         part = tensor[start : start + step]
-        if step == 1 and part.numel() > _SLICE:
-            yield from _slices(part[0])
+        if step == 1 and part.numel() > size:
+            yield from _slices(part[0], size)
         else:
             yield part

@@ -71,18 +71,21 @@ def _check(milliseconds: float) -> None:
         raise InvalidTime(f"measured {milliseconds} ms")
 
 
-#: In the interpreter, two launches are enough once they have taken this long together: their
-#: times mean nothing on a GPU.
-_LONG_MS = 50.0
-
-
 class Timer:
-    """The wall clock, for the interpreter: one launch is slow enough for it."""
+    """The wall clock, for the interpreter: one launch is slow enough for it.
+
+    Args:
+        long_ms: two launches are enough once they have taken this long together. Their times say
+            nothing about a GPU.
+    """
+
+    def __init__(self, long_ms: float = 50.0) -> None:
+        self._long_ms = long_ms
 
     def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
         """Return the milliseconds of `count` launches, or of at least two if they are slow."""
         times: list[float] = []
-        while len(times) < count and (len(times) < 2 or sum(times) < _LONG_MS):
+        while len(times) < count and (len(times) < 2 or sum(times) < self._long_ms):
             before()
             start = time.perf_counter()
             launch()
@@ -104,6 +107,7 @@ class DeviceTimer(Timer):
     def __init__(self) -> None:
         from triton.runtime import driver
 
+        super().__init__()
         self._driver = driver.active
         self._interface = self._driver.get_device_interface()
         self._flush_buffer = self._driver.get_empty_cache_for_benchmark()
