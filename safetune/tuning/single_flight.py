@@ -77,7 +77,7 @@ class WaitBudget:
     Attributes:
         seconds: of all waits of this process together.
         check: called while waiting; what it raises ends the wait.
-        waited: what counts against `seconds`: the waits of this process.
+        waited: counts against `seconds`: the waits of this process.
     """
 
     seconds: float = math.inf
@@ -107,7 +107,7 @@ class Election:
     """What came of asking to tune a key.
 
     Attributes:
-        choice: what another process or node has chosen: there is nothing to tune. None where this
+        choice: made by another process or node, so that there is nothing to tune. None where this
             process tunes.
         lease: this node's right to tune it, where nodes share a store that gives any.
     """
@@ -151,7 +151,7 @@ def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[
 def elect_local(
     request: TuningRequest, store: Store, budget: WaitBudget
 ) -> Iterator[ChoiceRecord | None]:
-    """Yield None when this process alone may tune a key, or what another one has chosen.
+    """Yield None when this process alone may tune a key, or the choice of another one.
 
     Where there are no locks, every process may tune. Raises as `elect` does.
     """
@@ -195,8 +195,7 @@ def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> I
         raise
     finally:
         ended.set()
-        # One node after the other where this was interrupted; else all at once, as each will find
-        # what this one has found.
+        # Where this was interrupted, one other node tunes; else all do, and fare as this one did.
         store.shared.release(election.lease, election.published or interrupted)
 
 

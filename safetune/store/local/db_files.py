@@ -1,6 +1,6 @@
 """The files of the database: made for their owner alone, and refused where others may write.
 
-SQLite follows a symbolic link and writes to what it leads to, and gives its log files the
+SQLite follows a symbolic link and writes to its target, and gives its log files the
 permissions of the database, so both are looked at before it opens anything.
 """
 

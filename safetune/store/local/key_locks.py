@@ -5,7 +5,7 @@ kernel frees it when the process ends, however it ends, and a forked child does 
 it would inherit one of `flock`. A process that closes any descriptor of a file loses all its record
 locks on that file. So a process opens each lock file once, and never closes it or opens it again.
 
-The kernel tells processes apart, not threads; a table in memory has what this process holds. Two
+The kernel tells processes apart, not threads; a table in memory has the locks of this process. Two
 names may share a byte, of 2**62: then they only wait for each other.
 """
 
@@ -94,9 +94,9 @@ def locked(database: Path | None, names: Iterable[str]) -> set[str]:
 
 
 def node_id(database: Path | None) -> str:
-    """Return what the processes that exclude each other by these locks have in common.
+    """Return a name that all processes which exclude each other by these locks share.
 
-    A new name for each call where there are no locks.
+    Where there are no locks, each call returns a new one.
     """
     with contextlib.suppress(OSError):
         if database is not None:

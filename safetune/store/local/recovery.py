@@ -110,7 +110,7 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _locked(path: Path, exclusive: bool) -> Iterator[None]:
-    """The lock for moving a database. Its file stays: who deletes a lock file breaks the lock."""
+    """The lock for moving a database. Its file stays: deleting a lock file breaks the lock."""
     import fcntl
 
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -67,7 +67,7 @@ def adopt(
     prepared = [(rows.key_rows(each.key), rows.choice_row(each.choice)) for each in stored]
     with connection.transaction(wait_s) as sqlite:
         for key, choice in prepared:
-            for table, row in key:  # what this node knows of a kernel is more
+            for table, row in key:  # this node's row of a kernel has more in it
                 table.insert(sqlite, row, "IGNORE")
             CHOICE.insert(sqlite, choice, "REPLACE")
 
