@@ -1,4 +1,4 @@
-"""`@safetune`: the decorator, in the shapes that `triton.autotune` and its users have."""
+"""The decorator `@safetune`, with parameters or bare."""
 
 from __future__ import annotations
 
@@ -40,31 +40,34 @@ def safetune(
 ) -> Any:
     """Decorate a Triton kernel: a drop-in for `triton.autotune`, whose parameters come first.
 
-    Used bare above `@triton.autotune(...)` it takes over that tuner's settings; bare above
+    Bare `@safetune` above `@triton.autotune(...)` takes over the settings of that tuner; above
     `@triton.jit` the kernel has Triton's default config.
 
     Args:
-        configs: `triton.Config`s to choose from; none means Triton's default one.
-        key: names of the arguments whose values make another choice, or `"auto"`: every argument
-            that the kernel reads and no config sets.
-        cache_results: accepted and ignored: every choice is kept.
+        configs: `triton.Config`s to choose from; an empty list means Triton's default config.
+        key: names of the arguments whose values need a choice of their own, or `"auto"`: every
+            argument that the kernel reads and no config sets.
+        cache_results: accepted and ignored: safetune stores every choice.
         phantom: what to do with a name in `key` that nothing reads: `drop` it (the default, see
             SAFETUNE_PHANTOM), `keep` it, or raise an `error`.
         keep: names in `key` that are never dropped.
-        isolation: `worker` (one measuring process until a config spoils it), `config` (a new one
-            for every config), or `inline` (stock triton.autotune, in this process, stored nowhere).
+        isolation: `worker` (one measuring process until a config breaks it), `config` (a new
+            process for every config), or `inline` (as triton.autotune: in this process, without
+            the store).
         compile_timeout_s, run_timeout_s: seconds for one config.
         scratch: names of arguments that are not results, such as partial sums per program;
             configs may leave different values in them.
-        reference: called in the measuring process with the arguments by name; returns, by name,
-            what the written ones should hold. Configs that disagree with it are `wrong_result`.
-        inputs: called in the measuring process with the arguments by name, each tensor as a meta
-            tensor; returns, by name, every tensor to tune on. The caller's are then not copied.
-        capture_miss: what a key without a choice does under CUDA graph capture: launch the
-            `fallback` (the default, see SAFETUNE_CAPTURE_MISS), or raise an `error`.
+        reference: a function that returns the right values of the written arguments, by name. It
+            is called in the measuring process with the arguments by name. A config with another
+            result is `wrong_result`.
+        inputs: a function that returns every tensor to tune on, by name. It is called in the
+            measuring process with the arguments by name, each tensor as a meta tensor. The
+            caller's tensors are then not copied.
+        capture_miss: for a key without a choice under CUDA graph capture: launch the `fallback`
+            (the default, see SAFETUNE_CAPTURE_MISS), or raise an `error`.
 
     Raises:
-        InvalidConfig, InvalidSetting: an argument that no launch could use; the message names it.
+        InvalidConfig, InvalidSetting: no launch could use an argument; the message names it.
         PhantomKey: under `phantom="error"`.
     """
     settings = {n: v for n, v in locals().items() if n not in ("configs", "key")}
@@ -84,10 +87,10 @@ autotune = safetune
 
 
 def take_over(kernel: Any) -> Any:
-    """Bare `@safetune`: above `@triton.autotune`, above heuristics over that, or above jit.
+    """Apply bare `@safetune` above `@triton.autotune`, heuristics over it, or `@triton.jit`.
 
     Raises:
-        InvalidConfig, InvalidSetting: as `safetune` does of the tuner's settings.
+        InvalidConfig, InvalidSetting: as `safetune` raises for the tuner's settings.
     """
     if isinstance(kernel, Heuristics) and _innermost_tuner(kernel) is not None:
         return Heuristics(take_over(kernel.fn), kernel.arg_names, kernel.values)
@@ -113,7 +116,7 @@ def take_over(kernel: Any) -> Any:
         },
         do_bench=None if deprecated and is_interpreted(kernel.fn) else kernel._do_bench,
     )
-    # Given as parameters they would warn of their deprecation a second time.
+    # As parameters they would give their deprecation warning a second time.
     tuner.num_warmups, tuner.num_reps = kernel.num_warmups, kernel.num_reps
     tuner.use_cuda_graph = kernel.use_cuda_graph
     return tuner

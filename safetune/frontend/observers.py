@@ -1,6 +1,6 @@
-"""Code that is told of every launch and every miss in this process; `install` and `prepare` add it.
+"""Observers of every launch and every miss in this process; `install` and `prepare` add them.
 
-While there is none, a launch pays for one look at an empty tuple.
+Without an observer, a launch checks an empty tuple.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 
 _lock = threading.Lock()
 
-#: All of them, in the order in which they were added. Replaced, never changed in place.
+#: All observers, in the order in which they were added. Replaced, never changed in place.
 active: tuple[Observer, ...] = ()
 
 
 class Observer:
-    """Does nothing; a subclass overrides what it wants to know. Called from any thread."""
+    """Does nothing; a subclass overrides methods. Called from any thread."""
 
     def launch(
         self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
-        """Called before a launch; if it returns a function, that is called after the launch."""
+        """Called before a launch; a function that it returns is called after the launch."""
 
     def miss(self, tuner: Any) -> None:
         """Called when a key has no choice in memory."""
 
 
 def add(observer: Observer) -> None:
-    """Tell an observer of every launch that begins from here on."""
+    """Call an observer at every launch from now on."""
     global active
     with _lock:
         active = (*active, observer)
@@ -44,7 +44,7 @@ def remove(observer: Observer) -> None:
 def observed(
     launch: Callable[..., Any], tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what `launch(*args, **kwargs)` returns, and tell all observers."""
+    """Return `launch(*args, **kwargs)`, and call all observers."""
     after = [observer.launch(tuner, args, kwargs) for observer in active]
     result = launch(*args, **kwargs)
     for function in after:

@@ -1,10 +1,11 @@
-"""Libraries as they are: every `triton.autotune` that is applied from here on is safetune's.
+"""Installs safetune under unmodified libraries: it replaces `triton.autotune`.
 
-Tuners that are made by other means are reached where they launch (see `shadow_tuner`).
+Tuners that do not come from the replaced decorator are intercepted at their launch (see
+`shadow_tuner`).
 
 Three ways: `safetune.install()`; `SAFETUNE_INSTALL=1`, which acts when safetune is imported; and
-`safetune run script.py`, which has every Python that the program starts import it. At exit a report
-says on stderr what came of it.
+`safetune run script.py`, which makes every Python that the program starts import safetune. At exit
+a report on stderr says what was tuned.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from typing import Any
 from safetune import forks, triton_internals
 from safetune.integrations.install_report import Installation
 
-#: Made when `install` runs; what is counted, for the report.
+#: The counts for the report; made when `install` runs.
 _installation: Installation | None = None
 _one_at_a_time = threading.Lock()
 
 
 def install() -> Installation:
-    """Have `triton.autotune` be safetune's from now on; a second call changes nothing.
+    """Replace `triton.autotune` by safetune's decorator; a second call changes nothing.
 
-    A tuner of Triton's own class, or of a library's on top of it, is reached where it launches.
+    Tuners of Triton's own class, or of a library's subclass, are intercepted at their launch.
 
     Raises:
-        InvalidSetting: a SAFETUNE_* variable means nothing, so that no kernel could be taken over.
+        InvalidSetting: a SAFETUNE_* variable has an invalid value.
     """
     global _installation
     # Importing Triton may install, after `when_triton_is_imported`.
@@ -58,7 +59,7 @@ def install() -> Installation:
 
 
 def _report_at_exit(installation: Installation) -> None:
-    """Have this process, and each process forked from it, report its own launches."""
+    """Make this process, and each process forked from it, report its own launches."""
     forks.register("report", after_in_child=installation.begin, at_exit=installation.report)
     forks.register_worker_exit(installation, installation.report)
 
@@ -92,7 +93,7 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
 
 
 def _counter(installation: Installation) -> Any:
-    """Return an observer that counts launches and misses: a program without `install` has none."""
+    """Return an observer that counts launches and misses."""
     from safetune.frontend import observers
 
     class Counter(observers.Observer):
@@ -106,7 +107,7 @@ def _counter(installation: Installation) -> Any:
 
 
 def when_triton_is_imported() -> None:
-    """Install at once if Triton is there, else right after its import, whoever does that."""
+    """Install at once if Triton is imported, else right after its import."""
     if "triton" in sys.modules:
         install()
     else:
@@ -114,9 +115,9 @@ def when_triton_is_imported() -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it has Triton's own loader call `install` once it is done.
+    """Finds nothing itself: it makes Triton's own loader call `install` at its end.
 
-    A search need not end in an import: torch asks whether there is a Triton and leaves it at that.
+    A search need not end in an import: torch only checks whether Triton can be found.
     """
 
     def __init__(self) -> None:
