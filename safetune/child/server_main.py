@@ -1,9 +1,9 @@
-"""The fork server, and the children that it forks. Started as `-m safetune.child.server_main` is.
+"""The fork server, and the children that it forks.
 
 The server imports torch and triton once and never touches CUDA, so that a child can be forked from
-it in milliseconds and make a context of its own. It runs none of the user's code, not even the
-user's `__main__`; it answers two requests, `fork` and `reap`, and ends with the process that
-started it, however that one ends. A forked child leads its own session and dies with the server.
+it in milliseconds and make a context of its own. It runs no code of the user, not even the user's
+`__main__`. It answers two requests, `fork` and `reap`, and ends with the process that started it,
+however that ends. A forked child leads its own session and dies with the server.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Server:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         with contextlib.suppress(OSError, AttributeError):
-            # A worker process that the parent forked may hold a copy of its end of the control
-            # socket; the pidfd tells of the parent's own end all the same.
+            # A process that the parent forked may hold a copy of its end of the control socket;
+            # the pidfd still shows that the parent itself has ended.
             self._poll.register(os.pidfd_open(parent), select.POLLIN)
         self._ends = os.pipe()
         for end in self._ends:
@@ -70,7 +70,7 @@ class _Server:
         self._poll.register(self._ends[0], select.POLLIN)
 
     def serve(self) -> NoReturn:
-        # A child that leaves by itself is waited for at once, and not at the next request.
+        # A child that exits by itself is waited for at once, not at the next request.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
         while True:
@@ -116,7 +116,7 @@ class _Server:
         return {"pid": pid}
 
     def _collect(self) -> None:
-        """Wait for the children that have left by themselves."""
+        """Wait for the children that have exited by themselves."""
         for pid in list(self._children):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 protocol.kill_group(pid)  # what it had started, while its number is still its own
@@ -124,7 +124,7 @@ class _Server:
                 self._ended[pid] = os.waitpid(pid, 0)[1]
 
     def _reap(self, pid: int, kill: bool) -> dict[str, Any]:
-        """Wait for a child that is ending; bounded, for one stuck in a driver call may not end."""
+        """Wait for a child that is ending, but not forever: it may be stuck in a driver call."""
         if pid not in self._children:
             return {"status": self._ended.pop(pid, None)}
         if kill:

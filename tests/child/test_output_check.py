@@ -239,7 +239,9 @@ class TestReference:
         ("expected", "message"),
         [({"y": torch.zeros(N)}, "'y'"), ({"out": torch.zeros(3)}, r"shape \(3,\) for out")],
     )
-    def test_that_fits_nothing_is_an_error(self, trial: Trial, expected, message: str) -> None:
+    def test_a_reference_that_fits_nothing_is_an_error(
+        self, trial: Trial, expected, message: str
+    ) -> None:
         with pytest.raises(ValueError, match=message):
             trial.check.expect(expected)
 

@@ -722,7 +722,9 @@ class TestFactory:
             (lambda named: {**ones(named), "src": 3.0}, "returned a float for src, which is a"),
         ],
     )
-    def test_that_makes_something_else(self, returned: Any, message: str, records: Any) -> None:
+    def test_a_factory_that_makes_something_else_is_an_error(
+        self, returned: Any, message: str, records: Any
+    ) -> None:
         src, dst = torch.randn(N), torch.zeros(N)
         with pytest.warns(UserWarning, match=f"copy_kernel is not tuned.*{message}"):
             self.tune(returned, dst, src, N)

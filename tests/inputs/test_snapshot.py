@@ -141,7 +141,7 @@ class TestSizes:
         assert Settings.current().copy_limit == 2 * KIB**3
 
     @pytest.mark.parametrize("text", ["", "much", "1.5G", "-1", "1T", "1 000", "1B", "٣"])
-    def test_that_mean_nothing(self, text: str):
+    def test_a_limit_that_is_not_a_size_is_refused(self, text: str):
         with pytest.raises(InvalidSetting, match=r"NAME=.* is not a size"):
             parse_size("NAME", text)
 

@@ -120,12 +120,12 @@ os._exit(3)
 
 
 class TestAChild:
-    def test_that_is_killed_says_so_once(self, child: Child) -> None:
+    def test_a_killed_child_returns_its_status_once(self, child: Child) -> None:
         assert os.WTERMSIG(child.kill() or 0) == signal.SIGKILL
         assert ended(child.pid, within_s=0)
         assert child.kill() is None
 
-    def test_that_dies_between_jobs_fails_the_next(self, child: Child) -> None:
+    def test_a_child_that_dies_between_jobs_fails_the_next(self, child: Child) -> None:
         os.kill(child.pid, signal.SIGTERM)
         assert ended(child.pid)
         with pytest.raises(ChildFailed) as caught:
@@ -133,7 +133,7 @@ class TestAChild:
         assert caught.value.outcome.label == "died(SIGTERM)"
         assert child.kill() is None, "it has been waited for"
 
-    def test_that_does_not_answer_is_killed(self, child: Child) -> None:
+    def test_a_child_that_does_not_answer_is_killed(self, child: Child) -> None:
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ChildFailed) as caught:
             child.ask(Release(), timeout_s=0.2)
@@ -141,7 +141,7 @@ class TestAChild:
         assert caught.value.outcome.message == "no answer within 0.2 s"
         assert ended(child.pid)
 
-    def test_that_takes_no_job_is_killed(self, child: Child) -> None:
+    def test_a_child_that_reads_no_job_is_killed(self, child: Child) -> None:
         """A blob larger than the socket's buffer, and nobody who reads it."""
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ChildFailed) as caught:
@@ -150,11 +150,11 @@ class TestAChild:
         assert "0.2 s" in caught.value.outcome.message
         assert ended(child.pid)
 
-    def test_that_was_abandoned_ends_by_itself(self, child: Child) -> None:
+    def test_an_abandoned_child_ends_by_itself(self, child: Child) -> None:
         child.abandon()
         assert ended(child.pid)
 
-    def test_answers_in_order(self, child: Child) -> None:
+    def test_a_child_answers_in_order(self, child: Child) -> None:
         """Two jobs at once, as the compile pool sends them."""
         child.send(Release())
         child.send(Compile(), b"of no kernel")
@@ -163,7 +163,7 @@ class TestAChild:
         assert outcome.verdict is Verdict.COMPILE_ERROR
         assert outcome.detail == "EOFError"
 
-    def test_that_ends_has_its_last_words_heard(self, child: Child) -> None:
+    def test_what_a_child_prints_at_its_end_is_in_the_outcome(self, child: Child) -> None:
         """Written after it closed its pipe, which is when its parent knows that it is ending."""
         child.ask(start_job(gpu_blind=True), pickle.dumps(Dies()), timeout_s=60)
         with pytest.raises(ChildFailed) as caught:
@@ -172,7 +172,7 @@ class TestAChild:
         assert outcome.stderr == "the last words"
         assert outcome.detail == "exit code 3"
 
-    def test_without_a_call_says_so(self, child: Child) -> None:
+    def test_a_child_without_a_call_is_a_protocol_error(self, child: Child) -> None:
         outcome = child.ask(Measure(0, BUDGET), timeout_s=60)[0].outcome
         assert outcome.verdict is Verdict.PROTOCOL_ERROR
         assert outcome.message == "no call was prepared"
