@@ -86,6 +86,7 @@ class Store:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._reported: set[tuple[Any, ...]] = set()
+        self._put_keys: dict[str, tuple[tuple[Table, dict[str, Scalar]], ...]] = {}
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -119,7 +120,7 @@ class Store:
 
     def put_key(self, record: KeyRecord) -> None:
         """Write a key with its kernel and device, or refresh them; raises `StoreError`."""
-        prepared = rows.key_rows(record)
+        prepared = self._put_keys[text(record.digest)] = rows.key_rows(record)
         with self._connection.writing() as database:
             for table, row in prepared:
                 _upsert(database, table, row)
@@ -134,6 +135,7 @@ class Store:
         """
         row = rows.trial_row(record)
         with self._connection.writing() as database:
+            self._restore_key(database, row)
             if record.outcome.verdict in TRANSIENT:
                 _table(database, TRIAL).insert(row, pk=TRIAL.primary_key, ignore=True)
             else:
@@ -169,6 +171,7 @@ class Store:
         row = rows.choice_row(record)
         wanted = [row[name] for name in CHOICE.primary_key]
         with self._connection.writing() as database:
+            self._restore_key(database, row)
             stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
                 _upsert(database, CHOICE, row)  # also over a row that is corrupt
@@ -268,6 +271,11 @@ class Store:
             for statement in CLEAR_UNUSED:
                 connection.execute(statement)
         return deleted
+
+    def _restore_key(self, database: Database, row: dict[str, Scalar]) -> None:
+        """Write a key again that `safetune clear` deleted while this process was tuning it."""
+        for table, of_key in self._put_keys.get(str(row["key"]), ()):
+            table.insert(database.conn, of_key, "IGNORE")
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels, devices = (

@@ -160,6 +160,18 @@ def test_clear_deletes_one_kernel_with_all_it_has(store, records):
     connection.close()
 
 
+def test_a_kernel_that_is_cleared_while_it_is_tuned_is_found_afterwards(store, records):
+    """Regression: its choice was launched, but `list`, `show` and `clear` did not know it."""
+    store.put_key(records.key())
+    store.put_trial(records.trial("c1"))
+    assert Store.open(store.path.parent).clear("add") == 1
+    store.put_trial(records.trial("c2"))
+    assert [len(trials) for _, trials in store.trials_of("add")] == [1]
+    assert store.clear("add") == 1
+    store.put_choice(records.choice("c2"))
+    assert store.choices("add") == [StoredChoice(records.key(), records.choice("c2"))]
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_refused(store, records, number):
     """SQLite would keep a NaN as NULL without a word."""
