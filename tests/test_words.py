@@ -28,8 +28,8 @@ SHAPES = {
     "is no": (r"(?<!here\s)\b(?:is|are)\s+no\s+(?!longer\b)[A-Za-z]", "is not a, does not have"),
     "is none": (r"(?<!here\s)\b(?:is|are)\s+none\b", "is not a, does not exist"),
     "so many": (r"\bso\s+(?:many|long)\b", "the number, or the noun"),
-    "nobody": (r"\b[Nn]obody(?:'s)?\b", "the process, thread or user that is meant"),
-    "metaphor": (r"\b(?:courier|errand|witness|kin)s?\b", "thread, task, output, related keys"),
+    "nobody": (r"\b(?:[Nn]obody|[Ss]omebody|[Ww]hoever)\b", "the process, thread or user meant"),
+    "metaphor": (r"\b(?:courier|errand|witness|kin|companion)s?\b", "the field's term"),
 }
 
 #: (file, text) where the shape is right: CONTRIBUTING quotes the shapes to name them.

@@ -6,7 +6,7 @@ thread that waits for another process to write does not hold that lock: the othe
 
 A connection is closed before a fork, and each side opens its own at its next use. A database in
 memory cannot be opened again: a forked child starts with an empty one. A database that was deleted
-or replaced is opened anew, a damaged one is moved aside. Every failure is a `StoreError`.
+or replaced is opened again, and a damaged file is renamed. Every failure is a `StoreError`.
 """
 
 from __future__ import annotations
