@@ -22,6 +22,7 @@ from safetune.config import check_configs, check_functions, check_names, check_s
 from safetune.errors import InvalidSetting
 from safetune.frontend import observers
 from safetune.inputs.call import Hooks
+from safetune.isolation import backend
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport, classify
 from safetune.keys.tuning_key import readable_key
@@ -349,16 +350,15 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def _miss(
         self, key: Any, form: call_shape.CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Config:
-        from safetune.miss import (  # the store and the tuning wait for the first miss
-            resolve as miss_resolve,
-        )
-        from safetune.miss import under_capture
+        from safetune.miss import resolve as miss_resolve  # imports the store and the tuning
 
         for observer in observers.active:
             observer.miss(self)
         call_shape.refuse_vmap(kernel_name(self.fn), args)
         state = self.states.of(key)
-        if (running := under_capture.under_way()) and not kwargs.get("warmup"):
+        if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
+            from safetune.miss import under_capture
+
             return under_capture.resolve(self, state, form, args, kwargs, running)
         with state.lock:  # of threads that miss the same key, the others find what the first found
             known = self.states.hits.get(key)
@@ -369,9 +369,11 @@ _run = Autotuner.run
 
 
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:
-    from safetune.miss import under_capture  # the store and the tuning wait for the first miss
+    if not backend.capture_under_way():
+        return contextlib.nullcontext()
+    from safetune.miss import under_capture
 
-    return under_capture.no_collection() if under_capture.under_way() else contextlib.nullcontext()
+    return under_capture.no_collection()
 
 
 def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:

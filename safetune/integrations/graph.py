@@ -85,7 +85,7 @@ class Watch:
 
     def begin(self) -> None:
         """Begin to count: a capture has begun on the current stream."""
-        self._capture = under_capture.under_way()
+        self._capture = backend.capture_under_way()
         self._name = self._name or f"capture {self._capture}"
         if self._capture:
             under_capture.watch(self._capture, self._name)

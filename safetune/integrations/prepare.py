@@ -88,7 +88,7 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
         CaptureError: called under capture.
         NoWorkingConfig: every config of a kernel failed.
     """
-    if under_capture.under_way():
+    if backend.capture_under_way():
         raise CaptureError(
             "safetune.prepare was called while a CUDA graph is being captured: call it before"
         )

@@ -120,6 +120,12 @@ def current() -> Backend | None:
     return None if isinstance(found, BackendError) else found
 
 
+def capture_under_way() -> int:
+    """Return the id of the capture that a launch of this thread would be part of; 0 without one."""
+    found = current()
+    return 0 if found is None else found.capture_id(found.launch_stream())
+
+
 def required() -> Backend:
     """Return the back end of the device; raises `BackendError` where there is none."""
     name = triton_internals.target_name()

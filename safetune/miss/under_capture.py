@@ -23,7 +23,6 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
-from safetune.isolation import backend
 from safetune.launch.key_state import Decision, KeyState, Reason
 from safetune.miss import candidates
 from safetune.miss import resolve as miss_resolve
@@ -123,12 +122,6 @@ def no_collection() -> Iterator[None]:
             _pauses -= 1
             if not _pauses and _resume:
                 gc.enable()
-
-
-def under_way() -> int:
-    """Return the number of the capture that a launch of this thread would be part of; 0: none."""
-    found = backend.current()
-    return 0 if found is None else found.capture_id(found.launch_stream())
 
 
 def resolve(

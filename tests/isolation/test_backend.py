@@ -13,7 +13,6 @@ from safetune.errors import BackendError, DeviceUnavailable, NoMemory, NotReprod
 from safetune.inputs import memory_budget, pointers, spans
 from safetune.isolation import backend, child_handle, devices
 from safetune.keys import tuning_key
-from safetune.miss import under_capture
 from safetune.miss.resolve import why_not_isolated
 from tests.backends import FakeBackend, launching_on
 
@@ -72,7 +71,7 @@ class TestWithABackend:
             return 42
 
         with launching_on(FakeBackend(capture_id=capture_id, launch_stream=lambda: 9)):
-            assert under_capture.under_way() == 42
+            assert backend.capture_under_way() == 42
         assert asked == [9]
 
     def test_its_addresses_are_refused(self) -> None:

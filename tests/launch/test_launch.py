@@ -23,11 +23,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from safetune import TracingError, prepare, safetune, triton_internals
+from safetune.isolation import backend
 from safetune.keys import tuning_key
 from safetune.keys.key_names import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN
-from safetune.miss import reporting, under_capture
+from safetune.miss import reporting
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Machine, Tuned
@@ -535,7 +536,7 @@ class TestChanges:
         running = [7]
         choose = kernel.tuner._miss
         kernel.tuner._miss = lambda *call: CONFIGS[3] if running[0] else choose(*call)
-        monkeypatch.setattr(under_capture, "under_way", lambda: running[0])
+        monkeypatch.setattr(backend, "capture_under_way", lambda: running[0])
         collecting = []
         kernel.jit.add_pre_run_hook(lambda *_, **__: collecting.append(gc.isenabled()))
         call(kernel)
@@ -567,7 +568,7 @@ class TestUnderCapture:
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Gets a line each time that the driver is asked for a capture; there is one."""
         asked: list[int] = []
-        monkeypatch.setattr(under_capture, "under_way", lambda: asked.append(7) or 7)
+        monkeypatch.setattr(backend, "capture_under_way", lambda: asked.append(7) or 7)
         return asked
 
     def test_a_known_launch_asks_the_driver_nothing(self, kernel: Tuned, asked: list[int]) -> None:

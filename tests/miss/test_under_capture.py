@@ -21,6 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 import safetune
 from safetune import CaptureMiss, InvalidSetting
+from safetune.isolation import backend
 from safetune.isolation.cuda import Cuda
 from safetune.miss import background, under_capture
 from safetune.settings import Settings
@@ -376,7 +377,7 @@ def test_what_the_driver_says_of_a_stream(error: int, status: int, expected: int
 
 
 def test_without_a_device_nothing_is_captured() -> None:
-    assert under_capture.under_way() == 0
+    assert backend.capture_under_way() == 0
 
 
 def _capture_each(numbers: Iterable[int], copy: Copies, driver: Driver) -> None:
