@@ -61,6 +61,15 @@ def check(path: Path) -> None:
             _check(name, stat.S_ISREG, "regular file")
 
 
+def open_lock(path: Path) -> int:
+    """Open a lock file for writing, making it if it is missing; return its descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is a symbolic link.
+    """
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 def identity(path: Path) -> tuple[int, int] | None:
     """Return the device and inode of a file; None if there is none.
 

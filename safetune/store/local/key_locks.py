@@ -122,8 +122,7 @@ def _opened(path: Path) -> tuple[int, int]:
         there = _identity(os.lstat(path))
         if there in _descriptors and _is_open(there):
             return there
-    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = db_files.open_lock(path)
     opened = _identity(os.fstat(descriptor))
     _descriptors[opened] = descriptor
     return opened

@@ -113,8 +113,7 @@ def _locked(path: Path, exclusive: bool) -> Iterator[None]:
     """The lock for moving a database. Its file stays: deleting a lock file breaks the lock."""
     import fcntl
 
-    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path.with_name(path.name + db_files.LOCK), flags, 0o600)
+    descriptor = db_files.open_lock(path.with_name(path.name + db_files.LOCK))
     try:
         if not flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, _WAIT_S):
             busy = "opening" if exclusive else "moving"

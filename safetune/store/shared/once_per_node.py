@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetune import forks
+from safetune.store.local import db_files
 from safetune.store.waiting import flock
 
 try:
@@ -75,7 +76,7 @@ def _open(database: Path | None, name: str) -> int | None:
         return None
     path = database.with_name(f"{database.stem}-shared-{name}.lock")
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return db_files.open_lock(path)
     except OSError:
         return None
 
