@@ -14,7 +14,7 @@ from safetune.config import config_digest, config_record, declared_digest
 from safetune.kernels import launches
 from safetune.offline.tasks import OfflineKernel, find_kernels
 from safetune.store.packs import pack_format
-from safetune.store.packs.packs import read_pack, shipped
+from safetune.store.packs.packs import name_of, read_pack, shipped
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -44,7 +44,7 @@ def problems(directory: Path) -> list[str]:
             found += [f"{path.name}: {text}" for text in _problems_of(entry, kernel)]
         if path.read_text() != pack_format.dump(read_pack(path)):
             found.append(f"{path.name}: not as export writes it")
-        if {pack_format.name_of(entry) for entry in read_pack(path)} != {path.name}:
+        if {name_of(entry) for entry in read_pack(path)} != {path.name}:
             found.append(f"{path.name}: not under the name by which it is found")
     return sorted(set(found))
 
@@ -136,7 +136,7 @@ def choices_for() -> Any:
 def test_it_can_fail(choices_for: Any, tmp_path: Path, changes: Any, problem: str | None) -> None:
     kernel = shipped_kernels()["layer_norm_finalize_kernel"]
     entry = choices_for(kernel, **changes)
-    (tmp_path / pack_format.name_of(entry)).write_text(pack_format.dump([entry]))
+    (tmp_path / name_of(entry)).write_text(pack_format.dump([entry]))
     found = problems(tmp_path)
     assert [problem in text for text in found] == [True] if problem else found == []
 
@@ -145,7 +145,7 @@ def test_a_choice_of_what_is_not_tried_any_more(choices_for: Any, tmp_path: Path
     kernel = shipped_kernels()["layer_norm_backward_kernel"]
     (wide,) = (c for c in kernel.tuner.configs if c.num_warps == 16 and c.kwargs["LOAD_AGAIN"])
     entry = choices_for(kernel, config=config_record(wide))
-    (tmp_path / pack_format.name_of(entry)).write_text(pack_format.dump([entry]))
+    (tmp_path / name_of(entry)).write_text(pack_format.dump([entry]))
     assert ["does not try that config" in text for text in problems(tmp_path)] == [True]
 
 

@@ -17,7 +17,7 @@ from safetune.config import config_digest, config_record
 from safetune.launch.key_state import KeyState, KeyStates
 from safetune.miss.resolve import Miss
 from safetune.store.packs import exchange, pack_format
-from safetune.store.packs.packs import read_pack
+from safetune.store.packs.packs import name_of, read_pack
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
@@ -107,7 +107,7 @@ class Packed:
         of_choice = {name: changes.pop(name) for name in tuple(changes) if hasattr(choice, name)}
         key = replace(KeyRecord.of(request.key), **changes)
         entry = pack_format.checked(StoredChoice(key, replace(choice, **of_choice)))
-        path = self.directory / pack_format.name_of(entry)
+        path = self.directory / name_of(entry)
         others = read_pack(path) if path.exists() else []
         exchange.write_pack(exchange.merged([entry], others), path)
         return path

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.errors import StoreError
-from safetune.store.local import db_files, migrations, recovery
-from safetune.store.local.recovery import Damaged
+from safetune.store.local import db_files, migrations
+from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import RecordError
 from safetune.store.waiting import tries
 
@@ -148,7 +148,7 @@ class Connection:
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             message = f"cannot {action} the store {self._name}: {reason}"
-            if not recovery.is_damage(error):
+            if not db_files.is_damage(error):
                 # Such as a lock that could not be released: only a new connection clears that.
                 if action == "read" and self.path is not None:
                     self._disconnect()
@@ -203,10 +203,10 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     for last in (False, False, False, True):
         if db_files.is_read_only(path):
             db_files.check(path)
-            return prepared(recovery.open_read_only(path), migrations.check_readable), None
+            return prepared(db_files.open_read_only(path), migrations.check_readable), None
         db_files.make_directory(path)
         try:
-            with recovery.unmoved(path):
+            with db_files.unmoved(path):
                 db_files.make(path)
                 found = db_files.identity(path)
                 prepare = migrations.prepare_suspect if suspect else migrations.prepare
@@ -214,10 +214,10 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
         except (sqlite3.Error, Damaged) as error:
             # An error of a file that was replaced says nothing about the new one.
             replaced = db_files.identity(path) != found
-            if last or not (replaced or recovery.is_damage(error)):
+            if last or not (replaced or db_files.is_damage(error)):
                 raise
             if looked and not replaced:
-                recovery.move_aside(path, found, error)
+                db_files.move_aside(path, found, error)
             looked = not replaced
             continue
         if found == db_files.identity(path):

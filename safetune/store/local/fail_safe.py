@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetune.errors import StoreError
 from safetune.store.local.connection import Connection
-from safetune.store.local.recovery import Damaged
+from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
 from safetune.store.records import precedence

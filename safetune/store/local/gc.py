@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
-from safetune.store.local import key_locks, recovery
+from safetune.store.local import db_files, key_locks
 from safetune.store.local.store import CLEAR_UNUSED
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
             _delete(database, gone)
     files = []
     if path is not None and rule.before is not None:
-        files = [file for file in recovery.moved(path) if file.lstat().st_mtime < rule.before]
+        files = [file for file in db_files.moved(path) if file.lstat().st_mtime < rule.before]
     if not dry_run:
         for file in files:
-            recovery.remove(file)
+            db_files.remove(file)
         if gone or (rule.most_bytes is not None and before > rule.most_bytes):
             _shrink(connection)
     return Swept(len(gone), trials, choices, calls, len(files), before, _size(connection))
@@ -133,7 +133,7 @@ def stats(store: Store) -> dict[str, Any]:
         "oldest": min(dates, default=None),
         "newest": max(dates, default=None),
         "tuning_now": len(key_locks.locked(path, [key.digest for key in keys])),
-        "moved_aside": [str(each) for each in recovery.moved(path)] if path else [],
+        "moved_aside": [str(each) for each in db_files.moved(path)] if path else [],
     }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
-from safetune.store.local.recovery import Damaged
+from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import TABLES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection
-from safetune.store.local.recovery import Damaged
+from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import (
     CHOICE,
     DEVICE,

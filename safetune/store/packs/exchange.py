@@ -19,7 +19,7 @@ from safetune.store.local import rows
 from safetune.store.local.rows import CHOICE, Scalar, Table
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.packs import pack_format
-from safetune.store.packs.packs import beginning, read_pack
+from safetune.store.packs.packs import beginning, name_of, read_pack
 from safetune.store.records import StoredChoice, wins
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
     """Return the choices of each pack that they make, by its file's name, sorted."""
     packs: dict[str, list[StoredChoice]] = {}
     for entry in entries:
-        packs.setdefault(pack_format.name_of(entry), []).append(entry)
+        packs.setdefault(name_of(entry), []).append(entry)
     return dict(sorted(packs.items()))
 
 

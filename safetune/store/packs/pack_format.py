@@ -7,7 +7,6 @@ per fact, so that a diff shows the facts that changed.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,18 +17,6 @@ from safetune.store.records import StoredChoice
 
 #: A pack of 10,000 choices has 5 MB.
 MAX_BYTES = 64 << 20
-
-
-def file_name(kernel_name: str, kernel_digest: str, device_name: str, device_digest: str) -> str:
-    """Return the name under which a pack is looked for: one for each kernel and kind of device."""
-    words = [re.sub(r"[^A-Za-z0-9]+", "_", name)[:80] for name in (kernel_name, device_name)]
-    return ".".join([*words, encoding.digest([kernel_digest, device_digest])[:8], "json"])
-
-
-def name_of(entry: StoredChoice) -> str:
-    """Return the name of the pack that this choice belongs in."""
-    key = entry.key
-    return file_name(key.kernel_name, key.kernel_digest, key.device["name"], key.device_digest)
 
 
 def load(data: bytes) -> list[StoredChoice]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import stat
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetune.errors import PackError
+from safetune.keys import encoding
 from safetune.store.packs import pack_format
 from safetune.store.records import ChoiceRecord, RelatedChoice, StoredChoice
 
@@ -51,6 +53,18 @@ def shipped() -> Path | None:
     return Path(directories[0]) if directories else None
 
 
+def file_name(kernel_name: str, kernel_digest: str, device_name: str, device_digest: str) -> str:
+    """Return the name under which a pack is looked for: one for each kernel and kind of device."""
+    words = [re.sub(r"[^A-Za-z0-9]+", "_", name)[:80] for name in (kernel_name, device_name)]
+    return ".".join([*words, encoding.digest([kernel_digest, device_digest])[:8], "json"])
+
+
+def name_of(entry: StoredChoice) -> str:
+    """Return the name of the pack that this choice belongs in."""
+    key = entry.key
+    return file_name(key.kernel_name, key.kernel_digest, key.device["name"], key.device_digest)
+
+
 class Packs:
     """The packs in some directories, in their order.
 
@@ -78,7 +92,7 @@ class Packs:
 
     def _of_kernel(self, key: TuningKey) -> Iterator[tuple[Path, StoredChoice]]:
         kernel, device = key.kernel, key.device
-        name = pack_format.file_name(kernel.name, kernel.digest, device.name, device.digest)
+        name = file_name(kernel.name, kernel.digest, device.name, device.digest)
         for directory in self._directories:
             path = directory / name
             if path not in self._read:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safetune.errors import StoreError
-from safetune.store.local import migrations, recovery, rows
+from safetune.store.local import db_files, migrations, rows
 from safetune.store.local.store import Store
 
 
@@ -93,7 +93,7 @@ def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, reco
     path.write_bytes(content)
     with pytest.warns(UserWarning, match="damaged") as caught:
         store = Store.open(tmp_path)
-    (aside,) = recovery.moved(path)
+    (aside,) = db_files.moved(path)
     assert len(caught) == 1
     assert str(aside) in str(caught[0].message)
     assert aside.read_bytes() == content
@@ -113,14 +113,14 @@ def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path, monkey
         with pytest.raises(StoreError, match="other processes have been opening it") as caught:
             Store.open(tmp_path)
         refused.append(caught.value)
-        assert recovery.moved(path) == []
+        assert db_files.moved(path) == []
         prepare(connection)
 
     monkeypatch.setattr(migrations, "prepare", prepare_slowly)
-    monkeypatch.setattr(recovery, "_WAIT_S", 0.0)
+    monkeypatch.setattr(db_files, "_WAIT_S", 0.0)
     with pytest.warns(UserWarning, match="damaged"):
         store = Store.open(tmp_path)
-    assert len(refused) == len(recovery.moved(path)) == 1
+    assert len(refused) == len(db_files.moved(path)) == 1
     store.put_choice(records.choice())
     assert store.choice("key") == records.choice()
     store.close()

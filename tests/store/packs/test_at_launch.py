@@ -12,7 +12,8 @@ import pytest
 
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.store.packs import exchange, pack_format, packs
+from safetune.store.packs import exchange, packs
+from safetune.store.packs.packs import name_of
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -199,7 +200,7 @@ def test_a_pack_is_opened_when_the_store_has_no_choice(
     assert opened() == [], "the store has it now"
 
     collected = exchange.collect(cache_dir).entries
-    exchange.write_pack(collected, directory / pack_format.name_of(collected[0]))
+    exchange.write_pack(collected, directory / name_of(collected[0]))
     (cache_dir / "safetune.db").unlink()
     assert opened() == [str(directory / Path(missed[0]).name)]
     assert exchange.collect(cache_dir).entries == [], "nothing was tuned"

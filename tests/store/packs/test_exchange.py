@@ -18,7 +18,7 @@ from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKe
 from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.packs import exchange, pack_format
-from safetune.store.packs.packs import Packs
+from safetune.store.packs.packs import Packs, name_of
 from safetune.store.records import TrialRecord
 
 WIDE = {"BLOCK": 128, "num_ctas": 1, "num_stages": 3, "num_warps": 8}
@@ -206,7 +206,7 @@ class TestNewerVersion:
     @pytest.fixture
     def pack(self, choices: Any, tmp_path: Path) -> Path:
         text = pack_format.dump([choices.entry(1), choices.entry(2, median_ms=0.123)])
-        path = tmp_path / "packs" / pack_format.name_of(choices.entry())
+        path = tmp_path / "packs" / name_of(choices.entry())
         path.parent.mkdir()
         before, last = text.replace("0.123,", "0.123456789,").rsplit('Z"', 1)
         path.write_text(f'{before}Z",\n          "clocks_mhz": [1980, -0.0]{last}')

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetune.errors import PackError
 from safetune.store.packs import pack_format
 from safetune.store.packs.pack_format import dump, load
+from safetune.store.packs.packs import file_name, name_of
 
 EXPECTED = """\
 {
@@ -76,16 +77,16 @@ def test_a_new_choice_changes_its_own_lines(choices: Any) -> None:
 
 
 def test_the_name_of_the_file(choices: Any) -> None:
-    name = pack_format.name_of(choices.entry())
-    assert name == pack_format.name_of(choices.entry(7, toolchain=choices.entry().key.toolchain))
+    name = name_of(choices.entry())
+    assert name == name_of(choices.entry(7, toolchain=choices.entry().key.toolchain))
     assert name.startswith("add.NVIDIA_H100_80GB_HBM3.")
     others = [
         choices.entry(kernel_digest="ef" * 16),
         choices.entry(device={**choices.h100, "sm_count": 114}),
     ]
-    assert len({name, *map(pack_format.name_of, others)}) == 3
-    assert len(pack_format.file_name("k" * 999, "", "d/../" * 999, "")) < 255
-    assert "/" not in pack_format.file_name("k", "", "../d", "")
+    assert len({name, *map(name_of, others)}) == 3
+    assert len(file_name("k" * 999, "", "d/../" * 999, "")) < 255
+    assert "/" not in file_name("k", "", "../d", "")
 
 
 values = st.one_of(

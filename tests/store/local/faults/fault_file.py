@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tally import DECLARED, NotHere, Tally, choice, fault, filled, judge, run, trial
 
-from safetune.store.local import migrations, recovery, rows
+from safetune.store.local import db_files, migrations, rows
 from safetune.store.local.store import DATABASE_NAME, Store
 
 _MOVED = "renamed and replaced by an empty database; one warning that names it"
@@ -70,7 +70,7 @@ def garbage(place: Path, times: int) -> Tally:
             len(done.warnings) == 1, f"garbage {number % 4}: {len(done.warnings)} warnings"
         )
         tally.expect(not done.in_memory, "no new database took its place")
-        kept = [each.read_bytes() for each in recovery.moved(path)]
+        kept = [each.read_bytes() for each in db_files.moved(path)]
         tally.expect(kept == [kinds[number % 4]], "it is not kept as it was")
     return tally
 

@@ -15,7 +15,7 @@ from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKe
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store import lookup
-from safetune.store.local import recovery
+from safetune.store.local import db_files
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 
@@ -188,7 +188,7 @@ def judge(tally: Tally, what: str, directory: Path, count: int = 40, told: bool 
     for number, record in done.found.items():
         tally.expect(record == choice(number), f"{what}: another choice for key {number}")
     tally.expect(done.goes_on, f"{what}: the run does not go on")
-    aside = recovery.moved(directory / DATABASE_NAME)
+    aside = db_files.moved(directory / DATABASE_NAME)
     named = [path for path in aside if any(str(path) in text for text in done.warnings)]
     tally.expect(len(done.warnings) <= 1, f"{what}: {len(done.warnings)} warnings: {done.warnings}")
     if told and not named and not done.log and not done.in_memory:
