@@ -18,8 +18,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from safetune import forks, triton_internals
-from safetune.errors import WorkerUnavailable
-from safetune.isolation import backend, devices, protocol
+from safetune.errors import DeviceUnavailable, WorkerUnavailable
+from safetune.isolation import backend, protocol
 from safetune.isolation.fork_server import ForkServer, child_environment, server, tail_of
 from safetune.isolation.protocol import Answer, Job, Start
 from safetune.outcome import Outcome, Verdict
@@ -28,6 +28,11 @@ from safetune.outcome import Outcome, Verdict
 START_S = 60.0
 #: A child is not used again this shortly before it exits.
 IDLE_MARGIN_S = 1.0
+#: How long the kernel may take to end a child whose server has exited; it takes microseconds.
+_END_MS = 2000
+
+#: For each device, a pidfd of a child on it that SIGKILL did not end.
+_stuck: dict[int, int] = {}
 
 
 def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
@@ -39,8 +44,8 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
     environment = child_environment()
     if gpu_blind:
         environment.update(backend.hidden_environment())
-    else:
-        environment.update(devices.child_visibility())
+    elif found := backend.current():  # an index means the same device there as here
+        environment.update(found.visible_environment())
     return Start(
         environment=environment,
         path=[path or os.getcwd() for path in sys.path],
@@ -49,6 +54,51 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
         knobs=triton_internals.knobs_set_in_code(),
         memory_bytes=memory_bytes,
     )
+
+
+def check_device(index: int) -> None:
+    """Raise where a child must not use a device; -1 is the interpreter.
+
+    The caller has a context on the device, or will need one for the launch that follows.
+
+    Raises:
+        DeviceUnavailable: a fault there could reach this process, or a killed child is stuck.
+        BackendError: the driver does not answer.
+    """
+    if _has_stuck_child(index):
+        where = "" if index < 0 else f" on device {index}"
+        raise DeviceUnavailable(
+            f"a tuning process{where} does not end though it was killed; it is probably stuck in a "
+            "call of the driver. Nothing is tuned there until it has ended"
+        )
+    if index < 0:
+        return
+    if reason := backend.required().why_not_shared(index):
+        raise DeviceUnavailable(reason)
+
+
+def _note_stuck(index: int, pid: int) -> None:
+    """Have `check_device` refuse a device until a killed child on it has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:  # it has ended after all
+        return
+    previous = _stuck.pop(index, None)
+    if previous is not None:
+        os.close(previous)
+    _stuck[index] = handle
+
+
+def _has_stuck_child(index: int) -> bool:
+    handle = _stuck.get(index)
+    if handle is None:
+        return False
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    if not poll.poll(_END_MS):
+        return True
+    os.close(_stuck.pop(index))
+    return False
 
 
 class ChildFailed(Exception):
@@ -174,7 +224,7 @@ class Child:
     def _kill(self) -> int | None:
         status = self._server.reap(self.pid, kill=True)
         if status is None and self._device is not None:
-            devices.note_stuck(self._device, self.pid)
+            _note_stuck(self._device, self.pid)
         return status
 
     def _failed(self, verdict: Verdict, message: str) -> ChildFailed:

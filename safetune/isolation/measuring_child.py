@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import devices
+from safetune.isolation import child_handle
 from safetune.isolation.child_handle import (
     IDLE_MARGIN_S,
     START_S,
@@ -162,7 +162,7 @@ class MeasuringChild:
         return self._child
 
     def _prepared(self, fds: tuple[int, ...]) -> Child:
-        devices.check(self._index)
+        child_handle.check_device(self._index)
         child = (None if self._fresh else self._idle_child()) or Child(
             gpu_blind=self._index < 0, device=self._index
         )

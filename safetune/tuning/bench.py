@@ -20,7 +20,7 @@ from safetune.errors import NoWorkingConfig
 from safetune.inputs import compile_spec, kernel_pickle
 from safetune.inputs.call import Call, grid_of
 from safetune.inputs.snapshot import Inputs
-from safetune.isolation import devices, measuring_child
+from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild
@@ -59,7 +59,7 @@ class LaunchBench:
         begin = time.monotonic()
         call = request.call
         self.interpreted = call.interpreted
-        devices.check(call.index)
+        child_handle.check_device(call.index)
         self.phases: dict[str, float] = {}
         self._request = request
         self._pool: CompilePool | None = None

@@ -29,7 +29,7 @@ from safetune.inputs import compile_spec, kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.compile_spec import CallerResolver, capture_spec
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation import child_handle, devices
+from safetune.isolation import child_handle
 from safetune.keys.kernel_digest import base_function, kernel_identity
 from safetune.keys.tuning_key import Device, Toolchain, TuningKey
 from safetune.outcome import Outcome, Verdict
@@ -46,7 +46,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's launch path asks for the device, stream and target; there is no driver here."""
     from triton.runtime import driver
 
-    monkeypatch.setattr(devices, "check", lambda index: None)
+    monkeypatch.setattr(child_handle, "check_device", lambda index: None)
     made = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,

@@ -11,7 +11,7 @@ import torch
 
 from safetune.errors import BackendError, DeviceUnavailable, NoMemory, NotReproducible
 from safetune.inputs import memory_budget, pointers, spans
-from safetune.isolation import backend, child_handle, devices
+from safetune.isolation import backend, child_handle
 from safetune.keys import tuning_key
 from safetune.miss.resolve import why_not_isolated
 from tests.backends import FakeBackend, launching_on
@@ -40,7 +40,7 @@ class TestWithoutABackend:
     @pytest.mark.parametrize(
         "question",
         [
-            pytest.param(lambda: devices.check(0), id="exclusive modes"),
+            pytest.param(lambda: child_handle.check_device(0), id="exclusive modes"),
             pytest.param(lambda: pointers.is_live(False), id="pointers"),
             pytest.param(lambda: memory_budget.device_free(0), id="memory"),
             pytest.param(lambda: spans.reading(torch.device("cuda", 0)).__enter__(), id="copies"),
@@ -53,7 +53,7 @@ class TestWithoutABackend:
 
     def test_a_process_without_a_device_raises_too(self) -> None:
         with pytest.raises(BackendError, match="Triton has no device in this process"):
-            devices.check(0)
+            child_handle.check_device(0)
 
 
 class TestWithABackend:
@@ -88,7 +88,7 @@ class TestWithABackend:
             launching_on(FakeBackend(why_not_shared=lambda index: reason)),
             pytest.raises(DeviceUnavailable, match="Set it free with `fakectl`"),
         ):
-            devices.check(1)
+            child_handle.check_device(1)
 
     def test_children_see_its_devices_or_none(self) -> None:
         with launching_on(FakeBackend()):

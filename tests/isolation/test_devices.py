@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from safetune.errors import BackendError, DeviceUnavailable, WorkerUnavailable
-from safetune.isolation import child_handle, cuda, devices
+from safetune.isolation import child_handle, cuda
 from tests.backends import launching_on
 
 FIRST = "3f0c1f2a-8f6e-4a0e-9a51-0d5b8f1f6c11"
@@ -110,7 +110,7 @@ def driver() -> Iterator[Callable[..., None]]:
 @pytest.mark.usefixtures("driver")
 class TestCheck:
     def test_nothing_is_wrong_with_a_device_in_its_default_mode(self) -> None:
-        devices.check(0)
+        child_handle.check_device(0)
 
     def test_a_driver_that_does_not_answer_is_an_error(self, driver: Callable[..., None]) -> None:
         """An unknown mode was taken for the default one, in which a child may use the device."""
@@ -118,14 +118,14 @@ class TestCheck:
         with pytest.raises(
             BackendError, match="cuDeviceGetAttribute returned CUDA_ERROR_UNKNOWN"
         ) as caught:
-            devices.check(0)
+            child_handle.check_device(0)
         assert isinstance(caught.value, WorkerUnavailable), "which a miss turns into a warning"
 
     def test_a_driver_too_old_for_an_attribute_has_it_not(
         self, driver: Callable[..., None]
     ) -> None:
         driver(Library(error=1))
-        devices.check(0)
+        child_handle.check_device(0)
 
     @pytest.mark.fault("exclusive-process")
     @pytest.mark.parametrize(("value", "name"), [(2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS")])
@@ -134,7 +134,7 @@ class TestCheck:
     ) -> None:
         driver(Library({cuda.COMPUTE_MODE: value}))
         with pytest.raises(DeviceUnavailable) as caught:
-            devices.check(1)
+            child_handle.check_device(1)
         text = str(caught.value)
         assert f"device 1 is in compute mode {name}" in text
         assert "--compute-mode=DEFAULT" in text
@@ -142,7 +142,7 @@ class TestCheck:
 
     def test_the_interpreter_has_no_mode(self, driver: Callable[..., None]) -> None:
         driver(Library({cuda.COMPUTE_MODE: 3}))
-        devices.check(-1)
+        child_handle.check_device(-1)
 
     @pytest.mark.fault("mps")
     @pytest.mark.parametrize("place", ["in the environment", "by default"])
@@ -162,16 +162,16 @@ class TestCheck:
         else:
             monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
         with pytest.raises(DeviceUnavailable) as caught:
-            devices.check(0)
+            child_handle.check_device(0)
         assert f"its control pipe is {directory}/control" in str(caught.value)
         assert "every client" in str(caught.value)
-        devices.check(-1)
+        child_handle.check_device(-1)
 
     @pytest.mark.fault("mps")
     def test_a_driver_that_says_so(self, driver: Callable[..., None]) -> None:
         driver(Library({cuda.MPS_ENABLED: 1}))
         with pytest.raises(DeviceUnavailable, match=r"shared through MPS \(says the driver\)"):
-            devices.check(0)
+            child_handle.check_device(0)
 
     @pytest.mark.parametrize("left", ["nothing", "a plain file", "an empty directory"])
     def test_what_is_no_control_pipe(
@@ -183,7 +183,7 @@ class TestCheck:
             directory.mkdir()
         if left == "a plain file":
             (directory / "control").touch()
-        devices.check(0)
+        child_handle.check_device(0)
 
 
 @pytest.fixture
@@ -235,18 +235,18 @@ class TestAChildThatDoesNotEnd:
     def test_takes_its_device_out_of_use_until_it_has_ended(
         self, sleeper: subprocess.Popen[bytes]
     ) -> None:
-        devices.note_stuck(1, sleeper.pid)
+        child_handle._note_stuck(1, sleeper.pid)
         with pytest.raises(DeviceUnavailable, match="on device 1 does not end"):
-            devices.check(1)
-        devices.check(0)
-        devices.note_stuck(1, sleeper.pid)  # again: no descriptor is lost
+            child_handle.check_device(1)
+        child_handle.check_device(0)
+        child_handle._note_stuck(1, sleeper.pid)  # again: no descriptor is lost
         sleeper.send_signal(signal.SIGKILL)
         sleeper.wait()
-        devices.check(1)
-        assert devices._stuck == {}
+        child_handle.check_device(1)
+        assert child_handle._stuck == {}
 
     def test_that_has_ended_after_all_takes_nothing(self, sleeper: subprocess.Popen[bytes]) -> None:
         sleeper.kill()
         sleeper.wait()
-        devices.note_stuck(1, sleeper.pid)
-        devices.check(1)
+        child_handle._note_stuck(1, sleeper.pid)
+        child_handle.check_device(1)
