@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from safetune import sync
+from safetune.launch.key_state import Decision, Reason
 from safetune.miss import background
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -254,6 +255,21 @@ def test_inputs_over_the_limit_are_left_to_offline_tuning(
     made.swaps.next()
     made.swaps.next()
     made.swaps.next()
+
+
+def test_a_fork_keeps_a_choice_that_came_before_the_tuning_ends(copies: Any, gate: Gate) -> None:
+    """By `sync`, say: the fork forgot it with the fallbacks of the other queued keys."""
+    made = copies(gate.hook(), None)
+    made(100)
+    made(101)
+    chosen, waiting = made.tuner.states
+    chosen.set_choice(made.tuner.configs[1])
+    pid = os.fork()
+    if pid == 0:
+        kept = chosen.decision() == Decision(made.tuner.configs[1], Reason.CHOICE)
+        os._exit(0 if kept and waiting.decision() is None else 1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
 
 
 def test_when_every_config_fails_the_fallback_stays(copies: Any, logged: Ended) -> None:
