@@ -284,6 +284,29 @@ def test_the_same_key_within_its_own_tuning_is_busy_at_once(store: Store) -> Non
                 pass
 
 
+def test_two_tunings_that_want_each_others_key_end_with_the_wait(store: Store) -> None:
+    """Each launches the other's kernel in its grid: neither may wait without end."""
+    both, ends = threading.Barrier(2), []
+
+    def work(mine: str, other: str) -> None:
+        budget = WaitBudget(0.2, waited=Waited())
+        with elect_local(request(mine), store, budget):
+            both.wait()
+            try:
+                with elect_local(request(other), store, budget):
+                    ends.append("locked")
+            except Busy:
+                ends.append("busy")
+
+    threads = [threading.Thread(target=work, args=names) for names in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ends) == 2
+    assert "busy" in ends, "the other may have it after that"
+
+
 def test_one_process_of_a_machine_compiles(store: Store, other_process: Any) -> None:
     child = other_process(COMPILING)
     with pytest.raises(Busy), compiling(store, WaitBudget(0.1, waited=Waited())):
