@@ -49,6 +49,9 @@ def add(n=50, times=1):
 
 OURS, STOCK = "safetune.frontend.autotuner", "triton.runtime.autotuner"
 
+#: Nothing is tuned, where a test asks only what is taken over: a tuning starts an interpreter more.
+UNTUNED = {"SAFETUNE_MODE": "frozen"}
+
 RUN = "import sys; from safetune.cli import main; sys.argv[0] = 'safetune'; main()"
 
 
@@ -237,7 +240,7 @@ class TestVariable:
         done = fresh_process(
             f"{before}\nimport safetune, lib; print(lib.add())",
             cwd=library(),
-            env={"SAFETUNE_INSTALL": "1"},
+            env={**UNTUNED, "SAFETUNE_INSTALL": "1"},
         )
         assert done.stdout.split() == [OURS], done.stderr
         assert len(reports(done.stderr)) == 2  # and none of the measuring process
@@ -253,7 +256,7 @@ class TestVariable:
             "import lib; print(lib.add())\n"
             "print(*(type(each).__name__ for each in sys.meta_path))",
             cwd=library(),
-            env={"SAFETUNE_INSTALL": "1"},
+            env={**UNTUNED, "SAFETUNE_INSTALL": "1"},
         )
         searches, kind, finders = done.stdout.splitlines()
         assert searches == "True True False"
@@ -343,7 +346,9 @@ class TestRun:
             "print(__name__, sys.argv[1:], lib.add())\n"
             "sys.exit(7)\n"
         )
-        done = fresh_process(RUN, "run", here / "train.py", "--debug", "-m", "x", cwd=here)
+        done = fresh_process(
+            RUN, "run", here / "train.py", "--debug", "-m", "x", cwd=here, env=UNTUNED
+        )
         assert done.returncode == 7, done.stderr
         assert done.stdout.strip() == f"__main__ ['--debug', '-m', 'x'] {OURS}"
         assert len(reports(done.stderr)) == 2
@@ -364,7 +369,7 @@ class TestRun:
             "    process.start(); process.join()\n"
             "    sys.exit(process.exitcode)\n"
         )
-        done = fresh_process(RUN, "run", "-m", "launcher", cwd=here)
+        done = fresh_process(RUN, "run", "-m", "launcher", cwd=here, env=UNTUNED)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"spawned {OURS}", f"worker {OURS}"]
 
@@ -394,7 +399,9 @@ class TestRun:
             "import sys, lib; print(sys.marked, lib.add(), sys.modules['sitecustomize'].__file__)"
         )
         path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
-        done = fresh_process(RUN, "run", here / "train.py", cwd=here, env={"PYTHONPATH": path})
+        done = fresh_process(
+            RUN, "run", here / "train.py", cwd=here, env={**UNTUNED, "PYTHONPATH": path}
+        )
         theirs = str(site / "sitecustomize.py")
         assert done.stdout.split() == [theirs, OURS, theirs], done.stderr
 
