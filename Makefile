@@ -27,40 +27,40 @@ help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: env
-env: $(VENV)/.made  ## Make the environment in .venv, once
+env: $(VENV)/.made  ## Create the environment in .venv, once
 
 .PHONY: demo
 demo: env  ## Tune a few kernels, one of which crashes and one of which hangs, and reuse the choices
 	$(DEMO)
 
 .PHONY: test
-test: env  ## Pass the tests, with kernels in Triton's interpreter
+test: env  ## Run the tests, with kernels in Triton's interpreter
 	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-full
-test-full: env  ## Pass all tests: also those marked full, for more inputs; takes long
+test-full: env  ## Run all tests, also those marked full: about 25 minutes
 	SAFETUNE_TEST_FULL=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # `make test-tenth TENTH=3`; CI takes the digit from the commit.
 .PHONY: test-tenth
-test-tenth: env  ## Pass a tenth of the tests marked full, TENTH=0 to 9
+test-tenth: env  ## Run a tenth of the tests marked full, TENTH=0 to 9
 	$(if $(TENTH),,$(error which tenth? make test-tenth TENTH=0, or another digit))
 	SAFETUNE_TEST_TENTH=$(TENTH) TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -m full $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: env  ## Pass the tests that need a GPU, one at a time
+test-gpu: env  ## Run the tests that need a GPU, one at a time
 	$(VENV)/bin/python -m pytest -m gpu
 
 .PHONY: faults
-faults: env  ## Run every named fault, print the table, and fail where one fails or has no test
+faults: env  ## Run every named fault and print the table; fails if a row fails or has no test
 	$(VENV)/bin/python tests/faults/table.py $(FAULTS_ARGS)
 
 .PHONY: store-faults
-store-faults: env  ## Make every fault of the store as often as its row says, and count what is lost
+store-faults: env  ## Cause every fault of the store many times, and count lost rows
 	TRITON_INTERPRET=1 $(VENV)/bin/python tests/store/local/faults/table.py $(STORE_FAULTS_ARGS)
 
 .PHONY: ownership
-ownership: env  ## Check who writes each element of the norms for every size, group and SM count of C6
+ownership: env  ## Check which program writes each element of the norms, for every case of statement C6
 	SAFETUNE_TEST_FULL=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/verify/test_shipped_kernels.py
 
 .PHONY: sanitize
@@ -72,7 +72,7 @@ soak: env  ## Tune 300 times in one process, a third of the configs faulty, and 
 	$(VENV)/bin/python benchmarks/soak.py $(SOAK_ARGS)
 
 .PHONY: test-internals
-test-internals: $(OLDEST_VENV)/.made  ## Pass the tests that depend on Triton's internals, on the oldest Triton
+test-internals: $(OLDEST_VENV)/.made  ## Run the tests that depend on Triton's internals, on the oldest Triton
 	TRITON_INTERPRET=1 $(OLDEST_VENV)/bin/python -m pytest -m internals $(PYTEST_ARGS)
 
 # mypy cannot see through an editable install's package-dir, so it gets the packages as installed.
@@ -85,16 +85,16 @@ lint: env  ## Check style, formatting and types
 	cd build/types && $(abspath $(VENV))/bin/mypy --config-file ../../pyproject.toml
 
 .PHONY: bench
-bench: env  ## Run the benchmarks that need a GPU; again goes on where the last run ended
+bench: env  ## Run the benchmarks that need a GPU; a second run continues where the last ended
 	PYTHON=$(abspath $(VENV))/bin/python benchmarks/run_on_gpu.sh bench
 
 # BARS='--device NAME' looks at another device's results.
 .PHONY: bars
-bars: env  ## Compare results with their bars and aims; GROUP=tuning looks at one group
+bars: env  ## Compare results with their bars and aims; GROUP=tuning for one group
 	$(VENV)/bin/python benchmarks/bars.py $(GROUP) $(BARS)
 
 .PHONY: clean
-clean:  ## Remove the environments and what tools left behind
+clean:  ## Remove the environments and build files
 	rm -rf .venv .venv36 build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
