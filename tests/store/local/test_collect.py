@@ -105,7 +105,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing(filled) -> None:
     assert (dry.keys, dry.trials, dry.choices) == (wet.keys, wet.trials, wet.choices)
 
 
-def test_what_is_being_tuned_stays(filled) -> None:
+def test_a_key_that_is_being_tuned_stays(filled) -> None:
     lock = try_lock(filled.path, "k1")
     gc.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert left(filled) == [1, *range(3, 10)]

@@ -98,7 +98,7 @@ def test_a_flipped_byte_in_the_file_costs_one_row(store, records, flipped):
     again.close()
 
 
-def test_a_sealed_row_with_a_foreign_content_is_absent(store, records):
+def test_a_row_with_a_right_checksum_and_wrong_types_is_absent(store, records):
     """A checksum is not a signature: types are checked on top of it."""
     marks = rows.trial_row(records.trial()) | {"marks": "{}"}
     half = rows.trial_row(records.trial("c2")) | {"p20_ms": None}

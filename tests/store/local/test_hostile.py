@@ -176,7 +176,7 @@ def put(opened: lookup.Lookup, **changes: Any) -> None:
         ({"config_digest": b"\0"}, "not JSON serializable"),
     ],
 )
-def test_what_no_tuning_writes_is_ignored_and_reported(
+def test_a_value_that_tuning_never_writes_is_ignored_and_reported(
     tmp_path, caplog, changes: dict[str, Any], reported: str
 ) -> None:
     opened = lookup.Lookup(lookup.GuardedStore.open(tmp_path))
@@ -242,7 +242,7 @@ COMPUTED = "ALTER TABLE choice ADD COLUMN more TEXT AS (printf('%.*c', 100000000
 
 @pytest.mark.parametrize("made", [ENDLESS, COMPUTED], ids=["endless view", "computed column"])
 @pytest.mark.parametrize("mode", ["tune", "frozen"])
-def test_nothing_runs_with_the_rows(tmp_path, monkeypatch, made, mode) -> None:
+def test_views_and_computed_columns_are_refused(tmp_path, monkeypatch, made, mode) -> None:
     """A view that never ends, or a trigger, would run inside our own statements."""
     lookup.GuardedStore.open(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "safetune.db")
@@ -263,7 +263,7 @@ def test_nothing_runs_with_the_rows(tmp_path, monkeypatch, made, mode) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 @pytest.mark.parametrize("mode", ["tune", "frozen"])
 @pytest.mark.parametrize("which", ["directory", "database"])
-def test_what_is_another_users_is_not_even_read(children, monkeypatch, mode, which) -> None:
+def test_a_database_of_another_user_is_not_read(children, monkeypatch, mode, which) -> None:
     """In a directory that this user cannot write to; where root owns it all, it is used."""
     script = """
 import os, warnings

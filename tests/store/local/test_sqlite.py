@@ -192,7 +192,7 @@ def test_a_number_that_is_not_finite_is_refused(store, records, number):
         connection.close()
 
 
-def test_what_no_column_can_hold_is_refused(store, records):
+def test_a_value_that_a_column_cannot_hold_is_refused(store, records):
     for record in (
         records.choice(measured=2**63),
         records.choice(measured=True),

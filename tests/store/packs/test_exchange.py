@@ -84,7 +84,7 @@ class TestRoundTrip:
 
 
 class TestImport:
-    def test_all_or_nothing(self, choices: Any, tmp_path: Path) -> None:
+    def test_an_import_that_fails_writes_nothing(self, choices: Any, tmp_path: Path) -> None:
         """The disk is full at the second kernel."""
         store = choices.store(tmp_path / "a", choices.entry(1))
         connection = sqlite3.connect(store.path)
@@ -113,7 +113,7 @@ class TestImport:
         current = {e.key.call["values"][0][1]: e.choice.config for e in store.choices()}
         assert current == {1: choices.config, 2: WIDE}
 
-    def test_what_is_known_of_a_kernel_stays(self, choices: Any, tmp_path: Path) -> None:
+    def test_the_source_of_a_known_kernel_stays(self, choices: Any, tmp_path: Path) -> None:
         store = choices.store(tmp_path / "a", choices.entry(1, kernel_source="def add(x): ..."))
         exchange.import_into(store, [choices.entry(2)])
         assert {e.key.kernel_source for e in store.choices()} == {"def add(x): ..."}
@@ -132,8 +132,10 @@ class TestImport:
         assert [e.choice for e in store.choices()] == [choices.entry(1).choice]
 
 
-class TestWhatStays:
-    def test_a_choice_timed_beside_other_work(self, choices: Any, tmp_path: Path) -> None:
+class TestLeftOut:
+    def test_a_choice_timed_while_the_program_used_the_device(
+        self, choices: Any, tmp_path: Path
+    ) -> None:
         beside, alone = choices.entry(1), choices.entry(2)
         store = choices.store(tmp_path / "a", beside, alone)
         for each, marks in ((beside, (Mark.CONTENDED.value,)), (alone, ())):
@@ -148,7 +150,7 @@ class TestWhatStays:
         assert [e.key.digest for e in found.entries] == [alone.key.digest]
         assert found.left_out == ["add [['N', 1]]: it was timed while the program used the device"]
 
-    def test_code(self, choices: Any, tmp_path: Path) -> None:
+    def test_a_config_with_code(self, choices: Any, tmp_path: Path) -> None:
         code = choices.entry(1, config={**WIDE, "ir_override": "/tmp/kernel.ptx"})
         found = exchange.of_store(choices.store(tmp_path / "a", code, choices.entry(2)))
         assert len(found.entries) == 1
@@ -156,7 +158,7 @@ class TestWhatStays:
 
 
 class TestMerge:
-    def test_the_rule(self, choices: Any) -> None:
+    def test_the_later_generation_wins_then_the_first_made(self, choices: Any) -> None:
         first = choices.entry(generation=1, created=choices.noon)
         second = choices.entry(generation=1, created=choices.noon + 60, config=WIDE, median_ms=1e-4)
         newer = choices.entry(generation=2, created=choices.noon - 60, config=WIDE, median_ms=9.0)
@@ -284,14 +286,16 @@ class TestSources:
         ],
         ids=["missing", "empty", "broken", "fifo", "huge", "no database", "another database"],
     )
-    def test_what_is_none(self, tmp_path: Path, make: Any, reason: str) -> None:
+    def test_a_source_that_is_neither_pack_nor_database_is_named(
+        self, tmp_path: Path, make: Any, reason: str
+    ) -> None:
         path = tmp_path / "source.json"
         make(path)
         with pytest.raises((PackError, StoreError), match=reason) as caught:
             exchange.collect(path)
         assert str(path) in str(caught.value)
 
-    def test_one_broken_pack_of_many(self, choices: Any, tmp_path: Path) -> None:
+    def test_one_broken_pack_of_many_is_named(self, choices: Any, tmp_path: Path) -> None:
         write(various(choices), tmp_path / "packs")
         (tmp_path / "packs" / "zzz.json").write_text("{}")
         with pytest.raises(PackError, match=r"zzz\.json: it is not a pack"):
@@ -326,7 +330,7 @@ class TestWrite:
         assert (tmp_path / "x.json").read_bytes() == expected.encode("ascii")
 
 
-def test_selected(choices: Any) -> None:
+def test_choices_are_selected_by_kernel_and_device(choices: Any) -> None:
     entries = various(choices)
     assert exchange.selected(entries) == entries
     assert [e.key.kernel_name for e in exchange.selected(entries, ["layer_norm"])] == ["layer_norm"]

@@ -55,7 +55,7 @@ EXPECTED = """\
 """
 
 
-def test_it_reads_well(choices: Any) -> None:
+def test_a_pack_has_one_fact_per_line(choices: Any) -> None:
     entries = [
         choices.entry(1024, median_ms=1 / 3, created=choices.noon + 0.75),
         choices.entry(256),
@@ -76,7 +76,7 @@ def test_a_new_choice_changes_its_own_lines(choices: Any) -> None:
     assert [b.split()[0] for b, a in lines if a != b] == ['"config":', '"median_ms":']
 
 
-def test_the_name_of_the_file(choices: Any) -> None:
+def test_the_file_name_has_kernel_and_device(choices: Any) -> None:
     name = name_of(choices.entry())
     assert name == name_of(choices.entry(7, toolchain=choices.entry().key.toolchain))
     assert name.startswith("add.NVIDIA_H100_80GB_HBM3.")
@@ -121,7 +121,7 @@ def calls(draw: Any) -> dict[str, Any]:
         max_size=6,
     )
 )
-def test_what_is_written_is_read(choices: Any, found: list[Any]) -> None:
+def test_any_pack_that_is_written_is_read_again(choices: Any, found: list[Any]) -> None:
     entries = []
     for call, median, generation, created, triton, config in found:
         toolchain = {**choices.entry().key.toolchain, "triton": triton}
@@ -218,7 +218,7 @@ FIRST = "tunings.0.choices.0"
         (f"{FIRST}.values.0.1", 1024, "two choices for"),
     ],
 )
-def test_what_is_no_pack_is_refused(path: str, value: Any, reason: str) -> None:
+def test_a_bad_field_is_named(path: str, value: Any, reason: str) -> None:
     with pytest.raises(PackError, match=reason):
         load(broken(set_in(path, value)))
 
@@ -242,7 +242,7 @@ def test_what_is_no_pack_is_refused(path: str, value: Any, reason: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_json_is_refused(data: bytes, reason: str | None) -> None:
+def test_bytes_that_are_not_a_pack_are_refused(data: bytes, reason: str | None) -> None:
     if reason is None:  # as deep as JSON may be in this process
         with contextlib.suppress(PackError):
             dump(load(data))

@@ -38,12 +38,12 @@ def changed(*path: str | int, to: Any) -> str:
     return sealed(content)
 
 
-def test_what_is_encoded_is_decoded() -> None:
+def test_a_record_is_decoded_as_it_was_encoded() -> None:
     record = make.stored(3, 128, 2)
     assert decode(encode(record)) == record
 
 
-def test_what_is_of_one_machine_is_left_out() -> None:
+def test_source_and_file_of_a_kernel_are_not_in_a_record() -> None:
     text = encode(make.stored())
     assert "def add_kernel" not in text
     assert "kernel_file" not in text
@@ -109,7 +109,7 @@ def test_a_field_of_a_newer_version_is_kept_in_the_same_text() -> None:
     assert encode(found) == text
 
 
-def test_what_no_store_keeps_is_not_written() -> None:
+def test_a_record_with_a_nan_is_refused() -> None:
     with pytest.raises(RecordError, match="median_ms"):
         encode(make.stored(median_ms=float("nan")))
 
