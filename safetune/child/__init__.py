@@ -1,5 +1,5 @@
 """Runs in a child process, and only there.
 
-In: jobs, through a pipe. Out: answers in plain JSON. No other folder imports this one; both sides
-share `isolation.protocol` and `isolation.backend`.
+In: jobs, through a pipe. Out: answers in plain JSON. No other folder imports this one: the fork
+servers start `server_main` by its name.
 """

@@ -1,4 +1,5 @@
-"""The caller's arguments in a form that another process can rebuild.
+"""A call in a form that another process can rebuild: kernel, arguments, tensors, grid.
 
-In: tensors and values. Out: a memory file and its description. Runs in the caller's process.
+In: a call. Out: bytes, a memory file and its description. Runs in both: the caller packs, the child
+rebuilds.
 """
