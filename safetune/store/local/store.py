@@ -8,7 +8,7 @@ method raises `StoreError` and nothing else; `lookup` keeps that out of a run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,16 +194,12 @@ class Store:
         """
         wanted = (text(kernel_digest), text(device_digest))
         with self._connection.reading() as connection:
-            found_keys = self._fetch(connection, KEY, _RELATED_KEYS, *wanted)
-            choices = self._fetch(connection, CHOICE, _RELATED_CHOICES, *wanted)
-        keys = {key["digest"]: key for key in found_keys}
-        current: dict[str, dict[str, ChoiceRecord]] = {digest: {} for digest in keys}
-        for choice in choices:
-            current.get(choice.key, {}).setdefault(choice.declared, choice)
+            keys = self._fetch(connection, KEY, _RELATED_KEYS, *wanted)
+            current = _first_of_lists(self._fetch(connection, CHOICE, _RELATED_CHOICES, *wanted))
         return [
-            RelatedChoice(keys[digest]["toolchain"], keys[digest]["call"], choice)
-            for digest, choices in current.items()
-            for choice in choices.values()
+            RelatedChoice(key["toolchain"], key["call"], choice)
+            for key in keys
+            for choice in current.get(key["digest"], {}).values()
         ]
 
     def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
@@ -226,9 +222,7 @@ class Store:
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
             choices = self._fetch(connection, CHOICE, _CHOICES, _name(kernel_name))
-        current: dict[str, dict[str, ChoiceRecord]] = {}
-        for choice in choices:
-            current.setdefault(choice.key, {}).setdefault(choice.declared, choice)
+        current = _first_of_lists(choices)
         return [
             StoredChoice(key, choice)
             for key in keys
@@ -322,6 +316,14 @@ class Store:
             logger.warning(
                 "ignoring a corrupt row of %s: %s %s: %s", self.path, table.name, identity, error
             )
+
+
+def _first_of_lists(choices: Iterable[ChoiceRecord]) -> dict[str, dict[str, ChoiceRecord]]:
+    """The first choice of each config list, by list, by key."""
+    first: dict[str, dict[str, ChoiceRecord]] = {}
+    for choice in choices:
+        first.setdefault(choice.key, {}).setdefault(choice.declared, choice)
+    return first
 
 
 def _name(kernel_name: str | None) -> str | None:
