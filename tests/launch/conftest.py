@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +40,17 @@ class Machine:
     """
 
     launches: list[tuple[Any, ...]] = field(default_factory=list)
+    _binaries: list[weakref.ref[CompiledKernel]] = field(default_factory=list)
     compiled: list[str] = field(default_factory=list)
     device: int = 0
     stream: int = 100
-    #: Triton 3.8 unloads a binary that is collected, whoever has loaded it.
+    #: Triton 3.8 unloads a binary that is collected, whether it has loaded it or not.
     utils: ClassVar[Any] = SimpleNamespace(unload_module=lambda module: None)
+
+    def unload(self) -> None:
+        """Leave nothing that Triton would unload when there is no machine any more."""
+        for binary in filter(None, [reference() for reference in self._binaries]):
+            binary.module = None
 
     def get_current_device(self) -> int:
         return self.device
@@ -76,6 +83,7 @@ class Machine:
         made = f"{src.hash()} {options}"
         self.compiled.append(made)
         kernel = CompiledKernel.__new__(CompiledKernel)
+        self._binaries.append(weakref.ref(kernel))
         kernel.src, kernel.name, kernel.hash, kernel.metadata_group = src, "kernel", made, {}
         kernel.metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0)
         kernel.packed_metadata = (4, 1, 0)
@@ -107,7 +115,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, machine_type: type[Machine]) -> Ite
     monkeypatch.setattr(driver, "_active", made)
     # Tensors of the CPU stand for a device's.
     monkeypatch.setattr(fast_path_codegen, "ON_DEVICE", "is_cpu")
-    return made
+    yield made
+    made.unload()
 
 
 @pytest.fixture(scope="session")
