@@ -237,10 +237,11 @@ class TestVariable:
     def test_it_acts_when_safetune_is_imported(
         self, library: Callable[..., Path], fresh_process: FreshProcess, before: str
     ) -> None:
+        env = {"SAFETUNE_INSTALL": "1"} | (UNTUNED if before else {})
         done = fresh_process(
             f"{before}\nimport safetune, lib; print(lib.add())",
             cwd=library(),
-            env={**UNTUNED, "SAFETUNE_INSTALL": "1"},
+            env=env,
         )
         assert done.stdout.split() == [OURS], done.stderr
         assert len(reports(done.stderr)) == 2  # and none of the measuring process
