@@ -23,7 +23,6 @@ from safetune.isolation import protocol
 
 #: Without a child and a request for this long the server exits; the next miss starts another.
 _IDLE_EXIT_S = 60.0
-_REAP_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -95,7 +94,7 @@ class _Server:
         if request["op"] == "fork":
             reply = self._fork(fds)
         else:
-            reply = self._reap(request["pid"], request["kill"])
+            reply = self._reap(request["pid"], request["kill"], request["wait_s"])
         for fd in fds:
             os.close(fd)
         protocol.send(self._control, reply)
@@ -123,7 +122,7 @@ class _Server:
                 self._children.discard(pid)
                 self._ended[pid] = os.waitpid(pid, 0)[1]
 
-    def _reap(self, pid: int, kill: bool) -> dict[str, Any]:
+    def _reap(self, pid: int, kill: bool, wait_s: float) -> dict[str, Any]:
         """Wait for a child that is ending, but not forever: it may be stuck in a driver call."""
         if pid not in self._children:
             return {"status": self._ended.pop(pid, None)}
@@ -133,7 +132,7 @@ class _Server:
         try:
             poll = select.poll()
             poll.register(handle, select.POLLIN)
-            if not poll.poll(_REAP_S * 1000):
+            if not poll.poll(wait_s * 1000):
                 return {"status": None}
             protocol.kill_group(pid)  # what it had started
             self._children.discard(pid)

@@ -41,8 +41,10 @@ class ForkServer:
     Safe to use from several threads. A process forked from this one starts a server of its own.
     """
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], reap_s: float = 10.0) -> None:
         self._modules = modules
+        #: How long the server waits for the end of a child, which a driver call may hold.
+        self.reap_s = reap_s
         self._lock = threading.Lock()
         self._owner = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,7 +86,9 @@ class ForkServer:
             if self._control is None or self._owner != os.getpid():
                 return None  # its server has ended, and so has the child
         try:
-            status = self._request({"op": "reap", "pid": pid, "kill": kill})["status"]
+            status = self._request({"op": "reap", "pid": pid, "kill": kill, "wait_s": self.reap_s})[
+                "status"
+            ]
         except WorkerUnavailable:
             return None
         return None if status is None else int(status)

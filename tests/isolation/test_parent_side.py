@@ -312,6 +312,8 @@ def observed(n, *hooks):
     texts = [str(each.message) for each in caught if each.category is UserWarning]
     return [right, kernel.best_config.kwargs["BLOCK"], texts]
 
+from safetune.isolation import fork_server
+fork_server.server.reap_s = 1.0
 os.mkfifo(f"{directory}/pid")
 thread = threading.Thread(target=hold)
 thread.start()
