@@ -152,7 +152,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self._call(grid, *args, **kwargs)
 
     def _call(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:  # as `fast_path.kind`, without a call
+        if kwargs:
             kind = (*map(type, args), *kwargs, *map(type, kwargs.values()))
         else:
             kind = tuple(map(type, args))
@@ -161,15 +161,14 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             kernel = known(grid, args, kwargs)
             if kernel is not None:
                 return kernel
-        return self._first(grid, args, kwargs)
+        return self._first(kind, grid, args, kwargs)
 
-    def _first(self, grid: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _first(self, kind: fast_path.Kind, grid: Any, args: Args, kwargs: Kwargs) -> Any:
         """Launch as Triton does, and remember the launch for calls that are the same to Triton."""
         launches = self._launches  # replaced once anything that a launch depends on is changed
         complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
-        kind = fast_path.kind(args, kwargs)
         if kind not in launches:
-            made = fast_path.make(self, args, kwargs)
+            made = None if is_interpreted(self.fn) else fast_path.make(self, args, kwargs)
             launches[kind] = made and made.launch
         launch = launches[kind]
         values: Kwargs = {}

@@ -32,13 +32,6 @@ Kind = tuple[Any, ...]
 Launch = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-def kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind:
-    """Return the kind of a call; `Autotuner._call` has the same code, without a function call."""
-    if not kwargs:
-        return tuple(map(type, args))
-    return (*map(type, args), *kwargs, *map(type, kwargs.values()))
-
-
 class FastPath:
     """The code for one kind of call of one kernel, and the compiled kernels that it knows.
 

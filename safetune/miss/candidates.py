@@ -17,7 +17,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_text
 from safetune.keys.tuning_key import describe_call
-from safetune.outcome import TRANSIENT, Outcome
+from safetune.outcome import Outcome
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
 
@@ -191,13 +191,8 @@ def _origin(request: TuningRequest, source: RelatedChoice) -> str:
 def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
     """Return the latest stored outcome of each config of a request."""
     configs = {config_digest(config): config for config in request.configs}
-    key = request.key.digest
-    found = {
-        trial.config_digest: trial.outcome
-        for trial in store.trials(key)
-        if trial.config_digest in configs and trial.outcome.verdict not in TRANSIENT
-    }
-    return [(configs[digest], outcome) for digest, outcome in found.items()]
+    found = store.outcomes(request.key.digest)
+    return [(configs[digest], found[digest]) for digest in found if digest in configs]
 
 
 def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:

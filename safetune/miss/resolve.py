@@ -222,7 +222,8 @@ def stored(
         return None
     lookup.adopt(choice)
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
-    known = candidates.known_outcomes(request, lookup.store)
+    found = lookup.store.outcomes(request.key.digest)
+    known = [(configs[digest], found[digest]) for digest in found if digest in configs]
     reporting.report(tuner, readable_key, config, reporting.timings_of(known))
     return config
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
-from safetune.outcome import TRANSIENT
+from safetune.outcome import TRANSIENT, Outcome
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection
 from safetune.store.local.db_files import Damaged
@@ -151,6 +151,14 @@ class Store:
                 return self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
             wanted = (text(key), generation)
             return self._checked(connection, TRIAL, _TRIALS_OF_GENERATION, *wanted)
+
+    def outcomes(self, key: str) -> dict[str, Outcome]:
+        """Return the latest outcome of each config of a key that is not transient, by digest."""
+        return {
+            trial.config_digest: trial.outcome
+            for trial in self.trials(key)
+            if trial.outcome.verdict not in TRANSIENT
+        }
 
     def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
         """Return the choice of the highest generation; raises `StoreError`.
