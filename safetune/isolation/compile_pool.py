@@ -229,8 +229,8 @@ class CompilePool:
 
     def _is_of_memory(self, outcome: Outcome) -> bool:
         failed = outcome.verdict in (Verdict.COMPILE_ERROR, Verdict.COMPILE_CRASH)
-        said = f"{outcome.detail} {outcome.message} {outcome.stderr}"
-        return bool(self._memory_bytes and failed and _NO_MEMORY.search(said))
+        text = f"{outcome.detail} {outcome.message} {outcome.stderr}"
+        return bool(self._memory_bytes and failed and _NO_MEMORY.search(text))
 
 
 def _child() -> tuple[Child, bool]:
