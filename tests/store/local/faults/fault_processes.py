@@ -45,7 +45,7 @@ def _together(tally: Tally, what: str, count: int, work: Callable[[int], object]
     tally.expect(ends == [0] * count, f"{what}: {sum(map(bool, ends))} of {count} failed")
 
 
-@fault("first-opens", "32 processes create the store at once", "each can use it", 3, 20)
+@fault("first-opens", "32 processes create the store at once", "each can use it", 1, 20)
 def first_opens(place: Path, times: int) -> Tally:
     """The obvious way (WAL, then Migrations.apply) fails in most of them."""
     tally = Tally()
