@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 from safetune.keys.kernel_digest import base_function, definition_line, is_foreign, source_of
 from safetune.keys.source_text import (
     FunctionNode,
+    RunOrder,
     Scope,
+    body_of,
     dotted,
-    local_names,
     parameters,
     parse,
     stored_names,
@@ -61,7 +62,7 @@ def usage_in_body(kernel: Any) -> Usage:
         InvalidSetting: `kernel` is not a Triton kernel.
     """
     jit, function = base_function(kernel)
-    lines = _JitBodies().lines(jit)
+    lines = _jit_lines(jit, {})
     if lines is None:
         return Usage(everything="the body, whose source is missing")
     file = Path(function.__code__.co_filename).name
@@ -69,182 +70,106 @@ def usage_in_body(kernel: Any) -> Usage:
     return Usage({name: f"the body ({file}:{line + offset})" for name, line in lines.items()})
 
 
-class _JitBodies:
-    """The parameters that jit functions read; each is parsed once."""
+def _jit_lines(jit: Any, known: dict[Any, dict[str, int] | None]) -> dict[str, int] | None:
+    """Return the first line that reads each parameter; None where anything may be read."""
+    function = jit.fn
+    if function in known:
+        return known[function]
+    known[function] = None  # a function that calls itself reads all of its arguments
+    module = parse(source_of(jit) or "")
+    node = module.tree.body[0] if module and module.tree.body else None
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    scope, local = Scope(function), stored_names(node)
 
-    def __init__(self) -> None:
-        self._known: dict[int, dict[str, int] | None] = {}
-
-    def lines(self, jit: Any) -> dict[str, int] | None:
-        """Return the first line that reads each parameter; None where anything may be read."""
-        function = jit.fn
-        if id(function) not in self._known:
-            # A function that calls itself reads all of its arguments.
-            self._known[id(function)] = None
-            self._known[id(function)] = self._analyse(jit)
-        return self._known[id(function)]
-
-    def _analyse(self, jit: Any) -> dict[str, int] | None:
-        text = source_of(jit)
-        if text is None:
-            return None
-        module = parse(text)
-        node = module.tree.body[0] if module else None
-        if not isinstance(node, ast.FunctionDef):
-            return None
-        scope, local = Scope(jit.fn), parameters(node) | stored_names(node)
-        return parameter_lines(node, lambda call: self._ignored(call, scope, local))
-
-    def _ignored(self, call: ast.Call, scope: Scope, local: set[str]) -> set[int]:
+    def ignored(call: ast.Call) -> set[int]:
         name = dotted(call.func)
         if name is None or name.partition(".")[0] in local:
             return set()
         callee = scope.resolve(call.func)
-        function = getattr(callee, "fn", None)
-        if not inspect.isfunction(function) or is_foreign(function.__module__):
+        inner = getattr(callee, "fn", None)
+        if not inspect.isfunction(inner) or is_foreign(inner.__module__):
             return set()
-        lines = self.lines(callee)
+        lines = _jit_lines(callee, known)
         if lines is None:
             return set()
-        return {id(value) for parameter, value in bind(call, function) if parameter not in lines}
+        accepted = inspect.getfullargspec(inner)
+        named = bind(call, [*accepted.args, *accepted.kwonlyargs])
+        return {id(value) for parameter, value in named if parameter not in lines}
+
+    known[function] = parameter_lines(node, ignored)
+    return known[function]
 
 
-def bind(call: ast.Call, function: Callable[..., Any]) -> Iterator[tuple[str, ast.expr]]:
+def bind(call: ast.Call, names: Sequence[str]) -> Iterator[tuple[str, ast.expr]]:
     """Yield (parameter, argument) of a call, as far as its text shows which is which."""
-    known = inspect.signature(function).parameters
-    positional = [
-        parameter.name
-        for parameter in known.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    for name, argument in zip(positional, call.args, strict=False):
+    for name, argument in zip(names, call.args, strict=False):
         if isinstance(argument, ast.Starred):
             break
         yield name, argument
-    yield from ((k.arg, k.value) for k in call.keywords if k.arg is not None and k.arg in known)
+    yield from ((k.arg, k.value) for k in call.keywords if k.arg is not None and k.arg in names)
 
 
 def parameter_lines(node: FunctionNode, ignored: Ignored = lambda call: set()) -> dict[str, int]:
     """Return the first line that reads each parameter of `node`."""
-    body = node.body if isinstance(node.body, list) else [node.body]
     visitor = _ParameterUse(parameters(node), ignored)
-    visitor.carried = parameters(node) & stored_names(node)
-    visitor.visit_body(body)
+    visitor.visit_all(body_of(node))
     return visitor.lines
 
 
-class _ParameterUse(ast.NodeVisitor):
-    """Follows one function in the order in which it runs.
+class _ParameterUse(RunOrder):
+    """Follows one function; `lines` is the first line that reads each parameter."""
 
-    Attributes:
-        lines: the first line that reads each parameter.
-        carried: the parameters that the function assigns at all.
-    """
-
-    def __init__(self, tracked: set[str], ignored: Ignored) -> None:
-        self.carried: set[str] = set()
+    def __init__(self, tracked: Iterable[str], ignored: Ignored) -> None:
+        super().__init__()
         self.lines: dict[str, int] = {}
-        self._tracked = tracked
-        self._rebound: set[str] = set()
+        self._tracked = frozenset(tracked)
         self._ignored = ignored
 
-    def visit_body(self, nodes: Iterable[ast.AST | None]) -> None:
-        for node in nodes:
-            if node is not None:
-                self.visit(node)
-
     def _read(self, names: Iterable[str], line: int) -> None:
-        for name in (set(names) & self._tracked) - self._rebound:
+        for name in self._tracked.intersection(names) - self.bound:
             self.lines.setdefault(name, line)
 
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load):
-            self._read([node.id], node.lineno)
-            if node.id in FRAME_READERS:
-                self._read(self._tracked, node.lineno)
+    def read(self, name: ast.Name) -> None:
+        self._read(self._tracked if name.id in FRAME_READERS else [name.id], name.lineno)
 
-    def visit_Call(self, node: ast.Call) -> None:
-        ignored = self._ignored(node)
-        self.visit(node.func)
-        for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
-            if not (isinstance(value, ast.Name) and id(value) in ignored):
-                self.visit(value)
+    def visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.Call():
+                ignored = self._ignored(node)
+                values = [*node.args, *(keyword.value for keyword in node.keywords)]
+                followed = [v for v in values if not (isinstance(v, ast.Name) and id(v) in ignored)]
+                self.visit_all([node.func, *followed])
+            case ast.AnnAssign(value=None):
+                pass
+            case ast.If():
+                self._visit_branches(node)
+            case ast.For() | ast.While() | ast.Try() | ast.Match() | ast.With() | ast.ClassDef():
+                self._visit_uncertain(node)
+            case ast.NamedExpr():
+                self._visit_uncertain(node)
+            case ast.Nonlocal() | ast.Global():
+                self._read(node.names, node.lineno)
+            case ast.FunctionDef():
+                self.visit_all(node.decorator_list)
+                super().visit(node)
+            case _:
+                super().visit(node)
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit_body([node.value, *node.targets])
-        self._rebind(node.targets)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit_body([node.value, node.target])
-            self._rebind([node.target])
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name):
-            self._read([node.target.id], node.lineno)
-        self.visit_body([node.target, node.value])
-
-    def _rebind(self, targets: Iterable[ast.AST]) -> None:
-        for target in targets:
-            if isinstance(target, ast.Name):
-                self._rebound = self._rebound | {target.id}
-            elif isinstance(target, (ast.Tuple, ast.List)):
-                self._rebind(target.elts)
-
-    def visit_If(self, node: ast.If) -> None:
+    def _visit_branches(self, node: ast.If) -> None:
         self.visit(node.test)
-        before = self._rebound
-        self.visit_body(node.body)
-        in_body, self._rebound = self._rebound, before
-        self.visit_body(node.orelse)
-        in_else, self._rebound = self._rebound, before
+        before = self.bound
+        self.visit_all(node.body)
+        in_body, self.bound = self.bound, before
+        self.visit_all(node.orelse)
+        in_else, self.bound = self.bound, before
         # Where one branch keeps the old value, the compiler merges it with the new one.
         self._read(in_body ^ in_else, node.lineno)
-        self._rebound = in_body & in_else
+        self.bound = in_body & in_else
 
-    def _uncertain(self, node: Any) -> None:
+    def _visit_uncertain(self, node: ast.stmt | ast.expr) -> None:
         """A loop carries what it assigns; so may anything else that may run never or twice."""
-        if self.carried:
-            self._read(stored_names(node), node.lineno)
-        before = self._rebound
+        self._read(stored_names(node), node.lineno)
+        before = self.bound
         self.generic_visit(node)
-        self._rebound = before
-
-    visit_For = visit_While = visit_Try = visit_Match = visit_With = _uncertain  # noqa: N815
-    visit_NamedExpr = visit_ClassDef = _uncertain  # noqa: N815
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.visit_body(node.decorator_list)
-        self._read(_outer_names(node), node.lineno)
-        self._inner(node, local_names(node.body) - _outer_names(node), node.body)
-        self._rebound = self._rebound | {node.name}
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._inner(node, set(), [node.body])
-
-    def _inner(self, node: FunctionNode, bound: set[str], body: list[Any]) -> None:
-        self.visit_body([*node.args.defaults, *node.args.kw_defaults])
-        self._hiding(parameters(node) | bound, body)
-
-    def _comprehension(self, node: Any) -> None:
-        first = node.generators[0]
-        self.visit(first.iter)
-        results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        later = [
-            part for g in node.generators for part in (g.iter, *g.ifs) if part is not first.iter
-        ]
-        hidden = {name for g in node.generators for name in stored_names(g.target)}
-        self._hiding(hidden, [*later, *results])
-
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension  # noqa: N815
-
-    def _hiding(self, names: set[str], body: Iterable[ast.AST]) -> None:
-        outer, self._tracked = self._tracked, self._tracked - names
-        before = self._rebound
-        self.visit_body(body)
-        self._tracked, self._rebound = outer, before
-
-
-def _outer_names(node: ast.AST) -> set[str]:
-    declared = [n for n in ast.walk(node) if isinstance(n, (ast.Nonlocal, ast.Global))]
-    return {name for statement in declared for name in statement.names}
+        self.bound = before

@@ -24,10 +24,16 @@ from safetune.keys.kernel_digest import (
     option_of,
     source_lines,
 )
-from safetune.keys.source_text import MISSING, FunctionNode, Scope, last_name, nodes_of, parse
-
-#: Methods of a dict that read the one entry named by their first argument.
-_ENTRY_METHODS = frozenset({"get", "pop", "setdefault", "__getitem__"})
+from safetune.keys.source_text import (
+    MISSING,
+    FunctionNode,
+    Scope,
+    body_of,
+    dotted,
+    last_name,
+    nodes_of,
+    parse,
+)
 
 
 def usage_in_callbacks(
@@ -44,25 +50,24 @@ def usage_in_callbacks(
     """
     jit, _ = base_function(kernel)
     prune = prune_configs_by or {}
+    first: dict[str, Any] = {"position": 0}
+    specialisation = {"position": 0, "fields": ("constants", "signature")}
+    hooks = {id(config.pre_hook): config.pre_hook for config in configs}
+    callbacks: list[tuple[str, Any, dict[str, Any]]] = [
+        ("early_config_prune", prune.get("early_config_prune"), {"position": 1, "by_name": True}),
+        ("perf_model", prune.get("perf_model"), {"by_name": True}),
+        ("pre_hook", pre_hook, first),
+        ("post_hook", post_hook, first),
+        *(("a config's pre_hook", hook, first) for hook in hooks.values()),
+        ("launch_metadata", option_of(jit, "launch_metadata"), {"position": 2}),
+        ("repr", option_of(jit, "repr"), specialisation),
+    ]
     found = Usage()
     for name, heuristic in inner_heuristics(kernel).items():
         found.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
     found.add(_decorating_heuristics(jit, below=_heuristics_count(kernel)))
-    found.add(
-        usage_in_callback(
-            "early_config_prune", prune.get("early_config_prune"), position=1, by_name=True
-        )
-    )
-    found.add(usage_in_callback("perf_model", prune.get("perf_model"), by_name=True))
-    found.add(usage_in_callback("pre_hook", pre_hook, position=0))
-    found.add(usage_in_callback("post_hook", post_hook, position=0))
-    hooks = {id(config.pre_hook): config.pre_hook for config in configs}
-    for hook in hooks.values():
-        found.add(usage_in_callback("a config's pre_hook", hook, position=0))
-    metadata = option_of(jit, "launch_metadata")
-    found.add(usage_in_callback("launch_metadata", metadata, position=2))
-    fields = ("constants", "signature")
-    found.add(usage_in_callback("repr", option_of(jit, "repr"), position=0, fields=fields))
+    for label, callback, arguments in callbacks:
+        found.add(usage_in_callback(label, callback, **arguments))
     return found
 
 
@@ -85,126 +90,87 @@ def usage_in_callback(
     """
     if callback is None:
         return Usage()
-    function, shift = _python_function(callback)
+    function, bound = _python_function(callback)
     nodes = nodes_of(function) if function is not None else ()
     if function is None or not nodes:
         return Usage(everything=f"{label}, whose source is missing")
-    index = None if position is None else position + shift
-    skip = shift if index is None else index + 1
     file = Path(function.__code__.co_filename).name
+    index = None if position is None else position + bound
     found = Usage()
     for node in nodes:
-        found.add(
-            _usage_in_node(f"{label} ({file}:{{}})", node, index, skip if by_name else None, fields)
-        )
+        found.add(_usage_of_argument(f"{label} ({file}:{{}})", node, index, fields))
+        if by_name:
+            skipped = bound if index is None else index + 1
+            found.add(_usage_by_name(f"{label} ({file}:{{}})", node, skipped))
     return found
 
 
-def _usage_in_node(
-    label: str,
-    node: FunctionNode,
-    index: int | None,
-    named_from: int | None,
-    fields: tuple[str, ...],
+def _usage_of_argument(
+    label: str, node: FunctionNode, index: int | None, fields: tuple[str, ...] = ()
 ) -> Usage:
-    """Return what one function reads; `label` has braces for the line."""
-    arguments = node.args
-    positional = [arg.arg for arg in [*arguments.posonlyargs, *arguments.args]]
-    dicts = []
-    if index is not None and index < len(positional):
-        dicts.append(positional[index])
-    elif index is not None:
+    """Return the entries that a function reads of the dict that it gets at a position."""
+    if index is None:
+        return Usage()
+    positional = [*node.args.posonlyargs, *node.args.args]
+    if index >= len(positional):
         return Usage(everything=label.format(node.lineno))
-    found = Usage()
-    if named_from is not None:
-        named = {*positional[named_from:], *(arg.arg for arg in arguments.kwonlyargs)}
-        lines = parameter_lines(node)
-        found.names = {name: label.format(lines[name]) for name in lines if name in named}
-        if arguments.kwarg is not None:
-            dicts.append(arguments.kwarg.arg)
-    for name in dicts:
-        found.add(usage_of_dict(label, node, name, fields))
+    return usage_of_dict(label, node, positional[index].arg, fields)
+
+
+def _usage_by_name(label: str, node: FunctionNode, skipped: int) -> Usage:
+    """Return the parameters of its own that a function reads, and the entries of its `**kwargs`."""
+    named = [*[*node.args.posonlyargs, *node.args.args][skipped:], *node.args.kwonlyargs]
+    lines = parameter_lines(node)
+    found = Usage({p.arg: label.format(lines[p.arg]) for p in named if p.arg in lines})
+    if node.args.kwarg is not None:
+        found.add(usage_of_dict(label, node, node.args.kwarg.arg))
     return found
 
 
 def usage_of_dict(label: str, node: FunctionNode, name: str, fields: tuple[str, ...] = ()) -> Usage:
     """Return the entries of a dict that a function reads; `label` has braces for the line."""
-    visitor = _DictUse(name, fields)
-    for statement in node.body if isinstance(node.body, list) else [node.body]:
-        visitor.visit(statement)
-    names = {entry: label.format(line) for entry, line in visitor.lines.items()}
-    whole = (
-        f"{label.format(visitor.whole)}, which passes all of `{name}` on" if visitor.whole else ""
-    )
-    return Usage(names, whole)
+    dicts = {f"{name}.{field}" for field in fields} or {name}
+    parts = [part for statement in body_of(node) for part in ast.walk(statement)]
+    lines: dict[str, int] = {}
+    followed: set[ast.AST] = set()
+    for part in parts:
+        entry, owner, reads = _entry(part)
+        if owner is None or dotted(owner) not in dicts:
+            continue
+        followed.update(ast.walk(owner))
+        if reads:
+            lines[entry] = min(lines.get(entry, part.lineno), part.lineno)  # type: ignore[attr-defined]
+    passed_on = [
+        part.lineno
+        for part in parts
+        if isinstance(part, ast.Name) and part.id in {name, *FRAME_READERS}
+        if part not in followed
+    ]
+    names = {entry: label.format(line) for entry, line in lines.items()}
+    if not passed_on:
+        return Usage(names)
+    return Usage(names, f"{label.format(min(passed_on))}, which passes all of `{name}` on")
 
 
-class _DictUse(ast.NodeVisitor):
-    """Finds the entries of one dict that are read.
-
-    Attributes:
-        lines: the first line that reads each entry.
-        whole: the first line where the dict goes somewhere else, or 0.
-    """
-
-    def __init__(self, name: str, fields: tuple[str, ...]) -> None:
-        self.lines: dict[str, int] = {}
-        self.whole = 0
-        self._name = name
-        self._fields = fields
-
-    def _is_dict(self, node: ast.AST) -> bool:
-        if self._fields:
-            return (
-                isinstance(node, ast.Attribute)
-                and node.attr in self._fields
-                and isinstance(node.value, ast.Name)
-                and node.value.id == self._name
-            )
-        return isinstance(node, ast.Name) and node.id == self._name
-
-    def _entry(self, key: ast.AST, line: int) -> bool:
-        if isinstance(key, ast.Constant) and isinstance(key.value, str):
-            self.lines.setdefault(key.value, line)
-            return True
-        return False
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        if self._is_dict(node.value) and isinstance(node.slice, ast.Constant):
-            if isinstance(node.ctx, ast.Load):
-                self._entry(node.slice, node.lineno)
-        else:
-            self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Subscript) and self._is_dict(node.target.value):
-            self._entry(node.target.slice, node.lineno)
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        function = node.func
-        if (
-            isinstance(function, ast.Attribute)
-            and function.attr in _ENTRY_METHODS
-            and self._is_dict(function.value)
-            and node.args
-            and self._entry(node.args[0], node.lineno)
+def _entry(node: ast.AST) -> tuple[str, ast.expr | None, bool]:
+    """Return the entry of a dict that an expression names, the dict, and whether it is read."""
+    match node:
+        case ast.Subscript(value=owner, slice=ast.Constant(value=entry)):
+            return str(entry), owner, isinstance(node.ctx, ast.Load)
+        case ast.AugAssign(target=ast.Subscript(value=owner, slice=ast.Constant(value=entry))):
+            return str(entry), owner, True
+        case ast.Call(
+            func=ast.Attribute(value=owner, attr="get" | "pop" | "setdefault" | "__getitem__"),
+            args=[ast.Constant(value=str(entry)), *_],
         ):
-            for rest in [*node.args[1:], *node.keywords]:
-                self.visit(rest)
-        else:
-            self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        simple = len(node.ops) == 1 and isinstance(node.ops[0], (ast.In, ast.NotIn))
-        if not (
-            simple and self._is_dict(node.comparators[0]) and self._entry(node.left, node.lineno)
+            return entry, owner, True
+        case ast.Compare(
+            left=ast.Constant(value=str(entry)),
+            ops=[ast.In() | ast.NotIn()],
+            comparators=[owner],
         ):
-            self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if (node.id == self._name or node.id in FRAME_READERS) and not self.whole:
-            self.whole = node.lineno
+            return entry, owner, True
+    return "", None, False
 
 
 def _decorating_heuristics(jit: Any, below: int) -> Usage:
@@ -235,7 +201,7 @@ def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Us
     """Return what a function, or a dict of functions, in a decorator's text reads."""
     location = f"{Path(function.__code__.co_filename).name}:{{}}"
     if isinstance(value, ast.Lambda):
-        return _usage_in_node(f"{label} ({location})", value, 0, None, ())
+        return _usage_of_argument(f"{label} ({location})", value, 0)
     known = Scope(function).resolve(value)
     if known is MISSING:
         return Usage(everything=f"{label} ({location.format(value.lineno)})")

@@ -12,7 +12,7 @@ import functools
 import inspect
 import linecache
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, TypeAlias
@@ -24,8 +24,6 @@ _PARSE_ATTEMPTS = 10
 #: A module's kernels are decorated one after the other; trees kept for longer are what every
 #: garbage collection walks through (measured with FLA's 142 kernels: 1.3 s when the process ends).
 KEPT_TREES = 8
-
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 #: The value of a name that is not bound.
 MISSING: Any = object()
@@ -40,9 +38,9 @@ class ModuleText:
 
     def segment(self, node: ast.AST) -> str:
         """Return the text of `node`, dedented, without its decorators."""
-        lines = self.text.splitlines()[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
         if isinstance(node, ast.Lambda):
             return ast.get_source_segment(self.text, node) or ""
+        lines = self.text.splitlines()[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
         return textwrap.dedent("\n".join(lines))
 
 
@@ -174,46 +172,81 @@ def last_name(node: ast.AST) -> str:
     return str(getattr(node, "attr", None) or getattr(node, "id", ""))
 
 
-def parameters(node: FunctionNode) -> set[str]:
+def parameters(node: FunctionNode) -> frozenset[str]:
     """Return the names of all parameters, stars included."""
-    return set(_parameter_names(node))
+    return frozenset(_parameter_names(node))
+
+
+def body_of(node: FunctionNode) -> list[ast.AST]:
+    """Return the statements of a function, or the expression of a lambda."""
+    return [*node.body] if isinstance(node.body, list) else [node.body]
 
 
 @functools.lru_cache(KEPT_TREES)
-def stored_names(node: ast.AST) -> frozenset[str]:
-    """Return every name that is bound anywhere below `node`, except its own parameters."""
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return frozenset(_stores(node))
-    return frozenset(name for statement in node.body for name in _stores(statement))
-
-
-def local_names(body: Iterable[ast.AST]) -> set[str]:
-    """Return the names that these statements bind in their own scope, nested scopes excluded."""
+def stored_names(tree: ast.AST) -> frozenset[str]:
+    """Return every name that is bound anywhere in `tree`."""
     found: set[str] = set()
-    stack = list(body)
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found.add(node.id)
-        elif not isinstance(node, (ast.Lambda, *_COMPREHENSIONS)):
-            stack.extend(ast.iter_child_nodes(node))
-    return found
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found.update((alias.asname or alias.name).partition(".")[0] for alias in names)
+            case _:  # a function, a class, a pattern or an exception
+                found.add(getattr(node, "name", None) or "")
+    return frozenset(found)
 
 
-def _stores(node: ast.AST) -> Iterator[str]:
-    for child in ast.walk(node):
-        if isinstance(child, ast.Name) and not isinstance(child.ctx, ast.Load):
-            yield child.id
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield child.name
-        elif isinstance(child, ast.arg):
-            yield child.arg
-        elif isinstance(child, (ast.Import, ast.ImportFrom)):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in child.names)
-        elif isinstance(child, (ast.MatchAs, ast.MatchStar, ast.ExceptHandler)) and child.name:
-            yield child.name
+class RunOrder(ast.NodeVisitor):
+    """Visits the names of a function in the order in which they are read and bound.
+
+    Attributes:
+        bound: the names that the text has bound so far.
+    """
+
+    def __init__(self) -> None:
+        self.bound: frozenset[str] = frozenset()
+
+    def read(self, name: ast.Name) -> None:
+        """Called for each name that is read."""
+        raise NotImplementedError
+
+    def visit_all(self, nodes: Iterable[ast.AST | None]) -> None:
+        """Visit nodes in this order."""
+        for node in nodes:
+            if node is not None:
+                self.visit(node)
+
+    def visit(self, node: ast.AST) -> None:
+        """Visit one node and the nodes below it."""
+        match node:
+            case ast.Name(ctx=ast.Load()):
+                self.read(node)
+            case ast.Name():
+                self.bound |= {node.id}
+            case ast.Assign():
+                self.visit_all([node.value, *node.targets])
+            case ast.AugAssign():
+                if isinstance(node.target, ast.Name):
+                    self.read(node.target)
+                self.visit_all([node.value, node.target])
+            case ast.AnnAssign():
+                self.visit_all([node.value, node.target])
+            case ast.FunctionDef() | ast.Lambda():
+                self.visit_all([*node.args.defaults, *node.args.kw_defaults])
+                self.bound |= {getattr(node, "name", "")}
+                self._visit_inner(parameters(node), body_of(node))
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+                steps = [part for g in node.generators for part in (g.iter, g.target, *g.ifs)]
+                self._visit_inner(frozenset(), [*steps, *results])
+            case _:
+                self.generic_visit(node)
+
+    def _visit_inner(self, bound: frozenset[str], nodes: Iterable[ast.AST]) -> None:
+        outer, self.bound = self.bound, self.bound | bound
+        self.visit_all(nodes)
+        self.bound = outer
 
 
 def free_names(tree: ast.AST) -> list[ast.expr]:
@@ -226,60 +259,20 @@ def free_names(tree: ast.AST) -> list[ast.expr]:
     return visitor.free
 
 
-class _FreeNames(ast.NodeVisitor):
+class _FreeNames(RunOrder):
     def __init__(self) -> None:
+        super().__init__()
         self.free: list[ast.expr] = []
-        self._bound: set[str] = set()
 
-    def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Load):
-            self._bound.add(node.id)
-        elif node.id not in self._bound:
-            self.free.append(node)
+    def read(self, name: ast.Name) -> None:
+        if name.id not in self.bound:
+            self.free.append(name)
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        name = dotted(node)
-        if name is None:
-            self.generic_visit(node)
-        elif name.partition(".")[0] not in self._bound:
-            self.free.append(node)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self._visit_all([node.value, *node.targets])
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name) and node.target.id not in self._bound:
-            self.free.append(node.target)
-        self._visit_all([node.value, node.target])
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._visit_all([node.value, node.target])
-
-    def visit_For(self, node: ast.For) -> None:
-        self._visit_all([node.iter, node.target, *node.body, *node.orelse])
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._visit_all([*node.args.defaults, *node.args.kw_defaults])
-        self._bound.add(node.name)
-        self._visit_inner(parameters(node), node.body)
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._visit_all([*node.args.defaults, *node.args.kw_defaults])
-        self._visit_inner(parameters(node), [node.body])
-
-    def _comprehension(self, node: Any) -> None:
-        results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        steps = [part for g in node.generators for part in (g.iter, g.target, *g.ifs)]
-        self._visit_inner(set(), [*steps, *results])
-
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension  # noqa: N815
-
-    def _visit_inner(self, bound: set[str], nodes: Iterable[ast.AST | None]) -> None:
-        outer, self._bound = self._bound, self._bound | bound
-        self._visit_all(nodes)
-        self._bound = outer
-
-    def _visit_all(self, nodes: Iterable[ast.AST | None]) -> None:
-        for node in nodes:
-            if node is not None:
-                self.visit(node)
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Attribute) and (name := dotted(node)) is not None:
+            if name.partition(".")[0] not in self.bound:
+                self.free.append(node)
+        elif isinstance(node, ast.For):
+            self.visit_all([node.iter, node.target, *node.body, *node.orelse])
+        else:
+            super().visit(node)
