@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -31,19 +32,18 @@ def tries(
         time.sleep(max(0.0, min(pause_s, end - clock())))
 
 
-def flock(descriptor: int, kind: int, wait_s: float) -> bool:
-    """Lock an open file as `fcntl.flock` does; False where others still have it after `wait_s`.
+def flock(descriptor: int, exclusive: bool, wait_s: float) -> bool:
+    """Lock an open file; False where others still have it after `wait_s`.
 
     Raises:
         OSError: its file system has no locks.
+        ImportError: this platform has none.
     """
     import fcntl
 
-    for last in tries(wait_s, 0.001, 0.1):
-        try:
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    for _ in tries(wait_s, 0.001, 0.1):
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
-        except BlockingIOError:
-            if last:
-                return False
-    raise AssertionError("the last try returns")
+    return False

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.config import config_digest
@@ -37,11 +37,9 @@ from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
     from safetune.store.shared.layer import SharedLayer
-    from safetune.store.shared.protocol import Claim, Lease
+    from safetune.store.shared.protocol import Lease
 
 logger = logging.getLogger("safetune")
-
-Found = TypeVar("Found")
 
 #: Compilers use every core, so one process of a machine at a time compiles.
 COMPILING = "compile pool"
@@ -84,22 +82,27 @@ class WaitBudget:
     check: Callable[[], None] = lambda: None
     waited: Waited = field(default_factory=lambda: _waited)
 
-    def sleep(self, seconds: float, begin: float) -> None:
-        """Sleep, at most for what is left, and count what has passed since `begin`.
+    def tries(self, name: str, first_s: float, most_s: float) -> Iterator[None]:
+        """Yield for each try to get what this name stands for, and wait in between.
 
         Raises:
-            Busy: nothing is left.
+            Busy: nothing is left of `seconds`.
         """
-        self.check()
-        seconds = min(seconds, self.seconds - self.waited.seconds)
-        if seconds <= 0:
-            raise Busy(
-                "another process is still tuning, and this one has waited "
-                f"{self.waited.seconds:.0f} s for others (SAFETUNE_WAIT)"
-            )
-        time.sleep(seconds)
-        if self.seconds < math.inf:
-            self.waited.add(time.monotonic() - begin)
+        for number, pause_s in enumerate(pauses(first_s, most_s)):
+            begin = time.monotonic()
+            yield
+            if number == 0:
+                logger.info("waiting for another process: %s", name)
+            self.check()
+            pause_s = min(pause_s, self.seconds - self.waited.seconds)
+            if pause_s <= 0:
+                raise Busy(
+                    "another process is still tuning, and this one has waited "
+                    f"{self.waited.seconds:.0f} s for others (SAFETUNE_WAIT)"
+                )
+            time.sleep(pause_s)
+            if self.seconds < math.inf:
+                self.waited.add(time.monotonic() - begin)
 
 
 @dataclass
@@ -120,16 +123,13 @@ class Election:
 
     def publish(self, choice: ChoiceRecord, outcome: Outcome) -> ChoiceRecord:
         """Publish a choice that may be shared; return the one that every node launches."""
-        if self.shared is None:
-            return choice
-        if not outcome.shareable:
+        if self.shared is None or not outcome.shareable:
             return choice
         from safetune.store.shared.record import space_of
 
         stored = StoredChoice(KeyRecord.of(self.request.key), choice)
-        found = self.shared.publish(space_of(self.request.key), stored)
         self.published = True
-        return found.choice
+        return self.shared.publish(space_of(self.request.key), stored).choice
 
 
 @contextlib.contextmanager
@@ -205,43 +205,38 @@ def _locked(
 ) -> Iterator[ChoiceRecord | None]:
     """Yield None with the name locked, or the choice, whichever comes first."""
     with contextlib.ExitStack() as held:
-        found = _Ready()
+        choice = None
         if store.path is not None:  # other processes do not see a store in memory
-            found = _first(lambda: _try(store, name, chosen, held), name, budget, _PAUSES_S)
-        if found.choice is None:
+            for _ in budget.tries(name, *_PAUSES_S):
+                locked, choice = _try(store.path, name, chosen, held)
+                if locked or choice is not None:
+                    break
+        if choice is None:
             _names().add(name)
             held.callback(_names().discard, name)
-        yield found.choice
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """The end of a wait: with a choice, or else with the lock, if there are any locks."""
-
-    choice: ChoiceRecord | None = None
+        yield choice
 
 
 def _try(
-    store: Store,
+    path: Path,
     name: str,
     chosen: Callable[[], ChoiceRecord | None],
     held: contextlib.ExitStack,
-) -> _Ready | None:
-    assert store.path is not None
+) -> tuple[bool, ChoiceRecord | None]:
+    """Return whether the name is locked, and the choice. Without locks it counts as locked."""
     try:
         if (choice := chosen()) is not None:
-            return _Ready(choice)
-        lock = key_locks.try_lock(store.path, name)
+            return False, choice
+        lock = key_locks.try_lock(path, name)
         if lock is None:
-            return None
+            return False, None
         held.callback(lock.release)
-        # Once more: the last owner may have chosen just before it let go.
-        return _Ready(chosen())
+        return True, chosen()  # the last owner may have chosen just before it let go
     except StoreError as error:
         logger.info("%s; tuning without waiting for other processes", error)
     except OSError as error:
-        _warn_of_no_locks(store.path, error.strerror or str(error))
-    return _Ready()
+        _warn_of_no_locks(path, error.strerror or str(error))
+    return True, None
 
 
 @functools.cache
@@ -258,33 +253,13 @@ def _elected(request: TuningRequest, shared: SharedLayer, budget: WaitBudget) ->
     from safetune.store.shared.record import space_of
 
     wanted = (space_of(request.key), request.key.digest, request.declared, request.force)
-
-    def attempt() -> Claim | None:
-        claim = shared.claim(*wanted)
-        return claim if claim.lease is not None or claim.stored is not None else None
-
-    claim = _first(attempt, request.key.kernel.name, budget, _NODE_PAUSES_S)
-    if claim.stored is not None and is_usable(request, claim.stored.choice):
-        return Election(request, shared, claim.stored.choice)
-    return Election(request, shared, lease=claim.lease)
-
-
-def _first(
-    attempt: Callable[[], Found | None],
-    name: str,
-    budget: WaitBudget,
-    pauses_s: tuple[float, float],
-) -> Found:
-    """Return the first thing that is not None that `attempt` returns; raises `Busy`."""
-    for number, pause_s in enumerate(pauses(*pauses_s)):
-        begin = time.monotonic()
-        found = attempt()
-        if found is not None:
-            return found
-        if number == 0:
-            logger.info("waiting for another process: %s", name)
-        budget.sleep(pause_s, begin)
-    raise AssertionError("pauses have no end")
+    for _ in budget.tries(request.key.kernel.name, *_NODE_PAUSES_S):
+        lease, stored = shared.claim(*wanted)
+        if stored is not None and is_usable(request, stored.choice):
+            return Election(request, shared, stored.choice)
+        if lease is not None or stored is not None:
+            return Election(request, shared, lease=lease)
+    raise AssertionError("a budget's tries end with an exception")
 
 
 def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:

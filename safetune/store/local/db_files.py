@@ -203,11 +203,9 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 @contextlib.contextmanager
 def _locked(path: Path, exclusive: bool) -> Iterator[None]:
     """The lock for moving a database. Its file stays: deleting a lock file breaks the lock."""
-    import fcntl
-
     descriptor = open_lock(path.with_name(path.name + LOCK))
     try:
-        if not flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, _WAIT_S):
+        if not flock(descriptor, exclusive, _WAIT_S):
             busy = "opening" if exclusive else "moving"
             raise StoreError(f"other processes have been {busy} it for {_WAIT_S:.0f} s")
         yield

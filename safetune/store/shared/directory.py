@@ -14,13 +14,13 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
-from safetune.store.shared.record import ForeignRecord, Name
-from safetune.store.shared.record_files import RecordFiles, content, file_name, name_in
+from safetune.store.shared.record import Name
+from safetune.store.shared.record_files import RecordFiles, file_name, name_in
 
 #: Errors of a network file system for a file that another client has just changed or removed.
 _MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.EISDIR}
@@ -36,37 +36,16 @@ class Directory(RecordFiles):
         self.location = f"file://{root}"
         self._root = root / str(shared_record.FORMAT)
 
-    def names(self, namespace: str) -> set[Name]:
-        """Return the names of all records in a namespace; raises `StoreError`."""
-        with self._failures("read"):
-            self._reachable()
-            return {
-                name
-                for bucket in _entries(self._root / namespace)
-                for name in self._bucket(self._root / namespace / bucket)
-            }
+    def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
+        if not self._root.parent.exists():
+            os.stat(self._root.parent.parent)  # raises where the share is not mounted
+        root = self._root / namespace
+        buckets = _entries(root) if keys is None else {key[:2] for key in keys}
+        paths = (root / bucket / file for bucket in buckets for file in _entries(root / bucket))
+        return {name: path for path in paths if (name := name_in(path.name))}
 
-    def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
-        """Yield the records of these names; raises `StoreError`."""
-        by_bucket: dict[str, set[Name]] = {}
-        for name in sorted(names):
-            by_bucket.setdefault(name.key[:2], set()).add(name)
-        for bucket, wanted in by_bucket.items():
-            with self._failures("read"):
-                directory = self._root / namespace / bucket
-                files = self._bucket(directory)
-                found = [self._read(directory / files[n], n) for n in wanted if n in files]
-            yield from filter(None, found)
-
-    def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
-        """Return the record of the highest generation; raises `StoreError`."""
-        with self._failures("read"):
-            directory = self._root / namespace / key[:2]
-            files = self._bucket(directory)
-            for name in sorted((n for n in files if n[:2] == (key, declared)), reverse=True):
-                if stored := self._read(directory / files[name], name):
-                    return stored
-        return None
+    def _load(self, paths: Mapping[Name, Path]) -> list[StoredChoice]:
+        return [found for name, path in paths.items() if (found := self._read(path, name))]
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
         name = shared_record.name_of(record)
@@ -80,40 +59,26 @@ class Directory(RecordFiles):
         try:
             _write(temporary, data)
             if not _link(temporary, path):
-                try:
-                    return self._load(path, name)
-                except ForeignRecord:  # such as half of one
-                    os.replace(temporary, path)
+                if stored := _decoded(path, name):
+                    return stored
+                os.replace(temporary, path)  # what is there is not a record, such as half of one
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
         return self._read(path, name) or record
 
-    def _bucket(self, directory: Path) -> dict[Name, str]:
-        found = {}
-        for entry in _entries(directory):
-            if name := name_in(entry):
-                found[name] = entry
-        return found
-
     def _read(self, path: Path, name: Name) -> StoredChoice | None:
         try:
-            return self._load(path, name)
-        except ForeignRecord:
-            return None
+            return _decoded(path, name)
         except OSError as error:
             if error.errno in _MISSES:
                 return None
             raise
 
-    def _load(self, path: Path, name: Name) -> StoredChoice:
-        with path.open("rb") as file:
-            return content(file.read(shared_record.MAX_BYTES + 1), name)
 
-    def _reachable(self) -> None:
-        """Raise where even the directory above is missing: the share is not mounted."""
-        if not self._root.parent.exists():
-            os.stat(self._root.parent.parent)
+def _decoded(path: Path, name: Name) -> StoredChoice | None:
+    with path.open("rb") as file:
+        return shared_record.decoded(file.read(shared_record.MAX_BYTES + 1), name)
 
 
 def _entries(directory: Path) -> list[str]:

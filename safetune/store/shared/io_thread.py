@@ -12,7 +12,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 from safetune import forks
 
@@ -27,70 +28,40 @@ class TimedOut(Exception):
     """The result has not come in time. The task goes on."""
 
 
-class _Task(Generic[Result]):
-    def __init__(self, work: Callable[[], Result]) -> None:
-        self._work = work
-        self._done = threading.Event()
-        self._result: Result | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def result(self, timeout_s: float) -> Result:
-        if not self._done.wait(timeout_s):
-            raise TimedOut
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
-
-
 class IOThread:
     """A queue of tasks and the thread that runs them, which starts with the first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Task[Any]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._timed_out: _Task[Any] | None = None
+        self.start_over()
         _threads.add(self)
 
-    def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """Return what `work` returns, or raise what it raises; `TimedOut` after `timeout_s`."""
-        task = _Task(work)
-        self._put(task)
-        try:
-            return task.result(timeout_s)
-        except TimedOut:
-            self._timed_out = task
-            raise
+    def start_over(self) -> None:
+        """Forget the parent's thread and tasks, in a forked child."""
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._timed_out: Future[Any] | None = None
 
     @property
     def is_stuck(self) -> bool:
         """Whether the last task that timed out is still running."""
-        return self._timed_out is not None and not self._timed_out.is_done
+        return self._timed_out is not None and not self._timed_out.done()
+
+    def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
+        """Return what `work` returns, or raise what it raises; `TimedOut` after `timeout_s`."""
+        task = self._put(work)
+        if not wait([task], timeout_s).done:
+            self._timed_out = task
+            raise TimedOut
+        return task.result()
 
     def submit(self, work: Callable[[], object]) -> None:
         """Have `work` run later. What it raises is logged."""
+        self._put(work).add_done_callback(_log_error)
 
-        def logged() -> None:
-            try:
-                work()
-            except Exception as error:
-                logger.info("%s", error)
-
-        self._put(_Task(logged))
-
-    def _put(self, task: _Task[Any]) -> None:
+    def _put(self, work: Callable[[], Result]) -> Future[Result]:
+        task: Future[Result] = Future()
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -99,16 +70,24 @@ class IOThread:
                 except RuntimeError as error:  # the process is about to end
                     raise TimedOut from error
                 self._thread = thread
-        self._queue.put(task)
+        self._queue.put((task, work))
+        return task
 
     def _run(self) -> None:
         while True:
-            self._queue.get().run()
+            _finish(*self._queue.get())
 
-    def start_over(self) -> None:
-        """Forget the parent's thread and tasks, in a forked child."""
-        self._lock, self._queue = threading.Lock(), queue.SimpleQueue()
-        self._thread = self._timed_out = None
+
+def _finish(task: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        task.set_result(work())
+    except BaseException as error:
+        task.set_exception(error)
+
+
+def _log_error(task: Future[Any]) -> None:
+    if error := task.exception():
+        logger.info("%s", error)
 
 
 def _after_fork_in_child() -> None:

@@ -13,6 +13,7 @@ ends before that keeps what it has, and the next one pulls the rest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -31,7 +32,6 @@ from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.io_thread import IOThread, TimedOut
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, Unwritable
-from safetune.store.shared.record import Name, name_of
 
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
@@ -66,9 +66,6 @@ class _Budget:
         self._left_s = BUDGET_S
         self._at = clock()
         self._lock = threading.Lock()
-
-    def left_s(self) -> float:
-        return self.spend(0.0)
 
     def spend(self, seconds: float) -> float:
         """Take seconds off; return what is left."""
@@ -115,7 +112,6 @@ class SharedLayer:
         self._warned: set[str] = set()
         self._refreshed: dict[str, float] = {}
         self._partial: set[str] = set()
-        self._unsent: dict[Name, tuple[str, StoredChoice]] = {}
         self._unkept: dict[tuple[str, str], ChoiceRecord] = {}
         _layers.add(self)
 
@@ -140,7 +136,7 @@ class SharedLayer:
         self._refreshed[space] = now
         oldest = time.time() - REFRESH_S if since is None else since
         self._partial.add(space)
-        seconds = self._budget.left_s() / 2
+        seconds = self._budget.spend(0.0) / 2
         pull = self._pull(space, oldest, seconds)
         self._call(lambda: self._go_on(space, pull, seconds), None)
 
@@ -157,10 +153,7 @@ class SharedLayer:
 
         Where the store does not answer, every node may tune.
         """
-        claim = self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
-        if claim.problem is not None:
-            self._stop_writing(claim.problem)
-        return claim
+        return self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
 
     def release(self, lease: Lease, published: bool) -> None:
         """Free a lease, without waiting for that."""
@@ -179,10 +172,10 @@ class SharedLayer:
         return found[0] if found else stored
 
     def flush(self) -> None:
-        """Wait for two seconds at most until every choice is published."""
+        """Wait for two seconds at most until all tasks are done."""
         if self.is_on:
-            with contextlib.suppress(TimedOut, StoreError):
-                self._thread.call(self._deliver_unsent, BUDGET_S)
+            with contextlib.suppress(TimedOut):
+                self._thread.call(lambda: None, BUDGET_S)
 
     def _call(self, work: Callable[[], Result], otherwise: Result) -> Result:
         if not self.is_on:
@@ -192,7 +185,7 @@ class SharedLayer:
             self._budget.refill()
         begin = self._clock()
         try:
-            return self._thread.call(lambda: self._run(work), self._budget.left_s())
+            return self._thread.call(lambda: self._run(work), self._budget.spend(0.0))
         except Unwritable as error:
             self._stop_writing(error)
         except TimedOut:
@@ -238,18 +231,13 @@ class SharedLayer:
             if complete:
                 self._partial.discard(space)
             elif self._clock() >= end:
-                self._thread.submit(lambda: self._go_on_later(space, pull))
+                rest = functools.partial(self._go_on, space, pull, _SLICE_S)
+                self._thread.submit(functools.partial(self._run, rest))
                 return
-
-    def _go_on_later(self, space: str, pull: Iterator[bool]) -> None:
-        try:
-            self._run(lambda: self._go_on(space, pull, _SLICE_S))
-        except Unwritable as error:
-            self._stop_writing(error)
 
     def _pull(self, space: str, since: float, wait_s: float) -> Iterator[bool]:
         """Copy what is new here and publish what is missing there; yield whether all is here."""
-        connection, backend, problem = self._local, self._backend, None
+        connection, backend = self._local, self._backend
         name = encoding.digest([backend.location, space])[:16]
         database = connection.path if self._writes else None
         with once_per_node.turn(database, name, since, wait_s) as turn:
@@ -264,23 +252,22 @@ class SharedLayer:
                     if self._clock() >= self._unwritable_until and self._writes:
                         self._deliver(space, local_copy.unpublished(connection, space, names))
                 except Unwritable as error:
-                    problem = error
+                    self._stop_writing(error)
         yield turn is not Turn.BUSY
-        if problem is not None:
-            raise problem
 
     def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
-        lease, problem = None, None
+        lease: Lease | None
         try:
             lease = self._backend.lease(key, key_locks.node_id(self._local.path))
         except Unwritable as error:
-            lease, problem = NoLease(), error
+            self._stop_writing(error)
+            lease = NoLease()
         stored = self._get(space, key, declared)  # also with force: its generation is the next one
         if stored is None or force:
-            return Claim(lease, problem=problem)
+            return Claim(lease)
         if lease is not None:
             lease.release()
-        return Claim(None, stored, problem)
+        return Claim(stored=stored)
 
     def _get(self, space: str, key: str, declared: str) -> StoredChoice | None:
         stored = self._backend.get(space, key, declared)
@@ -292,19 +279,10 @@ class SharedLayer:
     def _deliver(self, space: str, records: Sequence[StoredChoice]) -> list[StoredChoice]:
         """Publish records, and copy those that others had published under the same names."""
         records = [record for record in records if local_copy.is_sound(record)]
-        self._unsent.update({name_of(record): (space, record) for record in records})
-        found = self._backend.publish(space, records) if records else []
-        pairs = zip(records, found, strict=True)  # a newer version's choice stays in the store
-        found = [own if other.unknown else other for own, other in pairs]
-        for record in records:
-            self._unsent.pop(name_of(record), None)
-        pairs = zip(records, found, strict=True)
-        self._keep([other for record, other in pairs if other.choice != record.choice])
-        return found
-
-    def _deliver_unsent(self) -> None:
-        for space, record in list(self._unsent.values()):
-            self._run(lambda space=space, record=record: self._deliver(space, [record]))  # type: ignore[misc]
+        stored = self._backend.publish(space, records) if records else []
+        pairs = list(zip(records, stored, strict=True))
+        self._keep([other for own, other in pairs if other.choice != own.choice])
+        return [own if other.unknown else other for own, other in pairs]
 
     def _keep(self, records: Sequence[StoredChoice]) -> None:
         records = [record for record in records if not record.unknown]
@@ -323,9 +301,7 @@ def _flush_all() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """The parent publishes its own choices."""
     for layer in tuple(_layers):
-        layer._unsent.clear()
         layer._budget.start_over()
 
 

@@ -15,8 +15,8 @@ from safetune.errors import StoreError
 from safetune.store.local import rows
 from safetune.store.local.connection import BUSY_TIMEOUT_S, Connection
 from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
-from safetune.store.records import ChoiceRecord, StoredChoice
-from safetune.store.shared.record import Name, encode, name_of, namespace
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+from safetune.store.shared.record import Name, encode, namespace
 
 if TYPE_CHECKING:
     import sqlite3
@@ -77,44 +77,38 @@ def unpublished(connection: Connection, space: str, names: set[Name]) -> list[St
 
     Empty where the database cannot be read.
     """
+    newest: dict[tuple[str, str], ChoiceRecord] = {}
     try:
-        return _unpublished(connection, space, names)
+        with connection.reading() as sqlite:
+            for choice in CHOICE.sound(sqlite.execute(_OWN).fetchall()):
+                newest.setdefault((choice.key, choice.declared), choice)
+            found = [
+                StoredChoice(key, choice)
+                for choice in newest.values()
+                if (choice.key, choice.declared, choice.generation) not in names
+                and _is_shareable(sqlite, choice)
+                and (key := _key(sqlite, choice.key))
+            ]
     except StoreError as error:
         logger.info("%s; its choices are not published", error)
         return []
-
-
-def _unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
-    newest: dict[tuple[str, str], ChoiceRecord] = {}
-    with connection.reading() as sqlite:
-        for choice in CHOICE.sound(sqlite.execute(_OWN).fetchall()):
-            newest.setdefault((choice.key, choice.declared), choice)
-        missing = [c for c in newest.values() if (c.key, c.declared, c.generation) not in names]
-        found = [_with_key(sqlite, choice) for choice in missing if _is_shareable(sqlite, choice)]
-    return [
-        each
-        for each in found
-        if each is not None
-        and namespace(each.key.device, each.key.toolchain) == space
-        and name_of(each) not in names
-    ]
+    return [each for each in found if namespace(each.key.device, each.key.toolchain) == space]
 
 
 def _is_shareable(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> bool:
-    wanted = (choice.key, choice.config_digest, choice.generation)
-    trial = next(TRIAL.sound(sqlite.execute(_TRIALS, wanted).fetchall()), None)
+    trial = _first(sqlite, TRIAL, _TRIALS, choice.key, choice.config_digest, choice.generation)
     return trial is not None and trial.outcome.shareable
 
 
-def _with_key(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> StoredChoice | None:
-    key = _one(sqlite, KEY, choice.key)
-    kernel = _one(sqlite, KERNEL, key["kernel"]) if key else None
-    device = _one(sqlite, DEVICE, key["device"]) if key else None
-    if key is None or kernel is None or device is None:
+def _key(sqlite: sqlite3.Connection, digest: str) -> KeyRecord | None:
+    key = _first(sqlite, KEY, _OF_DIGEST.format(KEY.select), digest)
+    if key is None:
         return None
-    return StoredChoice(rows.key_record(key, kernel, device), choice)
+    kernel = _first(sqlite, KERNEL, _OF_DIGEST.format(KERNEL.select), key["kernel"])
+    device = _first(sqlite, DEVICE, _OF_DIGEST.format(DEVICE.select), key["device"])
+    return rows.key_record(key, kernel, device) if kernel and device else None
 
 
-def _one(sqlite: sqlite3.Connection, table: Table, digest: str) -> dict[str, Any] | None:
-    found = sqlite.execute(_OF_DIGEST.format(table.select), (digest,)).fetchall()
-    return next(table.sound(found), None)
+def _first(sqlite: sqlite3.Connection, table: Table, statement: str, *wanted: Any) -> Any:
+    """The first sound row; None without one."""
+    return next(table.sound(sqlite.execute(statement, wanted).fetchall()), None)

@@ -18,11 +18,6 @@ from safetune import forks
 from safetune.store.local import db_files
 from safetune.store.waiting import flock
 
-try:
-    import fcntl
-except ImportError:  # not POSIX: every process asks for itself
-    fcntl = None  # type: ignore[assignment]
-
 #: The lock files that this process has open. A forked child inherits flock's locks, and must close
 #: the files, or the lock would outlive the parent.
 _descriptors: set[int] = set()
@@ -45,57 +40,39 @@ def turn(database: Path | None, name: str, since: float, wait_s: float) -> Itera
         since: in seconds since the epoch: an answer that came later still counts.
         wait_s: how long to wait for another process that is asking, before it is `BUSY`.
     """
-    descriptor = _open(database, name)
+    descriptor = None
+    with contextlib.suppress(OSError):
+        if database is not None:
+            path = database.with_name(f"{database.stem}-shared-{name}.lock")
+            descriptor = db_files.open_lock(path)
     if descriptor is None or database is None:
         yield Turn.MINE
         return
     owner = os.getpid()
     _descriptors.add(descriptor)
     try:
-        state = _locked(descriptor, wait_s)
-        if state is False:
-            yield Turn.BUSY
-            return
-        if state and _asked_since(descriptor, database, since):
-            yield Turn.DONE
-            return
-        yield Turn.MINE
-        with contextlib.suppress(OSError):
-            os.pwrite(descriptor, _mark(database), 0)
-            os.utime(descriptor)
+        found = _turn(descriptor, database, since, wait_s)
+        yield found
+        if found is Turn.MINE:
+            with contextlib.suppress(OSError):
+                os.pwrite(descriptor, _mark(database), 0)
+                os.utime(descriptor)
     finally:
         if os.getpid() == owner:
             _descriptors.discard(descriptor)
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
-def _open(database: Path | None, name: str) -> int | None:
-    if database is None or fcntl is None:
-        return None
-    path = database.with_name(f"{database.stem}-shared-{name}.lock")
+def _turn(descriptor: int, database: Path, since: float, wait_s: float) -> Turn:
     try:
-        return db_files.open_lock(path)
-    except OSError:
-        return None
-
-
-def _locked(descriptor: int, wait_s: float) -> bool | None:
-    """Whether this process has got the lock; None where there are no locks."""
-    try:
-        return flock(descriptor, fcntl.LOCK_EX, wait_s)
-    except OSError:
-        return None
-
-
-def _asked_since(descriptor: int, database: Path, since: float) -> bool:
-    """Whether the file says so of this very database, and not with a time in the future."""
-    try:
-        marked = os.pread(descriptor, 64, 0) == _mark(database)
-        return marked and since <= os.fstat(descriptor).st_mtime <= time.time() + 1
-    except OSError:
-        return False
+        if not flock(descriptor, exclusive=True, wait_s=wait_s):
+            return Turn.BUSY
+        if os.pread(descriptor, 64, 0) != _mark(database):
+            return Turn.MINE
+        answered = since <= os.fstat(descriptor).st_mtime <= time.time() + 1
+    except (OSError, ImportError):
+        return Turn.MINE
+    return Turn.DONE if answered else Turn.MINE
 
 
 def _mark(database: Path) -> bytes:

@@ -22,7 +22,7 @@ from safetune.settings import display_url
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import Lease, NoLease, Unwritable
-from safetune.store.shared.record import ForeignRecord, Name
+from safetune.store.shared.record import Name
 from safetune.store.waiting import tries
 
 _STATEMENT_TIMEOUT_MS = 5000
@@ -52,7 +52,7 @@ USING (key, declared, generation)
 WHERE namespace = %s AND octet_length(record) <= {shared_record.MAX_BYTES}
 """
 _GET = f"""
-SELECT record FROM safetune.choice WHERE namespace = %s AND key = %s AND declared = %s
+SELECT record, generation FROM safetune.choice WHERE namespace = %s AND key = %s AND declared = %s
 AND octet_length(record) <= {shared_record.MAX_BYTES} ORDER BY generation DESC
 """
 
@@ -67,7 +67,7 @@ WHERE held.expires < clock_timestamp() OR held.owner = excluded.owner RETURNING 
 """
 _RENEW = f"""
 UPDATE safetune.lease SET expires = {_EXPIRY}
-WHERE key = %s AND owner = %s AND token = %s AND expires >= clock_timestamp() RETURNING token
+WHERE key = %s AND owner = %s AND token = %s AND expires >= clock_timestamp()
 """
 _RELEASE = f"""
 UPDATE safetune.lease SET owner = %s, expires = {_EXPIRY}
@@ -148,46 +148,36 @@ class Postgres:
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace; raises `StoreError`."""
-        with self.reading() as connection:
-            if connection is None:
-                return set()
-            return {Name(*row) for row in connection.execute(_NAMES, (namespace,))}
+        return {Name(*row) for row in self._rows(_NAMES, namespace)}
 
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
         """Yield the records of these names; raises `StoreError`."""
         listed = sorted(names)
         for start in range(0, len(listed), _TOGETHER):
             columns = map(list, zip(*listed[start : start + _TOGETHER], strict=True))
-            with self.reading() as connection:
-                if connection is None:
-                    return
-                found = connection.execute(_PULL, (*columns, namespace)).fetchall()
-            for (text,) in found:
-                stored = _decoded(text)
+            for (text,) in self._rows(_PULL, *columns, namespace):
+                stored = shared_record.decoded(text)
                 if stored is not None and shared_record.name_of(stored) in names:
                     yield stored
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation; raises `StoreError`."""
+        for text, generation in self._rows(_GET, namespace, key, declared):
+            if stored := shared_record.decoded(text, Name(key, declared, generation)):
+                return stored
+        return None
+
+    def _rows(self, statement: str, *parameters: Any) -> list[Any]:
         with self.reading() as connection:
-            if connection is None:
-                return None
-            rows = connection.execute(_GET, (namespace, key, declared)).fetchall()
-        found = (_decoded(text) for (text,) in rows)
-        return next((each for each in found if each and _is_of(each, key, declared)), None)
+            return connection.execute(statement, parameters).fetchall() if connection else []
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is there now.
-
-        Raises:
-            Unwritable: the role may only read, or the disk is full.
-            StoreError: the server cannot be reached.
-        """
+        """Write records, none over a valid one; return what is there now."""
         with self.writing() as connection:
             return [_publish(connection, namespace, record) for record in records]
 
     def lease(self, key: str, node: str) -> Lease | None:
-        """Take the lease of a key; None while another node has it; raises as `publish`."""
+        """Take the lease of a key; None while another node has it."""
         with self.writing() as connection:
             row = connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone()
             if row is None:
@@ -258,17 +248,17 @@ class PostgresLease:
 
     def renew(self) -> bool:
         """Extend it; False if it has expired. Raises `StoreError`."""
-        store = Postgres(self._url)
-        with contextlib.closing(store), store.writing() as connection:
-            row = connection.execute(_RENEW, (self.expires_after_s, *self._name)).fetchone()
-        return row is not None
+        return self._execute(_RENEW, self.expires_after_s, *self._name) > 0
 
     def release(self, published: bool = True) -> None:
         """Let another node have it, or all of them; raises `StoreError`."""
         owner, seconds = (self._name[1], 0.0) if published else (_UNSHARED, _UNSHARED_S)
-        store = Postgres(self._url)
-        with contextlib.closing(store), store.writing() as connection:
-            connection.execute(_RELEASE, (owner, seconds, *self._name))
+        self._execute(_RELEASE, owner, seconds, *self._name)
+
+    def _execute(self, statement: str, *parameters: Any) -> int:
+        """Return how many rows the statement has changed."""
+        with contextlib.closing(Postgres(self._url)) as store, store.writing() as connection:
+            return connection.execute(statement, parameters).rowcount
 
 
 def _publish(
@@ -279,23 +269,11 @@ def _publish(
     connection.execute(_INSERT, (*key, record.key.kernel_name, text))
     for _ in range(2):
         row = connection.execute(_SELECT, key).fetchone()
-        stored = _decoded(row[0]) if row else None
-        if stored is not None and shared_record.name_of(stored) == name:
+        if row and (stored := shared_record.decoded(row[0], name)):
             return stored
         if row:  # what is there is not a record; the first to replace it wins
             connection.execute(_REPLACE, (text, *key, row[0]))
     return record
-
-
-def _is_of(stored: StoredChoice, key: str, declared: str) -> bool:
-    return (stored.choice.key, stored.choice.declared) == (key, declared)
-
-
-def _decoded(text: str) -> StoredChoice | None:
-    try:
-        return shared_record.decode(text)
-    except ForeignRecord:
-        return None
 
 
 def connect(

@@ -7,8 +7,7 @@ run never waits long for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from safetune.errors import StoreError
 from safetune.store.records import StoredChoice
@@ -35,11 +34,31 @@ class Lease(Protocol):
         """
 
 
+class NoLease:
+    """The lease of a store that has none: every node gets one, and may tune at the same time."""
+
+    expires_after_s = float("inf")
+
+    def renew(self) -> bool:
+        """Return True: it does not expire."""
+        return True
+
+    def release(self, published: bool = True) -> None:
+        """Do nothing."""
+
+
+class Claim(NamedTuple):
+    """The right to tune a key, or the choice of another node; neither while another tunes it."""
+
+    lease: Lease | None = None
+    stored: StoredChoice | None = None
+
+
 class SharedStore(Protocol):
     """Choices of many nodes. The first valid record of a name is the choice.
 
-    Every method may block, and raises `StoreError`. Anything stored that is not a valid record is
-    treated as absent.
+    Every method may block, and raises `StoreError`; `publish` and `lease` raise `Unwritable` where
+    the store can only be read. Anything stored that is not a valid record is treated as absent.
     """
 
     #: Its URL for messages, without a password.
@@ -58,49 +77,14 @@ class SharedStore(Protocol):
         """Return the record of the highest generation for a key and a config list."""
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is stored under their names now.
-
-        Raises:
-            Unwritable: nothing more can be written.
-        """
+        """Write records, none over a valid one; return what is stored under their names now."""
 
     def lease(self, key: str, node: str) -> Lease | None:
         """Take the lease of a key; None while another node has it.
 
         A node that has it already gets it again: its process that had it has ended, as only one
         process of a node asks at a time.
-
-        Raises:
-            Unwritable: this user may only read.
         """
 
     def close(self) -> None:
         """Close what it keeps open between calls."""
-
-
-class NoLease:
-    """The lease of a store that has none: every node gets one, and may tune at the same time."""
-
-    expires_after_s = float("inf")
-
-    def renew(self) -> bool:
-        """Return True: it does not expire."""
-        return True
-
-    def release(self, published: bool = True) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The answer to a node that wants to tune a key.
-
-    Attributes:
-        lease: the right to tune it; None while another node has it.
-        stored: the choice of another node.
-        problem: why the store cannot be written to.
-    """
-
-    lease: Lease | None = None
-    stored: StoredChoice | None = None
-    problem: Unwritable | None = None

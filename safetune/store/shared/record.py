@@ -90,3 +90,12 @@ def decode(text: str | bytes) -> StoredChoice:
     if found[0].choice.generation > MAX_GENERATION:
         raise ForeignRecord(f"its generation is {found[0].choice.generation}")
     return found[0]
+
+
+def decoded(text: str | bytes, name: Name | None = None) -> StoredChoice | None:
+    """Return the choice in a record; None if it is not a record, or not the one of this name."""
+    try:
+        found = decode(text)
+    except ForeignRecord:
+        return None
+    return found if name in (None, name_of(found)) else None

@@ -10,13 +10,17 @@ import contextlib
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
 
 from safetune.errors import StoreError
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import Lease, NoLease, Unwritable
-from safetune.store.shared.record import ForeignRecord, Name
+from safetune.store.shared.record import Name
+
+#: How many files are read together.
+_TOGETHER = 200
 
 #: Errors of a file system that cannot be written to.
 _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -27,17 +31,36 @@ _FILE = re.compile(
 
 
 class RecordFiles(ABC):
-    """Publishes records as files. A subclass decides where, and how one is written."""
+    """Records as files. A subclass decides where they are, and how one is read and written."""
 
     location: str
 
-    def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is there now.
+    def names(self, namespace: str) -> set[Name]:
+        """Return the names of all records in a namespace; raises `StoreError`."""
+        with self._failures("read"):
+            return set(self._listing(namespace, None))
 
-        Raises:
-            Unwritable: it is read-only or full.
-            StoreError: it cannot be reached.
-        """
+    def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
+        """Yield the records of these names; raises `StoreError`."""
+        with self._failures("read"):
+            listing = self._listing(namespace, {name.key for name in names})
+        wanted = sorted(names & listing.keys())
+        for start in range(0, len(wanted), _TOGETHER):
+            with self._failures("read"):
+                found = self._load({n: listing[n] for n in wanted[start : start + _TOGETHER]})
+            yield from found
+
+    def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
+        """Return the record of the highest generation; raises `StoreError`."""
+        with self._failures("read"):
+            listing = self._listing(namespace, {key})
+            for name in sorted((n for n in listing if n[:2] == (key, declared)), reverse=True):
+                if found := self._load({name: listing[name]}):
+                    return found[0]
+        return None
+
+    def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
+        """Write records, none over a valid one; return what is there now; raises `StoreError`."""
         with self._failures("write to"):
             return [self._publish(namespace, record) for record in records]
 
@@ -47,6 +70,14 @@ class RecordFiles(ABC):
 
     def close(self) -> None:  # noqa: B027 - a subclass need not override it
         """Do nothing: nothing stays open between calls."""
+
+    @abstractmethod
+    def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Any]:
+        """The path of each record, of these keys at least."""
+
+    @abstractmethod
+    def _load(self, paths: Mapping[Name, Any]) -> list[StoredChoice]:
+        """The valid records in these files."""
 
     @abstractmethod
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
@@ -77,11 +108,3 @@ def name_in(file: str) -> Name | None:
     """Return the name of the record in a file of this name; None if it is not a record's file."""
     match = _FILE.fullmatch(file)
     return Name(match[1], match[2], int(match[3])) if match else None
-
-
-def content(data: bytes, name: Name) -> StoredChoice:
-    """Return the record in a file's bytes; raises `ForeignRecord`, also if it has another name."""
-    stored = shared_record.decode(data)
-    if shared_record.name_of(stored) != name:
-        raise ForeignRecord("its name is that of another record")
-    return stored

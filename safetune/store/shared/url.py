@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote
 
 from safetune.errors import InvalidSetting
 from safetune.settings import SharedKind, display_url, shared_kind
@@ -15,46 +16,29 @@ def open_shared(url: str) -> SharedStore:
     Raises:
         InvalidSetting: a package is missing, or fsspec does not know the scheme.
     """
-    openers = {
-        SharedKind.DIRECTORY: _directory,
-        SharedKind.POSTGRES: _postgres,
-        SharedKind.OBJECTS: _objects,
-    }
-    return openers[shared_kind(url)](url)
+    kind = shared_kind(url)
+    if kind is SharedKind.DIRECTORY:
+        from safetune.store.shared.directory import Directory
 
-
-def _directory(url: str) -> SharedStore:
-    from urllib.parse import unquote
-
-    from safetune.store.shared.directory import Directory
-
-    return Directory(Path(unquote(url.partition("://")[2])))
-
-
-def _postgres(url: str) -> SharedStore:
+        return Directory(Path(unquote(url.partition("://")[2])))
     try:
-        import psycopg  # noqa: F401
-    except ImportError as error:
-        raise InvalidSetting(
-            f"SAFETUNE_SHARED={display_url(url)!r} needs psycopg ({error}): "
-            "pip install 'safetune[postgres]'"
-        ) from error
-    from safetune.store.shared.postgres import Postgres
+        if kind is SharedKind.POSTGRES:
+            from safetune.store.shared.postgres import Postgres
 
-    return Postgres(url)
-
-
-def _objects(url: str) -> SharedStore:
-    try:
+            return Postgres(url)
         import fsspec
 
         for protocol in url.partition("://")[0].split("::"):
             fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
+        install = "pip install 'safetune[postgres]'"
+        if kind is SharedKind.OBJECTS:
+            install = (
+                "pip install 'safetune[shared]' installs fsspec, which may need a package of its "
+                "own for this scheme"
+            )
         raise InvalidSetting(
-            f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; "
-            "pip install 'safetune[shared]' installs fsspec, which may need a package of its own "
-            "for this scheme"
+            f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; {install}"
         ) from error
     from safetune.store.shared.objects import Objects
 
