@@ -9,6 +9,7 @@ field that only a newer version knows is kept and passed on as it is, and never 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -109,27 +110,23 @@ def entries(content: Any) -> list[StoredChoice]:
     """Return the choices in a pack; raises `PackError`, which names the bad field."""
     _check_format(content)
     sealed = {name: value for name, value in content.items() if name != "checksum"}
+    found: dict[tuple[str, str], StoredChoice] = {}
     try:
         msgspec.convert(content, _Pack)
         if sealed != content and encoding.digest(sealed) != content["checksum"]:
             raise PackError("its checksum does not match")
-        found = [
-            _entry(content["kernel"], content["device"], tuning, choice)
-            for tuning in content["tunings"]
-            for choice in tuning["choices"]
-        ]
+        for tuning in content["tunings"]:
+            for choice in tuning["choices"]:
+                entry = _entry(content["kernel"], content["device"], tuning, choice)
+                if found.setdefault((entry.key.digest, entry.choice.declared), entry) is not entry:
+                    raise PackError(f"two choices for {encoding.dumps(entry.key.call)}")
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         where = path.removesuffix("`") or "the pack"
         raise PackError(f"{where}: {reason[0].lower()}{reason[1:]}") from error
     except (RecursionError, UnicodeError) as error:
         raise PackError("its lists or objects are too deep, or a text is not UTF-8") from error
-    seen: set[tuple[str, str]] = set()
-    for entry in found:
-        if (entry.key.digest, entry.choice.declared) in seen:
-            raise PackError(f"two choices for {encoding.dumps(entry.key.call)}")
-        seen.add((entry.key.digest, entry.choice.declared))
-    return found
+    return list(found.values())
 
 
 def content(entry: StoredChoice, choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,20 +165,15 @@ def seconds(created: float | str) -> float:
     """Return the time in `created` as seconds since the epoch; raises `ValueError`."""
     if not isinstance(created, str):
         return float(created)
-    try:
+    with contextlib.suppress(ValueError):
         found = datetime.strptime(created, _TIME).replace(tzinfo=timezone.utc).timestamp()
         if found >= 0 and time_text(found) == created:
             return found
-    except ValueError:
-        pass
     raise ValueError(f"created is {created[:60]!r}, not a time such as 2026-11-21T07:30:00Z")
 
 
 def _entry(
-    kernel: dict[str, Any],
-    device: dict[str, Any],
-    tuning: dict[str, Any],
-    choice: Mapping[str, Any],
+    kernel: dict[str, Any], device: dict[str, Any], tuning: dict[str, Any], choice: dict[str, Any]
 ) -> StoredChoice:
     name, digest, toolchain = kernel["name"], kernel["digest"], tuning["toolchain"]
     call = {part: choice[part] for part in CALL}

@@ -6,6 +6,8 @@ Of two choices for one key and one list of configs, `records.wins` says which is
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import sqlite3
 
 _SQLITE = b"SQLite format 3\0"
+_generation = operator.attrgetter("generation")
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,8 @@ def of_database(path: Path) -> Collected:
     """Return the choices of a database, which is only read; raises `StoreError`."""
     from safetune.store.local.read_only import open_read_only
 
-    store = open_read_only(path, Store)
-    try:
+    with contextlib.closing(open_read_only(path, Store)) as store:
         return of_store(store)
-    finally:
-        store.close()
 
 
 def of_store(store: Store) -> Collected:
@@ -90,8 +90,13 @@ def of_store(store: Store) -> Collected:
 
     Choices that were timed while the program used the device are left out: their times say little.
     """
+    contended = {
+        (key.digest, trial.config_digest)
+        for key, trials in store.trials_of()
+        for trial in {t.config_digest: t for t in sorted(trials, key=_generation)}.values()
+        if trial.outcome.marked(Mark.CONTENDED)
+    }
     found = Collected()
-    contended = _contended(store)
     for entry in store.choices_of_lists():
         what = f"{entry.key.kernel_name} {entry.key.call.get('values')}"
         if (entry.key.digest, entry.choice.config_digest) in contended:
@@ -107,12 +112,10 @@ def of_store(store: Store) -> Collected:
 def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:
     """Return all choices, one for each key and list of configs; the order does not matter."""
     best: dict[tuple[str, str], StoredChoice] = {}
-    for source in sources:
-        for entry in source:
-            identity = (entry.key.digest, entry.choice.declared)
-            other = best.get(identity)
-            if other is None or wins(entry.choice, other.choice):
-                best[identity] = entry
+    for entry in itertools.chain(*sources):
+        other = best.setdefault((entry.key.digest, entry.choice.declared), entry)
+        if wins(entry.choice, other.choice):
+            best[entry.key.digest, entry.choice.declared] = entry
     return list(best.values())
 
 
@@ -139,9 +142,9 @@ def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
 def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
     """Write a pack in place of what is there, whole or not at all; raises `PackError`."""
     text = pack_format.dump(entries)
-    with contextlib.ExitStack() as on_error:
-        try:
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as on_error:
             descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             on_error.callback(os.unlink, name)
             with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
@@ -150,9 +153,9 @@ def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
                 os.fsync(descriptor)
             os.chmod(name, 0o644)  # to be reviewed, and read by other users of a container
             os.replace(name, path)
-        except OSError as error:
-            raise PackError(f"cannot write {path}: {error.strerror or error}") from error
-        on_error.pop_all()
+            on_error.pop_all()
+    except OSError as error:
+        raise PackError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
@@ -164,39 +167,25 @@ def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
     Raises:
         StoreError: the database cannot be written.
     """
-    prepared = [
-        (rows.key_rows(entry.key), rows.choice_row(entry.choice), entry.choice.config_digest)
-        for entry in entries
-        if not entry.unknown
-    ]
-    counts = {"new": 0, "known": 0, "kept": 0, "unknown": len(entries) - len(prepared)}
-    with store.connection.writing() as database:
-        for key_rows, choice, config in prepared:
+    known = [entry for entry in entries if not entry.unknown]
+    prepared = [(rows.key_rows(entry.key), rows.choice_row(entry.choice)) for entry in known]
+    counts = {"new": 0, "known": 0, "kept": 0, "unknown": len(entries) - len(known)}
+    with store.connection.transaction() as sqlite:
+        for key_rows, choice in prepared:
             for table, row in key_rows:
-                _put_if_absent(database.conn, table, row)
-            stored = _put_if_absent(database.conn, CHOICE, choice)
-            same = stored is not None and stored.config_digest == config
+                _put_if_absent(sqlite, table, row)
+            stored = _put_if_absent(sqlite, CHOICE, choice)
+            same = stored is not None and stored.config_digest == choice["config_digest"]
             counts["new" if stored is None else "known" if same else "kept"] += 1
     return Imported(**counts)
 
 
-def _put_if_absent(connection: sqlite3.Connection, table: Table, row: dict[str, Scalar]) -> Any:
+def _put_if_absent(sqlite: sqlite3.Connection, table: Table, row: dict[str, Scalar]) -> Any:
     """Write a row, also in place of one that is corrupt; return the sound one that is there."""
     same = " AND ".join(f"{table.name}.{name} = ?" for name in table.primary_key)
     identity = [row[name] for name in table.primary_key]
-    found = connection.execute(f"{table.select} WHERE {same}", identity).fetchall()
-    for sound in table.sound(found):
-        return sound
-    table.insert(connection, row, "REPLACE")
-    return None
-
-
-def _contended(store: Store) -> set[tuple[str, str]]:
-    """(key, config) of the trials that count and were timed beside other work."""
-    marked: dict[tuple[str, str], tuple[int, bool]] = {}
-    for key, trials in store.trials_of():
-        for trial in trials:
-            identity = (key.digest, trial.config_digest)
-            if trial.generation >= marked.get(identity, (0, False))[0]:
-                marked[identity] = trial.generation, trial.outcome.marked(Mark.CONTENDED)
-    return {identity for identity, (_, contended) in marked.items() if contended}
+    found = sqlite.execute(f"{table.select} WHERE {same}", identity).fetchall()
+    sound = next(table.sound(found), None)
+    if sound is None:
+        table.insert(sqlite, row, "REPLACE")
+    return sound

@@ -30,10 +30,9 @@ def read_pack(path: Path) -> list[StoredChoice]:
     """Return the choices in a pack; raises `PackError`, which names the file and the reason."""
     try:
         return pack_format.load(beginning(path, pack_format.MAX_BYTES + 1))
-    except OSError as error:
-        raise PackError(f"{path}: {error.strerror or error}") from error
-    except PackError as error:
-        raise PackError(f"{path}: {error}") from error
+    except (OSError, PackError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PackError(f"{path}: {reason}") from error
 
 
 def beginning(path: Path, count: int) -> bytes:
@@ -106,15 +105,12 @@ class Packs:
         try:
             return read_pack(path)
         except PackError as error:
-            missing = getattr(error.__cause__, "errno", None) == errno.ENOENT
-            if not missing:
+            directory = path.parent
+            if getattr(error.__cause__, "errno", None) != errno.ENOENT:
                 warnings.warn(f"safetune: skipping a pack: {error}", stacklevel=2)
-            elif not (path.parent.is_dir() or self._has_warned_of(path.parent)):
+            elif not directory.is_dir() and directory not in {p.parent for p in list(self._read)}:
                 warnings.warn(
-                    f"safetune: SAFETUNE_PACKS names {path.parent}, which is not a directory",
+                    f"safetune: SAFETUNE_PACKS names {directory}, which is not a directory",
                     stacklevel=2,
                 )
             return []
-
-    def _has_warned_of(self, directory: Path) -> bool:
-        return any(path.parent == directory for path in list(self._read))
