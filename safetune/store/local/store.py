@@ -56,8 +56,8 @@ _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND gen
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 _TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
 
-_KEYS = f"{KEY.select} WHERE ?1 IS NULL OR name = ?1 ORDER BY name, rowid"
-_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE ?1 IS NULL OR key.name = ?1"
+_KEYS = f"{KEY.select} WHERE name = ifnull(?, name) ORDER BY name, rowid"
+_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE key.name = ifnull(?, key.name)"
 _CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} {_BEST_FIRST}"
 _TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
 _RELATED = "key.kernel = ? AND key.device = ?"
