@@ -125,10 +125,8 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     graph = _Graph()
     root = graph.describe(jit)
     heuristics = [[n, graph.describe(f)] for n, f in sorted(inner_heuristics(kernel).items())]
-    parts = [function.__name__, root, heuristics]
-    if any(around):
-        parts.append([graph.describe(item) for item in around])
-    everything = [*parts, graph.functions]
+    surroundings = [[graph.describe(item) for item in around]] if any(around) else []
+    everything = [function.__name__, root, heuristics, *surroundings, graph.functions]
     return KernelIdentity(
         name=function.__name__,
         digest=encoding.digest(everything),
@@ -210,23 +208,19 @@ class _Graph:
         constructor: Any = cls.__new__
         written = Scope(constructor).lookup("cls")
         written = cls if written is MISSING else written
-        members = vars(written).items()
         return {
             "aggregate": cls.__name__,
             "bases": [self._class(base) for base in written.__bases__],
             "fields": {
-                name: self._annotation(kind)
+                name: self.describe(kind) if isinstance(kind, type) else str(kind)
                 for name, kind in inspect.get_annotations(written).items()
             },
             "methods": {
                 name: self.describe(member)
-                for name, member in members
+                for name, member in vars(written).items()
                 if inspect.isfunction(member) or hasattr(member, "fn")
             },
         }
-
-    def _annotation(self, kind: Any) -> Any:
-        return self.describe(kind) if isinstance(kind, type) else str(kind)
 
     def _number(self, jit: Any, function: FunctionType) -> int:
         if id(function) not in self._numbers:
@@ -237,16 +231,16 @@ class _Graph:
         return self._numbers[id(function)]
 
     def _function(self, jit: Any, function: FunctionType) -> Any:
-        text = _text_of(jit, function)
+        text, scope = _text_of(jit, function), Scope(function)
         if text is None:
             # Only the compiled code identifies it, and that depends on the Python version.
             code = function.__code__
             constants = encoding.ADDRESS.sub("", repr(code.co_consts))
             text = f"{code.co_code.hex()} {code.co_names} {constants}"
-            names = list(code.co_names)
-            references = {name: Scope(function).lookup(name) for name in names}
+            references = {name: scope.lookup(name) for name in code.co_names}
         else:
-            references = _references(text, Scope(function))
+            tree = tree_of(text if not text.startswith("lambda") else f"({text})")
+            references = {str(dotted(node)): _resolve(node, scope) for node in free_names(tree)}
         return {
             "name": function.__name__,
             "text": text,
@@ -267,13 +261,8 @@ def _text_of(jit: Any, function: FunctionType) -> str | None:
     return "\n".join(module.segment(node) for node in nodes) if module and nodes else None
 
 
-def _references(text: str, scope: Scope) -> dict[str, Any]:
-    """Return the values of the free dotted names in `text`, without those of the toolchain."""
-    tree = tree_of(text if not text.startswith("lambda") else f"({text})")
-    return {str(dotted(node)): _resolve(node, scope) for node in free_names(tree)}
-
-
 def _resolve(node: ast.AST, scope: Scope) -> Any:
+    """Return the value of a dotted name, or `MISSING` for one of the toolchain."""
     if isinstance(node, ast.Attribute):
         owner = _resolve(node.value, scope)
         # `tl.load` is another object in the interpreter, and may move between Triton's modules.

@@ -7,13 +7,14 @@ reads cannot change which config is best; each new value of it would only tune a
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -42,6 +43,9 @@ class NameKind(str, Enum):
     BUCKET = "bucket"
     KEPT = "kept"
     PHANTOM = "phantom"
+
+
+_DROPPED = (NameKind.UNKNOWN, NameKind.PHANTOM)
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,12 @@ class KeyReport:
     @property
     def kept(self) -> tuple[str, ...]:
         """The names that make up the key, in its order."""
-        gone = (NameKind.UNKNOWN, NameKind.PHANTOM)
-        return tuple(report.name for report in self.names if report.kind not in gone)
+        return tuple(report.name for report in self.names if report.kind not in _DROPPED)
 
     @property
     def dropped(self) -> tuple[str, ...]:
         """The names that are not part of the key: phantom or unknown."""
-        return tuple(report.name for report in self.names if report.name not in self.kept)
+        return tuple(report.name for report in self.names if report.kind in _DROPPED)
 
     def of_kind(self, kind: NameKind) -> tuple[str, ...]:
         """Return the names of one kind, in the key's order."""
@@ -110,9 +113,7 @@ def classify(
     configs: Iterable[Any],
     policy: PhantomPolicy = PhantomPolicy.DROP,
     keep: Iterable[str] = (),
-    prune_configs_by: Mapping[str, Any] | None = None,
-    pre_hook: Any = None,
-    post_hook: Any = None,
+    **callbacks: Any,
 ) -> KeyReport:
     """Return the class of each name in `key`, and warn about those that are dropped.
 
@@ -122,80 +123,70 @@ def classify(
         configs: the configs; a parameter that they set need not be in the key.
         policy: what to do with a name that nothing reads.
         keep: names that stay although nothing reads them.
-        prune_configs_by, pre_hook, post_hook: as in `triton.autotune`.
+        callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
 
     Raises:
         InvalidSetting: `key` is a single name, `keep` has a name that `key` lacks, or `kernel` is
             not a Triton kernel.
         PhantomKey: nothing reads a name, under the policy `error`.
     """
-    configs = list(configs)
-    facts = _Kernel(kernel, configs)
-    facts.callbacks = usage_in_callbacks(kernel, configs, prune_configs_by, pre_hook, post_hook)
+    facts = _Kernel(kernel, list(configs), callbacks)
     keep = _names("keep", keep)
     names = facts.automatic_key() if key == "auto" else _names("key", key)
     if stray := [name for name in keep if name not in names]:
         raise InvalidSetting(
             f"keep={keep} of {facts.name} has {', '.join(stray)}, which is not in key={names}"
         )
-    found = [facts.classify(name, keep, policy) for name in names]
-    phantom = [report.name for report in found if report.kind is NameKind.PHANTOM]
-    reports = _never_empty(found)
+    reports = [facts.classify(name, keep, policy) for name in names]
+    phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
+    # One choice for all calls is worse than tuning too often.
+    kept_all = len(phantom) > 0 and all(report.kind in _DROPPED for report in reports)
+    if kept_all:
+        reason = "nothing reads it; kept because no other name would be left"
+        reports = [
+            NameReport(report.name, NameKind.KEPT, reason) if report.name in phantom else report
+            for report in reports
+        ]
     report = KeyReport(
         kernel=facts.name,
         location=f"{facts.file}:{facts.line}",
         names=tuple(reports),
         missing=() if key == "auto" else facts.missing(names),
-        pinned=tuple(phantom) if reports == found else (),
-        kept_all=reports != found,
+        pinned=() if kept_all else tuple(phantom),
+        kept_all=kept_all,
     )
     _report(report, phantom, facts, policy)
     return report
 
 
-def _never_empty(reports: list[NameReport]) -> list[NameReport]:
-    """Keep all phantoms where no other name would be left: one choice for all calls is worse."""
-    if any(report.kind not in (NameKind.PHANTOM, NameKind.UNKNOWN) for report in reports):
-        return reports
-    reason = "nothing reads it; kept because no other name would be left"
-    return [
-        replace(report, kind=NameKind.KEPT, reason=reason)
-        if report.kind is NameKind.PHANTOM
-        else report
-        for report in reports
-    ]
-
-
 class _Kernel:
     """A kernel's parameters and the code that reads each, as far as its key depends on them."""
 
-    callbacks: Usage
-
-    def __init__(self, kernel: Any, configs: Sequence[Any]) -> None:
+    def __init__(self, kernel: Any, configs: Sequence[Any], callbacks: Mapping[str, Any]) -> None:
         jit, function = base_function(kernel)
         self._kernel = kernel
         self.name = function.__name__
         self.file = function.__code__.co_filename
         self.line = definition_line(jit) or function.__code__.co_firstlineno
         self.parameters = inspect.signature(function).parameters
-        self.constexprs = [
-            name for name, p in self.parameters.items() if "constexpr" in str(p.annotation)
-        ]
-        skipped = option_of(jit, "do_not_specialize") or ()
         ordered = list(self.parameters)
+        skipped = option_of(jit, "do_not_specialize") or ()
         self._unspecialized = {ordered[n] if isinstance(n, int) else n for n in skipped}
         self._set = set(inner_heuristics(kernel)).union(*(config.kwargs for config in configs))
         self._body = usage_in_body(kernel)
-        self._grids: Usage | None = None
+        self._callbacks = usage_in_callbacks(kernel, configs, **callbacks)
+
+    @functools.cached_property
+    def _grids(self) -> Usage:
+        return usage_in_grids(self._kernel, list(self.parameters))
 
     def reader_of(self, name: str) -> str:
         """Return what reads a parameter, or "". The module is searched for grids last."""
-        found = self._body.reader_of(name) or self.callbacks.reader_of(name)
-        if found:
-            return found
-        if self._grids is None:
-            self._grids = usage_in_grids(self._kernel, list(self.parameters))
-        return self._grids.reader_of(name)
+        return (
+            self._body.reader_of(name)
+            or self._callbacks.reader_of(name)
+            or self._grids.reader_of(name)
+        )
 
     def classify(self, name: str, keep: Sequence[str], policy: PhantomPolicy) -> NameReport:
         """Return the class of one key name."""
@@ -214,16 +205,18 @@ class _Kernel:
 
     def automatic_key(self) -> list[str]:
         """Return every parameter that is read and that neither config nor heuristic sets."""
-        return [
-            name
-            for name in self.parameters
-            if name not in self._set and name not in self._unspecialized and self.reader_of(name)
-        ]
+        skipped = self._set | self._unspecialized
+        return [name for name in self.parameters if name not in skipped and self.reader_of(name)]
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads and that neither key nor config sets."""
         accounted = self._set.union(names)
-        return tuple(n for n in self.constexprs if n not in accounted and self._body.reader_of(n))
+        return tuple(
+            name
+            for name, parameter in self.parameters.items()
+            if "constexpr" in str(parameter.annotation) and name not in accounted
+            if self._body.reader_of(name)
+        )
 
 
 def _names(what: str, names: Iterable[str] | str | None) -> list[str]:
@@ -240,8 +233,7 @@ def _names(what: str, names: Iterable[str] | str | None) -> list[str]:
 def _report(
     report: KeyReport, phantom: Sequence[str], facts: _Kernel, policy: PhantomPolicy
 ) -> None:
-    unknown = report.of_kind(NameKind.UNKNOWN)
-    if unknown:
+    if unknown := report.of_kind(NameKind.UNKNOWN):
         _warn(
             facts,
             f"the key of {report.kernel} has {', '.join(unknown)}, which is not a parameter of the "

@@ -225,8 +225,28 @@ def detect(index: int) -> tuple[Device, Toolchain]:
     Raises:
         NoDevice: Triton finds no GPU; the message says what to set.
     """
+    import triton
+
     active = active_driver()
-    return _device(active, index), _toolchain(active, index)
+    target = _target(active, index)
+    toolchain = Toolchain(
+        triton=triton.__version__,
+        backend=triton_internals.backend_hash(target),
+        target=f"{target.backend}:{target.arch}:{target.warp_size}",
+        environment=tuple(sorted(triton_internals.code_generation_switches().items())),
+    )
+    return _device(active, target, index), toolchain
+
+
+def _device(active: Any, target: Any, index: int) -> Device:
+    properties = active.utils.get_device_properties(index)
+    found = backend.current()
+    return Device(
+        name=f"{target.backend}:{target.arch}" if found is None else found.device_name(index),
+        capability=str(target.arch),
+        sm_count=int(properties["multiprocessor_count"]),
+        shared_memory_bytes=int(properties["max_shared_mem"]),
+    )
 
 
 def active_driver() -> Any:
@@ -247,35 +267,11 @@ def current_index() -> int:
     return int(active_driver().get_current_device())
 
 
-def _device(active: Any, index: int) -> Device:
-    properties = active.utils.get_device_properties(index)
-    target = _target(active, index)
-    found = backend.current()
-    return Device(
-        name=f"{target.backend}:{target.arch}" if found is None else found.device_name(index),
-        capability=str(target.arch),
-        sm_count=int(properties["multiprocessor_count"]),
-        shared_memory_bytes=int(properties["max_shared_mem"]),
-    )
-
-
-def _toolchain(active: Any, index: int) -> Toolchain:
-    import triton
-
-    target = _target(active, index)
-    return Toolchain(
-        triton=triton.__version__,
-        backend=triton_internals.backend_hash(target),
-        target=f"{target.backend}:{target.arch}:{target.warp_size}",
-        environment=tuple(sorted(triton_internals.code_generation_switches().items())),
-    )
-
-
 def _target(active: Any, index: int) -> Any:
     """The compile target of one device; Triton only tells that of the current one."""
-    if active.get_current_device() == index:
-        return active.get_current_target()
     previous = active.get_current_device()
+    if previous == index:
+        return active.get_current_target()
     active.set_current_device(index)
     try:
         return active.get_current_target()
