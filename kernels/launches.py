@@ -124,7 +124,7 @@ def forward_launch(
     rows, columns = x.shape
     stored = residual.dtype if residual is not None else residual_dtype
     stores_residual = residual is not None or stored not in (None, x.dtype)
-    statistics = functools.partial(x.new_empty, rows, dtype=_statistics_dtype(x.dtype))
+    statistics = functools.partial(x.new_empty, rows, dtype=statistics_dtype(x.dtype))
     outputs = ForwardOutputs(
         y=x.new_empty(rows, columns, dtype=out_dtype or x.dtype),
         mean=None if is_rms_norm else statistics(),
@@ -169,7 +169,7 @@ def _plan(
         multiprocessors,
         _programs_per_sm(columns),
         row_bytes=3 * columns * dtype.itemsize,
-        partial_bytes=4 * columns * _statistics_dtype(dtype).itemsize,
+        partial_bytes=4 * columns * statistics_dtype(dtype).itemsize,
     )
 
 
@@ -192,7 +192,7 @@ def backward_launch(
     dx_dtype = x_dtype or x.dtype
     stores_dres = has_residual and dx_dtype != x.dtype
     partials = functools.partial(
-        x.new_empty, plan.programs, columns, dtype=_statistics_dtype(x.dtype)
+        x.new_empty, plan.programs, columns, dtype=statistics_dtype(x.dtype)
     )
     outputs = BackwardOutputs(
         x=x.new_empty(rows, columns, dtype=dx_dtype),
@@ -260,5 +260,6 @@ def _gpu_sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tile of `dtype` is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

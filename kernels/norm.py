@@ -6,22 +6,20 @@ through the operators of `ops`, which cost about twice the host time.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
 from safetune.kernels.operands import (
-    as_rows,
     in_shape,
     launches_directly,
     refuse_tangents,
-    residual_rows,
     stores_residual,
     with_offset,
 )
-from safetune.kernels.ops import refuse
+from safetune.kernels.ops import keep_options, norm_backward, norm_gradients, norm_rows, refuse
 from safetune.kernels.pinned import is_pinned
 
 
@@ -29,37 +27,17 @@ class LayerNormFunction(torch.autograd.Function):
     """Normalizes over the last dimension, or over each of `num_groups` parts of it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None = None,
-        eps: float = 1e-5,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-        is_rms_norm: bool = False,
-        num_groups: int = 1,
-        deterministic: bool | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return y, and residual_out after it if `prenorm`."""
-        y, mean, rstd, normalized = layer_norm_fwd(
-            as_rows(x, num_groups),
-            weight,
-            bias,
-            eps,
-            residual_rows(residual, x, num_groups),
-            residual_dtype=torch.float32 if residual_in_fp32 else None,
-            is_rms_norm=is_rms_norm,
-            num_groups=num_groups,
-            deterministic=deterministic,
+    def forward(ctx, x, weight, bias, residual, eps, prenorm, residual_in_fp32, *options):
+        """Return y, and residual_out after it if `prenorm`.
+
+        Args:
+            options: is_rms_norm, num_groups and deterministic.
+        """
+        y, mean, rstd, normalized = norm_rows(
+            x, weight, bias, residual, eps, None, residual_in_fp32, *options
         )
-        ctx.save_for_backward(normalized, weight, bias, mean, rstd)
-        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
-        ctx.is_rms_norm, ctx.num_groups = is_rms_norm, num_groups
-        ctx.deterministic = deterministic
-        # An output that nothing reads has no gradient, rather than one full of zeros.
-        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(in_shape(normalized, x.shape), mean, rstd, weight, bias)
+        keep_options(ctx, x, residual, *options)
         y = in_shape(y, x.shape)
         return (y, normalized.view(x.shape)) if prenorm else y
 
@@ -73,32 +51,8 @@ class LayerNormFunction(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, mean, rstd = ctx.saved_tensors
-    not_tensors = (None,) * 6
-    if dy is None:
-        dx = None if dres is None else dres.to(ctx.x_dtype)
-        return dx, None, None, dres if ctx.has_residual else None, *not_tensors
-    dx, dw, db, dres_in = layer_norm_bwd(
-        in_shape(dy, x.shape),
-        x,
-        weight,
-        bias,
-        mean,
-        rstd,
-        None if dres is None else in_shape(dres, x.shape),
-        ctx.has_residual,
-        ctx.is_rms_norm,
-        x_dtype=ctx.x_dtype,
-        num_groups=ctx.num_groups,
-        deterministic=ctx.deterministic,
-    )
-    shaped = in_shape(dx, ctx.shape)
-    if dres_in is dx:
-        # One object: with two, autograd would assume separate memory, and add to each in place.
-        dres_in = shaped
-    elif dres_in is not None:
-        dres_in = in_shape(dres_in, ctx.shape)
-    return shaped, dw, db, dres_in, *not_tensors
+    found = norm_gradients(ctx, ctx.saved_tensors, dy, dres, backward=norm_backward)
+    return *found[:4], *(None,) * 6
 
 
 def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -162,86 +116,19 @@ def group_norm(
         TracingError: in forward-mode AD.
     """
     refuse_tangents(x, weight, bias, residual)
-    weight = with_offset(weight, weight_offset)
-    if launches_directly(x, weight, bias, residual):
-        return LayerNormFunction.apply(
-            x,
-            weight,
-            bias,
-            residual,
-            eps,
-            prenorm,
-            residual_in_fp32,
-            is_rms_norm,
-            num_groups,
-            deterministic,
-        )
+    operands = (x, with_offset(weight, weight_offset), bias, residual)
+    options = (residual_in_fp32, is_rms_norm, num_groups)
+    if launches_directly(*operands):
+        return LayerNormFunction.apply(*operands, eps, prenorm, *options, deterministic)
     y, residual_out, _, _ = torch.ops.safetune.layer_norm(
-        x,
-        weight,
-        bias,
-        residual,
-        eps,
-        None,
-        residual_in_fp32,
-        is_rms_norm,
-        num_groups,
-        is_pinned(deterministic),
+        *operands, eps, None, *options, is_pinned(deterministic)
     )
     stored = stores_residual(x, residual, residual_in_fp32)
     return (y, residual_out if stored else x) if prenorm else y
 
 
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-    *,
-    weight_offset: float = 0.0,
-    deterministic: bool | None = None,
-) -> Any:
-    """Return `x` normalized over the last dimension: `group_norm` with one group."""
-    return group_norm(
-        x,
-        weight,
-        bias,
-        residual,
-        eps,
-        prenorm,
-        residual_in_fp32,
-        is_rms_norm,
-        weight_offset=weight_offset,
-        deterministic=deterministic,
-    )
+#: `group_norm` with one group.
+layer_norm = functools.partial(group_norm, num_groups=1)
 
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    *,
-    weight_offset: float = 0.0,
-    deterministic: bool | None = None,
-) -> Any:
-    """Return RMSNorm of `x`: `layer_norm` with `is_rms_norm`."""
-    return group_norm(
-        x,
-        weight,
-        bias,
-        residual,
-        eps,
-        prenorm,
-        residual_in_fp32,
-        is_rms_norm=True,
-        weight_offset=weight_offset,
-        deterministic=deterministic,
-    )
+#: RMSNorm over the last dimension.
+rms_norm = functools.partial(group_norm, is_rms_norm=True)

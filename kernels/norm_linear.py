@@ -6,6 +6,7 @@ beside a matrix product.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,94 +14,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from safetune.errors import InvalidOperand
-from safetune.kernels.functional import layer_norm_fwd
 from safetune.kernels.launches import check_kind
 from safetune.kernels.operands import (
     as_rows,
     refuse_tangents,
-    residual_rows,
     stores_residual,
     with_offset,
 )
-from safetune.kernels.ops import keep_norm, norm_gradients
+from safetune.kernels.ops import fake_forward, keep_norm, norm_forward, norm_gradients
 from safetune.kernels.pinned import is_pinned
 
 
-@torch.library.custom_op(
-    "safetune::layer_norm_linear",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor linear_weight, "
-    "Tensor? linear_bias, Tensor? residual, float eps, bool residual_in_fp32, bool is_rms_norm, "
-    "int num_groups, bool deterministic) "
-    "-> (Tensor output, Tensor residual_out, Tensor mean, Tensor rstd)",
-)
-def norm_linear_forward(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    residual_in_fp32: bool,
-    is_rms_norm: bool,
-    num_groups: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _norm_linear(
+    forward, x, norm_weight, norm_bias, linear_weight, linear_bias, residual, eps, *options
+):
     """Return the output, and residual_out, mean and rstd as `safetune::layer_norm` does.
 
     y and the output have the dtype of `linear_weight`.
     """
     _check_linear(x, linear_weight, linear_bias)
-    y, mean, rstd, normalized = layer_norm_fwd(
-        as_rows(x, num_groups),
-        norm_weight,
-        norm_bias,
-        eps,
-        residual_rows(residual, x, num_groups),
-        linear_weight.dtype,
-        torch.float32 if residual_in_fp32 else None,
-        is_rms_norm,
-        num_groups,
-        deterministic=deterministic,
-    )
-    stored = stores_residual(x, residual, residual_in_fp32)
-    return (
-        functional.linear(y.view(x.shape), linear_weight, linear_bias),
-        normalized.view(x.shape) if stored else x.new_empty(0),
-        x.new_empty(0) if mean is None else mean,
-        rstd,
-    )
-
-
-@norm_linear_forward.register_fake
-def _(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    residual_in_fp32: bool,
-    is_rms_norm: bool,
-    num_groups: int,
-    deterministic: bool,
-) -> tuple[Tensor, ...]:
-    _check_linear(x, linear_weight, linear_bias)
-    y, *others = torch.ops.safetune.layer_norm(
-        x,
-        norm_weight,
-        norm_bias,
-        residual,
-        eps,
-        linear_weight.dtype,
-        residual_in_fp32,
-        is_rms_norm,
-        num_groups,
-        deterministic,
-    )
-    return y.new_empty(*x.shape[:-1], linear_weight.shape[0]), *others
+    y, *others = forward(x, norm_weight, norm_bias, residual, eps, linear_weight.dtype, *options)
+    return functional.linear(y, linear_weight, linear_bias), *others
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -148,7 +82,17 @@ def _gradients(
     )
 
 
-norm_linear_forward.register_autograd(_gradients, setup_context=_keep_for_backward)
+_norm_linear_forward = torch.library.custom_op(
+    "safetune::layer_norm_linear",
+    functools.partial(_norm_linear, norm_forward),
+    mutates_args=(),
+    schema="(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor linear_weight, "
+    "Tensor? linear_bias, Tensor? residual, float eps, bool residual_in_fp32, bool is_rms_norm, "
+    "int num_groups, bool deterministic) "
+    "-> (Tensor output, Tensor residual_out, Tensor mean, Tensor rstd)",
+)
+_norm_linear_forward.register_fake(functools.partial(_norm_linear, fake_forward))
+_norm_linear_forward.register_autograd(_gradients, setup_context=_keep_for_backward)
 
 
 def group_norm_linear(
@@ -181,83 +125,16 @@ def group_norm_linear(
     kind = x.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
-    output, residual_out, _, _ = norm_linear_forward(
-        x,
-        with_offset(norm_weight, weight_offset),
-        norm_bias,
-        linear_weight.to(dtype),
-        None if linear_bias is None else linear_bias.to(dtype),
-        residual,
-        eps,
-        residual_in_fp32,
-        is_rms_norm,
-        num_groups,
-        is_pinned(deterministic),
-    )
+    norm = (x, with_offset(norm_weight, weight_offset), norm_bias)
+    linear = (linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))
+    options = (residual_in_fp32, is_rms_norm, num_groups, is_pinned(deterministic))
+    output, residual_out, _, _ = _norm_linear_forward(*norm, *linear, residual, eps, *options)
     stored = stores_residual(x, residual, residual_in_fp32)
     return (output, residual_out if stored else x) if prenorm else output
 
 
-def layer_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-    num_groups: int = 1,
-    *,
-    weight_offset: float = 0.0,
-    deterministic: bool | None = None,
-) -> Any:
-    """`group_norm_linear` under FLA's other name, which also takes groups."""
-    return group_norm_linear(
-        x,
-        norm_weight,
-        norm_bias,
-        linear_weight,
-        linear_bias,
-        residual,
-        eps,
-        prenorm,
-        residual_in_fp32,
-        is_rms_norm,
-        num_groups,
-        weight_offset=weight_offset,
-        deterministic=deterministic,
-    )
+#: FLA's other name for it, which also takes groups.
+layer_norm_linear = group_norm_linear
 
-
-def rms_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    *,
-    weight_offset: float = 0.0,
-    deterministic: bool | None = None,
-) -> Any:
-    """Return the linear map of `rms_norm` of `x`: `group_norm_linear` with `is_rms_norm`."""
-    return group_norm_linear(
-        x,
-        norm_weight,
-        norm_bias,
-        linear_weight,
-        linear_bias,
-        residual,
-        eps,
-        prenorm,
-        residual_in_fp32,
-        is_rms_norm=True,
-        weight_offset=weight_offset,
-        deterministic=deterministic,
-    )
+#: The linear map of `rms_norm`.
+rms_norm_linear = functools.partial(group_norm_linear, is_rms_norm=True)
