@@ -101,13 +101,12 @@ def layer_norm_bwd(
     operands = _contiguous(dy, x, weight, bias, mean, rstd, dres)
     pinned = is_pinned(deterministic)
     plan = backward_plan(x, num_groups, multiprocessors(x, pinned))
-    outputs, launch = backward_launch(
-        plan, *operands, has_residual, is_rms_norm, x_dtype, recompute_output
-    )
+    arguments = (*operands, has_residual, is_rms_norm, x_dtype, recompute_output)
+    outputs, launch = backward_launch(plan, *arguments)
     with torch.cuda.device_of(x):
         if x.numel():
             run_launch(layer_norm_backward_kernel, launch, pinned)
-        dw, db = _finalize(plan, outputs, *operands[2:4], pinned)
+        dw, db = _finalize(plan, outputs, weight, bias, pinned)
     dres_in = outputs.x if has_residual and outputs.residual is None else outputs.residual
     gradients = (outputs.x, dw, db, dres_in)
     return (*gradients, outputs.y) if recompute_output else gradients

@@ -25,7 +25,7 @@ from safetune.kernels.operands import as_rows, in_shape, residual_rows, stores_r
 
 def norm_rows(
     x, weight, bias, residual, eps, out_dtype, residual_in_fp32, is_rms_norm, num_groups, pinned
-):
+) -> tuple[Any, ...]:
     """Return (y, mean, rstd, residual_out) of `layer_norm_fwd` for `x` of any shape and layout."""
     return layer_norm_fwd(
         as_rows(x, num_groups),
@@ -41,7 +41,7 @@ def norm_rows(
     )
 
 
-def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options):
+def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options) -> Any:
     """Return (y, residual_out, mean, rstd).
 
     residual_out is empty if it would be `x`; mean is empty for RMS norm.
@@ -56,7 +56,7 @@ def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *o
 
 def fake_forward(
     x, weight, bias, residual, eps, out_dtype, residual_in_fp32, is_rms_norm, num_groups, pinned
-):
+) -> tuple[Any, ...]:
     """Return what `norm_forward` returns, without running a kernel."""
     matrix, added = as_rows(x, num_groups), residual_rows(residual, x, num_groups)
     check_operands(matrix, num_groups, {"residual": added}, {"weight": weight, "bias": bias})
@@ -71,7 +71,9 @@ def fake_forward(
     )
 
 
-def norm_backward(dy, x, weight, bias, mean, rstd, dres, has_residual, is_rms_norm, *options):
+def norm_backward(
+    dy, x, weight, bias, mean, rstd, dres, has_residual, is_rms_norm, *options
+) -> Any:
     """Return (dx, dw, db, dres_in, y) for the normalized tensor `x`.
 
     A result that is not computed is None. dres_in is None if it would be dx, because `x_dtype` is
@@ -126,7 +128,7 @@ _backward.register_fake(_fake_backward)
 _backward.register_autograd(refuse)
 
 
-def keep_options(ctx, x, residual, is_rms_norm, num_groups, deterministic):
+def keep_options(ctx, x, residual, is_rms_norm, num_groups, deterministic) -> None:
     """Set the attributes of `ctx` that `norm_gradients` reads."""
     ctx.is_rms_norm, ctx.num_groups, ctx.deterministic = is_rms_norm, num_groups, deterministic
     ctx.x_dtype, ctx.has_residual = x.dtype, residual is not None
@@ -134,7 +136,7 @@ def keep_options(ctx, x, residual, is_rms_norm, num_groups, deterministic):
     ctx.set_materialize_grads(False)
 
 
-def keep_norm(ctx, x, residual, options, output):
+def keep_norm(ctx, x, residual, options, output) -> tuple[Any, ...]:
     """Keep the options of an operator; return the tensors to save, without weight and bias.
 
     Args:
