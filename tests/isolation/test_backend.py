@@ -101,7 +101,7 @@ class TestWithABackend:
         properties = {"multiprocessor_count": 4, "max_shared_mem": 65536}
         target = SimpleNamespace(backend="fake", arch="f1", warp_size=32)
         active = SimpleNamespace(
-            get_current_device=lambda: 0,
+            get_current_target=lambda: target,
             utils=SimpleNamespace(get_device_properties=lambda index: properties),
         )
         with launching_on(FakeBackend(), active=active):
