@@ -24,8 +24,7 @@ from safetune.keys import encoding
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
 from safetune.miss import retry
 from safetune.settings import Mode, Settings
-from safetune.store.local.fail_safe import GuardedStore
-from safetune.store.lookup import open_lookup
+from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, wins
 
 logger = logging.getLogger("safetune")

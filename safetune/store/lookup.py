@@ -6,30 +6,121 @@ A store that cannot be opened costs one warning, and a store that fails later on
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
+import logging
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safetune import forks
 from safetune.errors import StoreError
 from safetune.settings import Mode
 from safetune.store.local import db_files
-from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.local.db_files import Damaged
+from safetune.store.local.rows import RecordError
 from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.records import precedence
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.settings import Settings
+    from safetune.store.local.connection import Connection
     from safetune.store.packs.packs import Packs
-    from safetune.store.records import ChoiceRecord, RelatedChoice
+    from safetune.store.records import ChoiceRecord, RelatedChoice, TrialRecord
+
+logger = logging.getLogger("safetune")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _lookups: dict[tuple[Path, str, tuple[Path, ...], bool], Lookup] = {}
 _opening = threading.Lock()
+
+
+def _guarded_write(method: Method) -> Method:
+    @functools.wraps(method)
+    def write(self: GuardedStore, record: Any) -> Any:
+        try:
+            if self._spare is None:
+                try:
+                    return _tried(Damaged, method, self, record)
+                except RecordError:
+                    raise
+                except StoreError as error:
+                    logger.warning("%s; continuing in memory", error)
+                    self._spare = Store.in_memory()
+            return method(self._spare, record)
+        except StoreError as error:
+            logger.warning("a record is not stored: %s", error)
+            return record
+
+    return cast("Method", write)
+
+
+def _guarded_read(method: Method, merged: Callable[[list[Any]], Any]) -> Method:
+    """`merged` makes one answer of what is stored and what is in memory, or of neither."""
+
+    @functools.wraps(method)
+    def read(self: GuardedStore, *arguments: Any) -> Any:
+        answers = []
+        if not self._unreadable:
+            try:
+                answers.append(_tried(StoreError, method, self, *arguments))
+            except StoreError as error:
+                logger.warning("%s; continuing without its choices", error)
+                self._unreadable = True
+        if self._spare is not None:
+            try:
+                answers.append(method(self._spare, *arguments))
+            except StoreError as error:
+                logger.warning("%s", error)
+        return merged(answers)
+
+    return cast("Method", read)
+
+
+def _tried(again: type[StoreError], method: Callable[..., Any], *arguments: Any) -> Any:
+    """Try once more after some errors: opening it again repairs damage or moves it aside."""
+    try:
+        return method(*arguments)
+    except again:
+        return method(*arguments)
+
+
+def _trials(answers: list[list[TrialRecord]]) -> list[TrialRecord]:
+    trials = itertools.chain(*answers)  # one in memory replaces the stored one
+    merged = {(trial.generation, trial.config_digest): trial for trial in trials}
+    return sorted(merged.values(), key=lambda trial: trial.generation)
+
+
+def _choice(answers: list[ChoiceRecord | None]) -> ChoiceRecord | None:
+    return min(filter(None, answers), key=precedence, default=None)
+
+
+class GuardedStore(Store):
+    """A store whose tuning methods never raise.
+
+    When a write fails, this and all later records go to memory; stored records are still read. When
+    a read fails, only memory is left. Each is logged once. A record that no store would keep is
+    logged and dropped. The methods of the command line (`choices`, `trials_of`, `kernels`, `clear`)
+    raise as they do in `Store`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._spare: Store | None = None
+        self._unreadable = False
+
+    put_key = _guarded_write(Store.put_key)
+    put_trial = _guarded_write(Store.put_trial)
+    put_choice = _guarded_write(Store.put_choice)
+    trials = _guarded_read(Store.trials, _trials)
+    choice = _guarded_read(Store.choice, _choice)
+    generation = _guarded_read(Store.generation, functools.partial(max, default=0))
+    related = _guarded_read(Store.related, lambda answers: list(itertools.chain(*answers)))
 
 
 class Lookup:
@@ -76,10 +167,8 @@ class Lookup:
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return the choices for the key's kernel and device, of any call and toolchain."""
-        return [
-            *self.store.related(key.kernel.digest, key.device.digest),
-            *self._packs.related(key),
-        ]
+        stored = self.store.related(key.kernel.digest, key.device.digest)
+        return [*stored, *self._packs.related(key)]
 
     def adopt(self, choice: ChoiceRecord) -> None:
         """Keep a valid choice in memory, in place of an earlier one."""
@@ -104,8 +193,7 @@ def open_lookup(settings: Settings) -> Lookup:
 
     There is one object per process, directory of the store, shared store, packs, and whether the
     store is only read, as it is under `Mode.FROZEN`; usable after a fork. If the database cannot be
-    opened, it warns once and keeps choices in memory. The tuning methods of the store never raise
-    (`GuardedStore`).
+    opened, it warns once and keeps choices in memory.
 
     Raises:
         InvalidSetting: no kind of shared store can open SAFETUNE_SHARED. Never `StoreError`.
@@ -148,18 +236,15 @@ def open_lookup(settings: Settings) -> Lookup:
 
 def _read_only(directory: Path) -> GuardedStore:
     """The store of a process that writes nothing; an empty one where there is no database yet."""
-    from safetune.store.local.read_only import open_read_only
-
     path = directory / DATABASE_NAME
     try:
         path.lstat()
+        db_files.check(path)
     except (FileNotFoundError, NotADirectoryError):
         return GuardedStore.in_memory()
     except OSError:
         pass  # opening the database reports the error
-    with contextlib.suppress(OSError):
-        db_files.check(path)
-    return open_read_only(path, GuardedStore)
+    return GuardedStore.open_read_only(path)
 
 
 def _after_fork_in_child() -> None:

@@ -17,7 +17,6 @@ import safetune
 from safetune.errors import StoreError
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
-from safetune.store.local.read_only import open_read_only
 from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup
 from safetune.store.packs import exchange
@@ -240,7 +239,6 @@ def shared_folder() -> Any:
 READ_AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from safetune.store.local.read_only import open_read_only
 from safetune.store.local.store import Store
 import safetune.store.packs.exchange, sqlite_utils
 if os.geteuid() == 0:
@@ -255,7 +253,7 @@ except OSError:
 else:
     sys.exit("this user may write here")
 for path in folder.glob("*.db"):
-    print(path.name, sorted(e.choice.measured for e in open_read_only(path, Store).choices()))
+    print(path.name, sorted(e.choice.measured for e in Store.open_read_only(path).choices()))
 """
 
 
@@ -304,7 +302,7 @@ def test_a_store_that_cannot_be_read_costs_one_warning(
 
 def test_nothing_is_written_through_a_read_only_store(cache_dir: Path) -> None:
     Store.open(cache_dir).close()
-    store = open_read_only(cache_dir / "safetune.db", Store)
+    store = Store.open_read_only(cache_dir / "safetune.db")
     with pytest.raises(StoreError, match="is only read here"):
         store.clear("add")
 

@@ -12,8 +12,7 @@ import pytest
 from safetune.errors import StoreError
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.settings import Settings
-from safetune.store.local.fail_safe import GuardedStore
-from safetune.store.lookup import Lookup, open_lookup
+from safetune.store.lookup import GuardedStore, Lookup, open_lookup
 
 
 @pytest.fixture
@@ -194,7 +193,7 @@ def test_a_real_write_error_does_not_raise_out_of_a_run(tmp_path, children):
         """
 import resource, logging
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import GuardedStore
 store = GuardedStore.open(directory)
 store.put_choice(choice("c1"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

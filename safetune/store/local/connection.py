@@ -17,13 +17,13 @@ import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.errors import StoreError
-from safetune.store.local import db_files, migrations
+from safetune.store.local import db_files, migrations, read_only
 from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import RecordError
 from safetune.store.waiting import tries
@@ -58,6 +58,7 @@ class Connection:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self._name = "in memory" if path is None else str(path)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._sqlite: sqlite3.Connection | None = None
@@ -112,22 +113,20 @@ class Connection:
         self._notice_fork()
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store {self._name} is closed")
+                raise StoreError(f"the store {self.path or 'in memory'} is closed")
             if self._sqlite is not None and self._is_replaced():
                 logger.warning("the store %s was deleted or replaced; opening it again", self.path)
                 self._disconnect()
             if self._sqlite is None:
                 with self._failures("open"):
-                    self._connect()
-            assert self._sqlite is not None
+                    self._sqlite, self._file = self._connect()
+                self._suspect = False
             yield self._sqlite
 
-    def _connect(self) -> None:
+    def _connect(self) -> tuple[sqlite3.Connection, Identity]:
         if self.path is None:
-            self._sqlite = prepared(_plain(":memory:"), migrations.prepare)
-        else:
-            self._sqlite, self._file = _connect(self.path, self._suspect)
-            self._suspect = False
+            return migrations.prepared(_plain(":memory:"), migrations.prepare), None
+        return _connect(self.path, self._suspect)
 
     def _is_replaced(self) -> bool:
         """Whether the path leads to another file now, so that what is written would be lost."""
@@ -147,7 +146,7 @@ class Connection:
             raise
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            message = f"cannot {action} the store {self._name}: {reason}"
+            message = f"cannot {action} the store {self.path or 'in memory'}: {reason}"
             if not db_files.is_damage(error):
                 # Such as a lock that could not be released: only a new connection clears that.
                 if action == "read" and self.path is not None:
@@ -156,10 +155,6 @@ class Connection:
             self._suspect = True
             self._disconnect()
             raise Damaged(message) from error
-
-    @property
-    def _name(self) -> str:
-        return "in memory" if self.path is None else str(self.path)
 
     def _disconnect(self) -> None:
         connection, self._sqlite = self._sqlite, None
@@ -194,6 +189,28 @@ class Connection:
         self._pid = os.getpid()
 
 
+class ReadOnlyConnection(Connection):
+    """A connection for each read, closed after it: nothing is shared, or lost in a fork."""
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The database, for plain SELECTs; raises `StoreError`."""
+        assert self.path is not None
+        with self._failures("read"), contextlib.closing(read_only.connect(self.path)) as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def transaction(self, wait_s: float = 0.0) -> Iterator[sqlite3.Connection]:
+        """Raise `StoreError`."""
+        raise StoreError(f"the store {self.path} is only read here")
+        yield
+
+    def open(self) -> None:
+        """Check that it can be read; raises `StoreError`."""
+        with self.reading():
+            pass
+
+
 def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     """Open a database file, and return its identity; a damaged one is moved aside first.
 
@@ -201,16 +218,16 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     """
     looked = False
     for last in (False, False, False, True):
-        if db_files.is_read_only(path):
+        if path.exists() and not os.access(path.parent, os.W_OK):  # where SQLite must write
             db_files.check(path)
-            return prepared(db_files.open_read_only(path), migrations.check_readable), None
+            return read_only.connect(path), None
         db_files.make_directory(path)
         try:
             with db_files.unmoved(path):
                 db_files.make(path)
                 found = db_files.identity(path)
                 prepare = migrations.prepare_suspect if suspect else migrations.prepare
-                connection = prepared(_plain(path), prepare)
+                connection = migrations.prepared(_plain(path), prepare)
         except (sqlite3.Error, Damaged) as error:
             # An error of a file that was replaced says nothing about the new one.
             replaced = db_files.identity(path) != found
@@ -244,25 +261,6 @@ def _begin(connection: sqlite3.Connection, must: bool) -> bool:
     finally:
         connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000:.0f}")
     return True
-
-
-def prepared(
-    connection: sqlite3.Connection, prepare: Callable[[sqlite3.Connection], None]
-) -> sqlite3.Connection:
-    """Return a connection that was just opened once `prepare` is done with it; else close it."""
-    try:
-        # A flipped byte may make text that is not UTF-8: the checksum finds it, it is not an error.
-        connection.text_factory = _decode
-        connection.execute("PRAGMA trusted_schema=OFF")
-        prepare(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _decode(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
 
 
 def _before_fork() -> None:

@@ -14,9 +14,8 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 from safetune.errors import StoreError
 from safetune.store.waiting import flock
@@ -69,9 +68,9 @@ def check(path: Path) -> None:
         OSError: that cannot be found out.
     """
     _check(path.parent, stat.S_ISDIR, "directory")
-    for name in (path, *(path.with_name(path.name + log) for log in LOGS)):
+    for suffix in ("", *LOGS):
         with contextlib.suppress(FileNotFoundError):
-            _check(name, stat.S_ISREG, "regular file")
+            _check(path.with_name(path.name + suffix), stat.S_ISREG, "regular file")
 
 
 def open_lock(path: Path) -> int:
@@ -83,8 +82,8 @@ def open_lock(path: Path) -> int:
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file; None if there is none.
+def identity(path: Path | int) -> tuple[int, int] | None:
+    """Return the device and inode of a file or descriptor; None if there is no such file.
 
     Raises:
         OSError: they cannot be found out.
@@ -96,21 +95,15 @@ def identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def is_read_only(path: Path) -> bool:
-    """Whether a database is there and nothing can be written beside it, as SQLite must."""
-    return path.exists() and not os.access(path.parent, os.W_OK)
-
-
-def _check(path: Path, is_kind: object, kind: str) -> None:
+def _check(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
         raise StoreError(f"{path} is a symbolic link; set SAFETUNE_CACHE_DIR to where it leads")
-    if not is_kind(found.st_mode):  # type: ignore[operator]
+    if not is_kind(found.st_mode):
         raise StoreError(f"{path} is not a {kind}")
-    if not hasattr(os, "geteuid") or found.st_uid == os.geteuid():
-        return
     # What root has put there, e.g. in an image, is trusted unless others may change it.
-    if found.st_uid != 0 or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    trusted = found.st_uid == 0 and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid() and not trusted:
         raise StoreError(
             f"{path} belongs to another user (uid {found.st_uid}); set SAFETUNE_CACHE_DIR to a "
             "directory of your own"
@@ -181,23 +174,6 @@ def moved(path: Path) -> list[Path]:
     """Return the databases that were moved aside from here, the oldest first."""
     found = path.parent.glob(f"{path.name}.corrupt-*")
     return sorted(each for each in found if not each.name.endswith(LOGS))
-
-
-def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open a database that cannot be written to, such as one in an image.
-
-    Raises:
-        StoreError: part of it is in a log, which cannot be folded in.
-    """
-    log = path.with_name(path.name + "-wal")
-    if log.exists() and log.stat().st_size:
-        raise StoreError("it cannot be written to, and part of it is in its log")
-    return sqlite3.connect(
-        f"file:{quote(str(path))}?mode=ro&immutable=1",
-        uri=True,
-        isolation_level=None,
-        check_same_thread=False,
-    )
 
 
 @contextlib.contextmanager

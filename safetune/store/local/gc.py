@@ -6,9 +6,9 @@ import contextlib
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune.errors import StoreError
 from safetune.store.local import db_files, key_locks
@@ -30,6 +30,7 @@ _AGES = (
     "LEFT JOIN key ON key.digest = known.digest GROUP BY known.digest ORDER BY 2, 1"
 )
 
+_COUNT = "SELECT count(*) FROM {} WHERE key = ?"
 _VERDICTS = "SELECT verdict FROM trial"
 _DEVICES = "SELECT device.record FROM key JOIN device ON device.digest = key.device"
 
@@ -52,13 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Swept:
-    """How much was deleted, or would have been.
-
-    Attributes:
-        keys: with all their trials, choices and recorded calls.
-        files: databases that had been moved aside.
-        bytes_before, bytes_after: the size of the database.
-    """
+    """How much was deleted, or would have been: `files` are databases that had been moved aside."""
 
     keys: int
     trials: int
@@ -69,8 +64,7 @@ class Swept:
     bytes_after: int
 
 
-@dataclass(frozen=True)
-class _Key:
+class _Key(NamedTuple):
     digest: str
     newest: float
     rows: int
@@ -89,12 +83,18 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
         keys = _keys(database)
         locked = key_locks.locked(path, [key.digest for key in keys])
         idle = [key for key in keys if key.digest not in locked]
-        gone = [
-            (key.digest,) for key in _matching(idle, rule, _size(connection, "- freelist_count"))
-        ]
-        trials, choices, calls = (_count(database, table, gone) for table in _OF_KEY)
+        size = _size(connection, "- freelist_count")
+        gone = [(key.digest,) for key in _matching(idle, rule, size)]
+        trials, choices, calls = (
+            sum(database.execute(_COUNT.format(table), key).fetchone()[0] for key in gone)
+            for table in _OF_KEY
+        )
         if not dry_run:
-            _delete(database, gone)
+            for table in _OF_KEY:
+                database.executemany(f"DELETE FROM {table} WHERE key = ?", gone)
+            database.executemany("DELETE FROM key WHERE digest = ?", gone)
+            for statement in CLEAR_UNUSED:
+                database.execute(statement)
     files = []
     if path is not None and rule.before is not None:
         files = [file for file in db_files.moved(path) if file.lstat().st_mtime < rule.before]
@@ -139,14 +139,10 @@ def stats(store: Store) -> dict[str, Any]:
 
 def _keys(database: sqlite3.Connection) -> list[_Key]:
     """Every key that has a row in any table, the oldest first."""
+    found = database.execute(_AGES).fetchall()
     return [
-        _Key(
-            digest,
-            float(newest) if isinstance(newest, (int, float)) else 0.0,
-            count,
-            _field(toolchain, "triton"),
-        )
-        for digest, newest, count, toolchain in database.execute(_AGES).fetchall()
+        _Key(digest, newest if type(newest) in (int, float) else 0, count, _field(chain, "triton"))
+        for digest, newest, count, chain in found
     ]
 
 
@@ -163,23 +159,9 @@ def _matching(keys: list[_Key], rule: Rule, size: int) -> Iterator[_Key]:
 
 def _field(text: Any, name: str) -> str:
     """One value in JSON that may be anything."""
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        record = json.loads(text)
-        if isinstance(record, Mapping):
-            return str(record.get(name, ""))
+    with contextlib.suppress(TypeError, ValueError, RecursionError, AttributeError):
+        return str(json.loads(text).get(name, ""))
     return ""
-
-
-def _count(database: sqlite3.Connection, table: str, gone: list[tuple[str]]) -> int:
-    count = f"SELECT count(*) FROM {table} WHERE key = ?"
-    return sum(database.execute(count, digest).fetchone()[0] for digest in gone)
-
-
-def _delete(database: sqlite3.Connection, gone: list[tuple[str]]) -> None:
-    for table, column in (*((table, "key") for table in _OF_KEY), ("key", "digest")):
-        database.executemany(f"DELETE FROM {table} WHERE {column} = ?", gone)
-    for statement in CLEAR_UNUSED:
-        database.execute(statement)
 
 
 def _shrink(connection: Connection) -> None:

@@ -85,11 +85,10 @@ def locked(database: Path | None, names: Iterable[str]) -> set[str]:
     if database is not None and _path(database).exists():
         with contextlib.suppress(OSError):
             for name in names:
-                lock = try_lock(database, name)
-                if lock is None:
-                    found.add(name)
-                else:
+                if lock := try_lock(database, name):
                     lock.release()
+                else:
+                    found.add(name)
     return found
 
 
@@ -118,26 +117,15 @@ def _byte(name: str) -> int:
 
 def _opened(path: Path) -> tuple[int, int]:
     """Return which file is there now, with its descriptor in the table."""
-    with contextlib.suppress(FileNotFoundError):
-        there = _identity(os.lstat(path))
-        if there in _descriptors and _is_open(there):
-            return there
+    there = None if path.is_symlink() else db_files.identity(path)
+    if there is not None and there in _descriptors:
+        with contextlib.suppress(OSError):  # a daemon closes all descriptors when it starts
+            if db_files.identity(_descriptors[there]) == there:
+                return there
     descriptor = db_files.open_lock(path)
-    opened = _identity(os.fstat(descriptor))
-    _descriptors[opened] = descriptor
-    return opened
-
-
-def _is_open(file: tuple[int, int]) -> bool:
-    """Whether the descriptor is still that file's: a daemon closes all when it starts."""
-    try:
-        return _identity(os.fstat(_descriptors[file])) == file
-    except OSError:
-        return False
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+    opened = os.fstat(descriptor)
+    _descriptors[opened.st_dev, opened.st_ino] = descriptor
+    return opened.st_dev, opened.st_ino
 
 
 def _after_fork_in_child() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
@@ -97,6 +97,21 @@ VERSION = len(HISTORY)
 READABLE = 3
 
 
+def prepared(
+    connection: sqlite3.Connection, prepare: Callable[[sqlite3.Connection], None]
+) -> sqlite3.Connection:
+    """Return a connection that was just opened once `prepare` is done with it; else close it."""
+    try:
+        # A flipped byte may make text that is not UTF-8: the checksum finds it, it is not an error.
+        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        connection.execute("PRAGMA trusted_schema=OFF")
+        prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def prepare(connection: sqlite3.Connection) -> None:
     """Bring a just opened database to `VERSION`, whatever other processes do to it meanwhile.
 
@@ -124,16 +139,13 @@ def prepare_suspect(connection: sqlite3.Connection) -> None:
     Raises:
         Damaged: rows or pages are damaged.
     """
-    if _unsound(connection):
+    check = "PRAGMA integrity_check(1)"
+    if connection.execute(check).fetchone() != ("ok",):
         connection.execute("REINDEX")
-        if reason := _unsound(connection):
-            raise Damaged(reason)
+        (found,) = connection.execute(check).fetchone()
+        if found != "ok":
+            raise Damaged(str(found))
     prepare(connection)
-
-
-def _unsound(connection: sqlite3.Connection) -> str:
-    found = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
-    return "" if found == "ok" else found
 
 
 def check_readable(connection: sqlite3.Connection) -> None:
@@ -156,7 +168,7 @@ def is_current(connection: sqlite3.Connection) -> bool:
                 f"this one knows {VERSION}); it is left unchanged"
             )
         return version == VERSION
-    if application or version or _has_tables(connection):
+    if application or version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise StoreError("it is a database, but not one of safetune; it is left unchanged")
     return False
 
@@ -215,16 +227,12 @@ def ending(connection: sqlite3.Connection) -> Iterator[None]:
 def _switch_to_wal(connection: sqlite3.Connection, attempts: int) -> None:
     """Ask for write-ahead logging; a database without it works, too, only slower."""
     for attempt in range(attempts):
+        if attempt:
+            time.sleep(_WAL_PAUSE_S)
         with contextlib.suppress(sqlite3.OperationalError):
             connection.execute("PRAGMA journal_mode=wal").fetchone()
             return
-        if attempt + 1 < attempts:
-            time.sleep(_WAL_PAUSE_S)
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _has_tables(connection: sqlite3.Connection) -> bool:
-    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None

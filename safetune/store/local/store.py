@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT, Outcome
 from safetune.store.local import rows
-from safetune.store.local.connection import Connection
+from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import (
     CHOICE,
@@ -100,6 +100,13 @@ class Store:
         return store
 
     @classmethod
+    def open_read_only(cls, path: Path) -> Self:
+        """Open a database file that is never written to."""
+        store = cls(ReadOnlyConnection(path))
+        store._connection.open()
+        return store
+
+    @classmethod
     def in_memory(cls) -> Self:
         """Return an empty store that lives as long as the object."""
         return cls(Connection(None))
@@ -119,7 +126,7 @@ class Store:
         self._connection.close()
 
     def put_key(self, record: KeyRecord) -> None:
-        """Write a key with its kernel and device, or refresh them; raises `StoreError`."""
+        """Write a key with its kernel and device, or refresh them."""
         prepared = self._put_keys[text(record.digest)] = rows.key_rows(record)
         with self._connection.writing() as database:
             for table, row in prepared:
@@ -128,10 +135,8 @@ class Store:
     def put_trial(self, record: TrialRecord) -> None:
         """Write the outcome of one config, over an earlier row of the same generation.
 
-        A transient outcome never replaces a row: it says nothing about the config.
-
-        Raises:
-            StoreError: it cannot be written; `RecordError` if the record itself is refused.
+        A transient outcome never replaces a row: it says nothing about the config. Raises
+        `RecordError` if the record itself is refused.
         """
         row = rows.trial_row(record)
         with self._connection.writing() as database:
@@ -142,7 +147,7 @@ class Store:
                 _upsert(database, TRIAL, row)
 
     def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
-        """Return the outcomes of a key, or of one generation of it; raises `StoreError`.
+        """Return the outcomes of a key, or of one generation of it.
 
         In the order of generations, and within one in that of writing.
         """
@@ -161,7 +166,7 @@ class Store:
         }
 
     def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
-        """Return the choice of the highest generation; raises `StoreError`.
+        """Return the choice of the highest generation.
 
         Args:
             declared: the config list that it is chosen from; of any list if None.
@@ -189,14 +194,14 @@ class Store:
         return stored[0]
 
     def generation(self, key: str) -> int:
-        """Return the highest generation with a trial or choice, 0 if none; raises `StoreError`."""
+        """Return the highest generation with a trial or choice, 0 if none."""
         with self._connection.reading() as connection:
             choices = self._checked(connection, CHOICE, CHOICES_OF_KEY, text(key))
             trials = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
         return max((each.generation for each in (*choices, *trials)), default=0)
 
     def related(self, kernel_digest: str, device_digest: str) -> list[RelatedChoice]:
-        """Return the current choices of a kernel's keys on a device; raises `StoreError`.
+        """Return the current choices of a kernel's keys on a device.
 
         One for each key and list of configs.
         """
@@ -211,22 +216,14 @@ class Store:
         ]
 
     def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
-        """Return the current choice of every key, or of one kernel's keys, by kernel name.
-
-        Raises:
-            StoreError: the database cannot be read.
-        """
+        """Return the current choice of every key, or of one kernel's keys, by kernel name."""
         current: dict[str, StoredChoice] = {}
         for stored in self.choices_of_lists(kernel_name):
             current.setdefault(stored.key.digest, stored)
         return list(current.values())
 
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
-        """Return the current choice of every key and config list, the newest list of a key first.
-
-        Raises:
-            StoreError: the database cannot be read.
-        """
+        """Return the current choice of every key and list, the newest list of a key first."""
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
             choices = self._fetch(connection, CHOICE, _CHOICES, _name(kernel_name))
@@ -240,11 +237,7 @@ class Store:
     def trials_of(
         self, kernel_name: str | None = None
     ) -> list[tuple[KeyRecord, list[TrialRecord]]]:
-        """Return every key, or those of one kernel, with its trials of all generations.
-
-        Raises:
-            StoreError: the database cannot be read.
-        """
+        """Return every key, or those of one kernel, with its trials of all generations."""
         with self._connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
             found = self._fetch(connection, TRIAL, _TRIALS, _name(kernel_name))
@@ -254,17 +247,13 @@ class Store:
         return [(key, trials[key.digest]) for key in keys]
 
     def kernels(self) -> list[str]:
-        """Return the names of all kernels with a key, sorted; raises `StoreError`."""
+        """Return the names of all kernels with a key, sorted."""
         with self._connection.reading() as connection:
             found = connection.execute("SELECT DISTINCT name FROM key ORDER BY name").fetchall()
         return [str(name) for (name,) in found]
 
     def clear(self, kernel_name: str) -> int:
-        """Delete a kernel's keys, trials and choices; return how many keys it had.
-
-        Raises:
-            StoreError: the database cannot be written.
-        """
+        """Delete a kernel's keys, trials and choices; return how many keys it had."""
         name = (text(kernel_name),)
         with self._connection.transaction() as connection:
             for statement in _CLEAR:

@@ -79,9 +79,7 @@ def collect(path: Path) -> Collected:
 
 def of_database(path: Path) -> Collected:
     """Return the choices of a database, which is only read; raises `StoreError`."""
-    from safetune.store.local.read_only import open_read_only
-
-    with contextlib.closing(open_read_only(path, Store)) as store:
+    with contextlib.closing(Store.open_read_only(path)) as store:
         return of_store(store)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local import rows
-from safetune.store.local.fail_safe import GuardedStore
 from safetune.store.local.store import Store
+from safetune.store.lookup import GuardedStore
 
 
 def execute(path: Path, statement: str, *parameters: object) -> None:

@@ -392,7 +392,7 @@ def test_in_a_read_only_directory_every_process_tunes_and_one_warning_says_so(
     output = children.run(
         """
 import warnings
-from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import GuardedStore
 from safetune.tuning.single_flight import WaitBudget, compiling
 if os.getuid() == 0:
     os.setuid(65534)

@@ -269,7 +269,6 @@ def test_a_database_of_another_user_is_not_read(children, monkeypatch, mode, whi
 import os, warnings
 from safetune.settings import Settings
 from safetune.store import lookup
-from safetune.store.local import read_only
 os.setuid(54321)
 warnings.simplefilter("error")
 print(lookup.open_lookup(Settings.current()).store.choice(sys.argv[1]) is not None)

@@ -21,7 +21,7 @@ import pytest
 from safetune.keys import encoding
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
 from safetune.store.shared.record import namespace
 

@@ -14,7 +14,7 @@ import pytest
 from safetune.config import config_digest, config_record
 from safetune.errors import Busy, NoMemory, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome, Verdict
-from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.protocol import NoLease

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from safetune.store.local.fail_safe import GuardedStore
-from safetune.store.lookup import Lookup
+from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.shared import once_per_node
 from safetune.store.shared.io_thread import IOThread, TimedOut
 from safetune.store.shared.layer import BUDGET_S, RETRY_S, SharedLayer
@@ -465,7 +464,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 from tests.store.shared.conftest import SPACE, stored
 from pathlib import Path
-from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import GuardedStore
 from safetune.store.shared.url import open_shared
 from safetune.store.shared.layer import SharedLayer
 store = GuardedStore.open(Path(sys.argv[2]))

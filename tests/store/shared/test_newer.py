@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from safetune.keys import encoding
-from safetune.store.local.fail_safe import GuardedStore
+from safetune.store.lookup import GuardedStore
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.record import FORMAT, encode
 from safetune.store.shared.record_files import file_name

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from safetune.store.local.fail_safe import GuardedStore
-from safetune.store.lookup import Lookup
+from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.records import StoredChoice
 from safetune.store.shared import once_per_node
 from safetune.store.shared.layer import SharedLayer
