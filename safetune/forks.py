@@ -15,6 +15,7 @@ import atexit
 import functools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -34,11 +35,8 @@ Hook = Callable[[], object]
 
 logger = logging.getLogger("safetune")
 
-_Hooks = dict[str, list[Hook]]
-_before: _Hooks = {stage: [] for stage in STAGES}
-_in_parent: _Hooks = {stage: [] for stage in STAGES}
-_in_child: _Hooks = {stage: [] for stage in STAGES}
-_at_exit: _Hooks = {stage: [] for stage in STAGES}
+#: By event, which is the name of a parameter of `register`, and stage.
+_hooks: defaultdict[tuple[str, str], list[Hook]] = defaultdict(list)
 
 
 def register(
@@ -51,14 +49,14 @@ def register(
 ) -> None:
     """Have hooks called around every fork of this process, and when it exits."""
     _listen()
-    for hooks, hook in (
-        (_before, before),
-        (_in_parent, after_in_parent),
-        (_in_child, after_in_child),
-        (_at_exit, at_exit),
+    for event, hook in (
+        ("before", before),
+        ("after_in_parent", after_in_parent),
+        ("after_in_child", after_in_child),
+        ("at_exit", at_exit),
     ):
         if hook is not None:
-            hooks[stage].append(hook)
+            _hooks[event, stage].append(hook)
 
 
 def register_worker_exit(owner: object, hook: Hook) -> None:
@@ -72,29 +70,18 @@ def register_worker_exit(owner: object, hook: Hook) -> None:
 
 @functools.cache
 def _listen() -> None:
-    atexit.register(_run_backwards, _at_exit)
+    atexit.register(_run, "at_exit")
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=functools.partial(_run_backwards, _before),
-            after_in_parent=functools.partial(_run, _in_parent),
-            after_in_child=functools.partial(_run, _in_child),
-        )
+        events = ("before", "after_in_parent", "after_in_child")
+        os.register_at_fork(**{event: functools.partial(_run, event) for event in events})
 
 
-def _run(hooks: _Hooks) -> None:
-    for stage in STAGES:
-        for hook in tuple(hooks[stage]):
-            _call(hook)
-
-
-def _run_backwards(hooks: _Hooks) -> None:
-    for stage in reversed(STAGES):
-        for hook in reversed(hooks[stage]):
-            _call(hook)
-
-
-def _call(hook: Hook) -> None:
-    try:
-        hook()
-    except Exception:
-        logger.exception("%r failed around a fork or at exit", hook)
+def _run(event: str) -> None:
+    hooks = [hook for stage in STAGES for hook in _hooks[event, stage]]
+    if event in ("before", "at_exit"):
+        hooks.reverse()
+    for hook in hooks:
+        try:
+            hook()
+        except Exception:
+            logger.exception("%r failed around a fork or at exit", hook)

@@ -107,7 +107,7 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
         compiles=len(compiled),
         scratch_bytes=max(sizes, default=0),
         seconds=time.monotonic() - begin,
-        recapture=tuple(under_capture.outdated()),
+        recapture=tuple(miss for miss in under_capture.misses() if miss.outdated),
     )
 
 

@@ -16,7 +16,6 @@ from triton.runtime.autotuner import Config
 from safetune import triton_internals
 from safetune.keys.tuning_key import triton_key
 from safetune.launch.call_shape import named_arguments
-from safetune.launch.key_state import Reason
 
 if TYPE_CHECKING:
     from safetune.frontend.autotuner import Autotuner
@@ -70,10 +69,10 @@ class Shadow:
         """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
         tuner = self.tuner
         assert tuner is not None
-        decision = tuner.states.decision(tuner.forms.of(args, kwargs).key(args, kwargs))
-        if decision is None or decision.reason is not Reason.CHOICE:
+        choice = tuner.cache.get(tuner.forms.of(args, kwargs).key(args, kwargs))
+        if choice is None:
             return
-        self._settled[key] = kernel.cache[key] = decision.config
+        self._settled[key] = kernel.cache[key] = choice
         for name in ("configs_timings", "bench_time"):
             if hasattr(tuner, name):
                 setattr(kernel, name, getattr(tuner, name))

@@ -117,7 +117,7 @@ def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPat
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
         return None
-    if tuner.states.shared_by_copy(tuner):
+    if tuner.states.tuner is not tuner:  # a copy does not get to know when a choice changes
         return None
     if _nvidia_driver() is None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +36,6 @@ class Reason(Enum):
     CHOICE = "choice"
     FALLBACK = "fallback"
     CAPTURED = "captured"
-    REJECTED = "rejected"
 
 
 class Retry(Protocol):
@@ -61,19 +60,11 @@ class Captured(Protocol):
         """Log that the graph keeps its config although the key has another choice now."""
 
 
-class Owner(Protocol):
-    """The tuner that the states belong to."""
-
-    def forget_launches(self) -> None:
-        """Drop every generated launch, as a config may have changed."""
-
-
 @dataclass(frozen=True)
 class Decision:
     """The config that a key launches now.
 
     Attributes:
-        reason: REJECTED for a config in place of one that cannot be launched with these arguments.
         retry: for a fallback that lasts until tuning is tried again.
     """
 
@@ -128,32 +119,17 @@ class KeyState:
         self._rejected: dict[Any, list[Config]] = {}
         self._substitutes: dict[Any, Config | Exception] = {}
 
-    def decision(
-        self, capture: int | None = 0, specialise: Specialise | None = None
-    ) -> Decision | None:
+    def decision(self, capture: int | None = 0) -> Decision | None:
         """Return the config that this key launches now; None where a call has to look for one.
+
+        A call that cannot launch this config has another one: see `allowed`.
 
         Args:
             capture: the number of the capture under way, 0 outside of one. A captured config counts
                 for its own capture; None counts that of any.
-            specialise: given for one call, whose arguments may not allow every config.
-
-        Raises:
-            Exception: the last error of the launch, where no config can be launched for the call.
         """
-        found = self._for_every_call(capture)
-        if found is None or specialise is None:
-            return found
-        config = self.allowed(found.config, specialise)
-        return found if config is found.config else replace(found, config=config, reason=_REJECTED)
-
-    def _for_every_call(self, capture: int | None) -> Decision | None:
-        choice, fallback, retry, captured = (
-            self._choice,
-            self._fallback,
-            self._retry,
-            self.captured,
-        )
+        choice, fallback, retry = self._choice, self._fallback, self._retry
+        captured = self.captured
         if choice is not None:
             return Decision(choice, Reason.CHOICE)
         if fallback is not None and (retry is None or not capture):
@@ -177,11 +153,6 @@ class KeyState:
         if isinstance(substitute, Exception):
             raise without_frames(substitute)
         return substitute
-
-    @property
-    def has_rejections(self) -> bool:
-        """Whether a config could not be launched for some arguments."""
-        return bool(self._rejected)
 
     def set_choice(self, config: Config) -> Config:
         """Launch `config` as the key's choice from here on; return it."""
@@ -231,9 +202,6 @@ class KeyState:
         return not any(config in rejected for rejected in self._rejected.values())
 
 
-_REJECTED = Reason.REJECTED
-
-
 class KeyStates:
     """The states of all keys of one tuner, and the dictionaries that follow from them.
 
@@ -243,7 +211,7 @@ class KeyStates:
         choices: the chosen config of each key; as `tuner.cache`, open to users.
     """
 
-    def __init__(self, tuner: Owner) -> None:
+    def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
         self.hits: dict[Any, Config] = {}
         self.choices = Choices(self)
@@ -254,15 +222,6 @@ class KeyStates:
         """Return the state of a key, untried if it is new."""
         state = self._states.get(key)
         return state or self._states.setdefault(key, KeyState(key, self))
-
-    def decision(self, key: Any) -> Decision | None:
-        """Return the config that a key launches now; None for an untried one."""
-        state = self._states.get(key)
-        return None if state is None else state.decision()
-
-    def shared_by_copy(self, tuner: object) -> bool:
-        """Whether this tuner is a copy, which does not get to know when a choice changes."""
-        return tuner is not self.tuner
 
     def __iter__(self) -> Iterator[KeyState]:
         return iter(list(self._states.values()))
@@ -301,10 +260,10 @@ class KeyStates:
             state.lock = threading.RLock()
         self.tuner.forget_launches()  # Triton refuses each launch
 
-    def __getstate__(self) -> tuple[Owner, dict[Any, Config]]:
+    def __getstate__(self) -> tuple[Any, dict[Any, Config]]:
         return self.tuner, dict(self.choices)
 
-    def __setstate__(self, state: tuple[Owner, dict[Any, Config]]) -> None:
+    def __setstate__(self, state: tuple[Any, dict[Any, Config]]) -> None:
         tuner, choices = state
         self.__init__(tuner)  # type: ignore[misc]
         self.choices.update(choices)

@@ -253,7 +253,7 @@ def _lasting_threads() -> list[threading.Thread]:
 
 
 def _tune(job: Job) -> None:
-    request, tuner = job.request, job.tuner
+    request = job.request
     try:
         with reporting.observing(request.key.kernel.name, quiet=True) as observe:
             budget = WaitBudget(check=_worker.check)
@@ -272,10 +272,7 @@ def _tune(job: Job) -> None:
             job.state.held = result.choice
         else:
             job.state.set_choice(result.choice)
-        seconds = result.seconds if result.measured else None
-        timings = reporting.timings_of(result.outcomes)
-        reporting.report(tuner, job.readable_key, result.choice, timings, seconds)
-        reporting.log_result(request, result)
+        reporting.report_result(job.tuner, job.readable_key, request, result)
 
 
 def _others_ns() -> int:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -94,16 +95,22 @@ def ranked(
             only where they are among these.
         measured_first: prefer configs known to work for this key to choices of related keys.
     """
-    works = [Substitute(c, "the fastest that is known to work") for c in working(outcomes)]
-    chosen = _chosen_elsewhere(request, outcomes, related)
-    others = [
+    times = {c: o.timing.median_ms for c, o in outcomes if o.ok and o.timing is not None}
+    works = [
+        Substitute(c, "the fastest that is known to work")
+        for c in sorted(times, key=times.__getitem__)
+    ]
+    tried = [config for config, _ in outcomes]
+    untried = [
         first_config(request)
         if config is request.configs[0]
         else Substitute(config, "the first not known to fail")
-        for config in untried(request, outcomes)
+        for config in request.configs
+        if config not in tried
     ]
+    chosen = _chosen_elsewhere(request, outcomes, related)
     seen: set[int] = set()
-    for found in chain(works if measured_first else (), chosen, works, others):
+    for found in chain(works if measured_first else (), chosen, works, untried):
         if id(found.config) not in seen:
             seen.add(id(found.config))
             yield found
@@ -118,7 +125,7 @@ def _chosen_elsewhere(
     request: TuningRequest, outcomes: Outcomes, related: Iterable[RelatedChoice]
 ) -> Iterator[Substitute]:
     """Yield the choices of related keys: those for the same call, then the nearest ones."""
-    broken = failed(outcomes)
+    broken = [config for config, outcome in outcomes if not outcome.ok]
     usable = [found for found in comparable(request, related) if found[0] not in broken]
     usable.sort(key=lambda found: found[1].choice.created, reverse=True)
     toolchain, call = request.key.toolchain.record(), request.key.record()
@@ -129,9 +136,13 @@ def _chosen_elsewhere(
             if source.call == call:
                 yield Substitute(config, words + _origin(request, source))
     for group in (ours, others):
-        near = _nearest(request, group)
-        if near is not None:
-            config, source = near
+        apart = [
+            (far, config, source)
+            for config, source in group
+            if (far := distance(call["values"], pairs_of(source.call.get("values")))) is not None
+        ]
+        if apart:
+            _, config, source = min(apart, key=itemgetter(0))
             words = f"the choice of the nearest key, {describe_call(source.call)}"
             yield Substitute(config, words + _origin(request, source))
 
@@ -150,19 +161,6 @@ def comparable(
         same = (source.call.get("dtypes"), source.call.get("options"))
         if config is not None and same == (record["dtypes"], record["options"]):
             yield config, source
-
-
-def _nearest(
-    request: TuningRequest, usable: Iterable[tuple[Config, RelatedChoice]]
-) -> tuple[Config, RelatedChoice] | None:
-    """Return the choice of the key that is nearest by `distance`, of equals the first."""
-    values = request.key.record()["values"]
-    apart = [
-        (distance(values, pairs_of(source.call.get("values"))), config, source)
-        for config, source in usable
-    ]
-    near = [found for found in apart if found[0] is not None]
-    return min(near, key=lambda found: found[0] or 0.0)[1:] if near else None
 
 
 def _related_in(store: Store, request: TuningRequest) -> list[RelatedChoice]:
@@ -223,20 +221,3 @@ def _logarithm(number: float) -> float:
     """Of a number that may be zero or negative, so that 0 and 1 are as far apart as 1 and 3."""
     size = math.log2(1 + abs(number))  # an int of any size has one; copysign would make it a float
     return -size if number < 0 else size
-
-
-def failed(outcomes: Outcomes) -> list[Config]:
-    """Return the configs that do not work."""
-    return [config for config, outcome in outcomes if not outcome.ok]
-
-
-def working(outcomes: Outcomes) -> list[Config]:
-    """Return the configs that work, the fastest first."""
-    times = {c: o.timing.median_ms for c, o in outcomes if o.ok and o.timing is not None}
-    return sorted(times, key=lambda config: times[config])
-
-
-def untried(request: TuningRequest, outcomes: Outcomes) -> list[Config]:
-    """Return the configs without an outcome, in their order."""
-    tried = [config for config, _ in outcomes]
-    return [config for config in request.configs if config not in tried]

@@ -52,7 +52,7 @@ def launch(
     """Launch a call with a config, or with the next-best config if Triton cannot launch it.
 
     Args:
-        key: the memory key; None if the tuner has only one config.
+        key: the memory key; None to raise the error of this config.
         values: gets the values that the heuristics set for this launch, by name.
 
     Returns:
@@ -75,9 +75,8 @@ def launch(
         tuner.needs_scratch = True
         return scratch_memory.launch(run, *pinned, **named, **options), config
     except _CLEAN_FAILURES as error:
-        if key is None or Settings.current().mode is Mode.OFF:
-            raise
-        if _is_callers(error, tuner.fn, kwargs):
+        off = key is None or Settings.current().mode is Mode.OFF
+        if off or _is_callers(error, tuner.fn, kwargs):
             raise
         state = tuner.states.of(key)
         return _relaunch(tuner, state, form, config, error, args, kwargs), None
@@ -104,11 +103,8 @@ def _relaunch(
     for other in _candidates(tuner, args, kwargs):
         if other in rejected:
             continue
-        named = named_arguments(tuner.arg_names, args, kwargs)
-        if other.pre_hook is not None:
-            other.pre_hook({**named, **other.all_kwargs()})
         try:
-            result = _launch(tuner, form, other, args, kwargs)
+            result, _ = launch(tuner, None, form, other, args, kwargs, {})
         except _CLEAN_FAILURES as next_error:
             if _is_callers(next_error, tuner.fn, kwargs):
                 raise
@@ -139,22 +135,15 @@ def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> boo
 
 
 def _candidates(tuner: Tuner, args: Args, kwargs: Kwargs) -> Iterator[Config]:
-    """Yield the configs to try instead, best first; asks the store only when it is needed."""
+    """Return the configs to try instead, best first."""
     from safetune.miss.candidates import next_best
     from safetune.miss.resolve import Miss, why_not_isolated
     from safetune.store.lookup import open_lookup
 
     miss = Miss(tuner, args, kwargs)
     if tuner.isolation == "inline" or why_not_isolated(miss.call):
-        yield from miss.configs()
-        return
-    yield from next_best(miss.request(), open_lookup(Settings.current()).store)
-
-
-def _launch(tuner: Tuner, form: CallForm, config: Config, args: Args, kwargs: Kwargs) -> Any:
-    tuner.best_config = config
-    args, kwargs = form.pinned(args, kwargs)
-    return scratch_memory.launch(tuner.fn.run, *args, **kwargs, **config.all_kwargs())
+        return iter(miss.configs())
+    return next_best(miss.request(), open_lookup(Settings.current()).store)
 
 
 def _codes(function: Any) -> Iterator[Any]:

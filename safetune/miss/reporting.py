@@ -57,6 +57,15 @@ def report(
         )
 
 
+def report_result(
+    tuner: Tuner, key: tuple[Any, ...], request: TuningRequest, result: TuningResult
+) -> None:
+    """Report a finished tuning: in the log, and as Triton's tuner does."""
+    log_result(request, result)
+    seconds = result.seconds if result.measured else None
+    report(tuner, key, result.choice, timings_of(result.outcomes), seconds)
+
+
 def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
     """Return outcomes as Triton's tuner keeps them: median, 20th, 80th percentile, or infinity."""
     return {

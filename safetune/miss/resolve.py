@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -114,29 +114,22 @@ def resolve(
     form: CallForm,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    capture: int = 0,
-    find: Callable[..., Config] | None = None,
 ) -> Config:
     """Return the config to launch a call with: stored, or tuned now, or the fallback.
 
     A config that later calls launch too is kept in `state`.
 
-    Args:
-        capture: the number of the CUDA graph capture under way; 0: none.
-        find: replaces the search for a config.
-
     Raises:
         NoWorkingConfig: every config failed.
         NoDevice: there is neither a GPU nor the interpreter to run the kernel.
     """
-
-    def specialise(config: Config) -> Any:
-        return call_shape.specialisation(tuner, form, config, args, kwargs)
-
-    known = state.decision(capture, specialise)
+    known = state.decision()
     if known is not None and (known.retry is None or not known.retry.due(Settings.current())):
-        return known.config
-    return state.allowed((find or _find)(tuner, state, args, kwargs), specialise)
+        config = known.config
+    else:
+        config = _find(tuner, state, args, kwargs)
+    specialise = functools.partial(call_shape.specialisation, tuner, form, args=args, kwargs=kwargs)
+    return state.allowed(config, specialise)
 
 
 def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
@@ -204,9 +197,9 @@ def stored(
 ) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
     choice = lookup.find(request.key, request.declared)
-    configs = {config_digest(config): config for config in request.configs}
     if choice is None:
         return None
+    configs = {config_digest(config): config for config in request.configs}
     config, kernel = configs.get(choice.config_digest), request.key.kernel.name
     if config is None:
         text = "not using a stored choice of %s for %s: its config is not a candidate now"
@@ -246,11 +239,8 @@ def _tune(
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
         return retry.postpone(state, request, candidates.fallback(request, store), error)
-    reporting.log_result(request, result)
     tuner.tuning_phases = dict(result.phases)
-    seconds = result.seconds if result.measured else None
-    timings = reporting.timings_of(result.outcomes)
-    reporting.report(tuner, miss.readable_key(), result.choice, timings, seconds)
+    reporting.report_result(tuner, miss.readable_key(), request, result)
     return state.set_choice(result.choice)
 
 

@@ -23,6 +23,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
+from safetune.launch import call_shape
 from safetune.launch.key_state import Decision, KeyState, Reason
 from safetune.miss import candidates
 from safetune.miss import resolve as miss_resolve
@@ -142,16 +143,14 @@ def resolve(
     """
     if Settings.current().mode is Mode.OFF:
         return miss_resolve.resolve(tuner, state, form, args, kwargs)
-    find = functools.partial(_find, capture=capture)
-    return miss_resolve.resolve(tuner, state, form, args, kwargs, capture, find)
+    known = state.decision(capture)
+    config = known.config if known else _find(tuner, state, args, kwargs, capture)
+    specialise = functools.partial(call_shape.specialisation, tuner, form, args=args, kwargs=kwargs)
+    return state.allowed(config, specialise)
 
 
 def _find(
-    tuner: Tuner,
-    state: KeyState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    capture: int,
+    tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any], capture: int
 ) -> Config:
     settings = Settings.current()
     lookup: Lookup | None = None
@@ -175,12 +174,10 @@ def _find(
         )
     if lookup is None:
         config = request.configs[0]
+    elif tunes:
+        config = candidates.fallback(request, lookup.store)
     else:
-        config = (
-            candidates.fallback(request, lookup.store)
-            if tunes
-            else candidates.best_known(request, lookup)
-        )
+        config = candidates.best_known(request, lookup)
     captured = CapturedMiss(
         kernel=request.key.kernel.name,
         key=str(request.key),
@@ -217,11 +214,6 @@ def misses(capture: int | None = None) -> tuple[CapturedMiss, ...]:
     """Return the misses of one capture, or of all, oldest first."""
     with _lock:
         return tuple(miss for miss in _misses if capture in (None, miss.capture))
-
-
-def outdated() -> Iterator[CapturedMiss]:
-    """Yield the misses whose key has another choice by now: capture those graphs again."""
-    return (miss for miss in misses() if miss.outdated)
 
 
 def watch(capture: int, name: str) -> None:

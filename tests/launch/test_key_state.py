@@ -67,7 +67,6 @@ def launched(state: KeyState, capture: int | None = 0) -> Any:
 class TestDecision:
     def test_an_untried_key_launches_nothing(self, states: KeyStates, state: KeyState) -> None:
         assert launched(state) is None
-        assert states.decision("never seen") is None
         assert states.hits == states.choices == {}
 
     def test_a_choice_ends_a_fallback(self, states: KeyStates, state: KeyState) -> None:
@@ -126,9 +125,9 @@ class TestDecision:
         state.set_choice(FIRST)
         assert state.reject("odd", FIRST) == [FIRST]
         state.substitute("odd", SECOND)
-        odd, even = state.decision(0, lambda _: "odd"), state.decision(0, lambda _: "even")
-        assert odd == Decision(SECOND, Reason.REJECTED)
-        assert even == Decision(FIRST, Reason.CHOICE)
+        assert state.allowed(FIRST, lambda _: "odd") is SECOND
+        assert state.allowed(FIRST, lambda _: "even") is FIRST
+        assert state.decision() == Decision(FIRST, Reason.CHOICE)
         assert states.hits == {}, "not every call can launch it"
         assert states.choices == {"key": FIRST}
         state.set_choice(THIRD)
@@ -141,13 +140,13 @@ class TestDecision:
         state.reject("odd", FIRST)
         state.substitute("odd", ValueError("too large"))
         with pytest.raises(ValueError, match="too large"):
-            state.decision(0, lambda _: "odd")
+            state.allowed(FIRST, lambda _: "odd")
 
     def test_specialisations_are_computed_only_where_one_was_rejected(
         self, state: KeyState
     ) -> None:
         state.set_choice(FIRST)
-        assert state.decision(0, lambda _: pytest.fail("not needed")) is not None
+        assert state.allowed(FIRST, lambda _: pytest.fail("not needed")) is FIRST
 
     def test_launches_are_forgotten_when_a_known_one_changes(
         self, tuner: Tuner, state: KeyState
@@ -227,7 +226,7 @@ class TestCache:
         states.of("c").reject("odd", FIRST)
         states.choices.clear()
         assert [launched(state) for state in states] == [None] * 3
-        assert not any(state.has_rejections for state in states)
+        assert all(state.launches_always(FIRST) for state in states)
         assert states.hits == {}
 
     def test_assigned_choices_replace_all_others(self, states: KeyStates) -> None:
