@@ -255,7 +255,6 @@ NAMES_CUDA = {
     "safetune.launch.scratch_memory": "torch's caching allocator",
     "safetune.integrations.graph": "it is torch.cuda.graph, with a report",
     "safetune.integrations.jax": "JAX's name for the platform",
-    "safetune.cli.recorded": "the torch device that `--device` is by default",
     "safetune.cli.targets": "a torch device that the user names",
     "safetune.offline.tasks": "the torch device that `--device` is by default",
     "safetune.frontend.decorator": "use_cuda_graph is a parameter of triton.autotune",

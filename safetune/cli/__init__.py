@@ -59,10 +59,9 @@ def main() -> None:
     installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command
 
 
-from safetune.cli.gc import gc  # noqa: E402
+from safetune.cli.gc import gc, stats  # noqa: E402
 from safetune.cli.moving import export, import_, merge, pack  # noqa: E402
 from safetune.cli.run import run_command  # noqa: E402
-from safetune.cli.stats import stats  # noqa: E402
 from safetune.cli.stored import clear, list_choices, path, show  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
 from safetune.cli.verify import verify_command  # noqa: E402

@@ -1,4 +1,4 @@
-"""`safetune gc`: delete stored keys that are old or no longer needed."""
+"""`safetune stats` and `gc`: the size of the store, and less of it."""
 
 from __future__ import annotations
 
@@ -80,3 +80,28 @@ def _sentence(swept: dict[str, Any], dry_run: bool) -> str:
         parts.append(counted(swept["files"], "damaged database"))
     size = "" if dry_run else f"; {swept['bytes_before']} bytes before, {swept['bytes_after']} now"
     return f"{verb} {', '.join(parts)}{size}"
+
+
+@click.command("stats")
+@json_option
+def stats(as_json: bool) -> None:
+    """Show the size, the contents and the age of the store."""
+    from safetune.store.local import gc
+
+    found = gc.stats(open_store())
+    if as_json:
+        print_json(found)
+        return
+    width = max(map(len, found))
+    for name, value in found.items():
+        click.echo(f"{name.replace('_', ' '):<{width}}  {_words(name, value)}")
+
+
+def _words(name: str, value: Any) -> str:
+    if name in ("oldest", "newest") and value is not None:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {each or '?'}" for each, count in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(value) or "-"
+    return "-" if value is None else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import sysconfig
 import traceback
 import warnings
@@ -49,15 +50,15 @@ def location_of(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def plain_warnings() -> Iterator[None]:
-    """Print warnings as one line each, without the source line that raised them."""
-    with warnings.catch_warnings():
-        warnings.showwarning = _print_warning
+def only_our_output() -> Iterator[None]:
+    """Send what a target prints to stderr, and print warnings as one line each, without source."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        click.echo(f"Warning: {_one_line(str(message))}", err=True)
+
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.showwarning = show
         yield
-
-
-def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    click.echo(f"Warning: {_one_line(str(message))}", err=True)
 
 
 def _one_line(text: str) -> str:

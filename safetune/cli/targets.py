@@ -6,16 +6,26 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+import click
 
 from safetune.cli.messages import location_of, typed
 from safetune.errors import NoDevice, TargetError
 
 if TYPE_CHECKING:
     from safetune.offline.tasks import OfflineKernel
+
+
+shape_option = click.option(
+    "--shape", multiple=True, metavar="NAME", help="Only workloads with this name."
+)
+dtype_option = click.option(
+    "--dtype", multiple=True, metavar="DTYPE", help="Call the workloads with this torch dtype."
+)
 
 
 def kernels_of(
@@ -74,6 +84,14 @@ def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
         ) from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise NoDevice(f"--device {device!r} needs a GPU, and torch finds none")
+
+
+def check_shapes(shapes: Iterable[str], names: Sequence[str]) -> None:
+    """Raise `TargetError` for a `--shape` that is not the name of a workload."""
+    for shape in shapes:
+        if shape not in names:
+            known = ", ".join(dict.fromkeys(names))
+            raise TargetError(f"no workload is named {shape!r}; the workloads are: {known}")
 
 
 def _named(source: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from safetune.cli import targets
-from safetune.cli.messages import plain_warnings
-from safetune.cli.progress import TuningProgress
-from safetune.cli.recorded import RecordedPlan
+from safetune.cli.messages import only_our_output
 from safetune.cli.stored import print_json
-from safetune.cli.tables import counted, outcome_data, print_outcomes, stdout_console
+from safetune.cli.tables import Row, counted, outcome_data, print_outcomes, stdout_console
 from safetune.errors import NoWorkingConfig, TargetError
+from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
     from safetune.offline.tasks import OfflineKernel, Task
-    from safetune.tuning.requests import TuningResult
 
 
 @click.command("tune")
 @click.argument("target", nargs=-1)
-@click.option("--shape", multiple=True, metavar="NAME", help="Only workloads with this name.")
-@click.option(
-    "--dtype", multiple=True, metavar="DTYPE", help="Call the workloads with this torch dtype."
-)
+@targets.shape_option
+@targets.dtype_option
 @click.option("--device", metavar="DEVICE", help="The torch device to tune on, e.g. cuda:1.")
 @click.option(
     "--force", is_flag=True, help="Measure configs again even if their outcome is stored."
@@ -60,152 +55,145 @@ def tune_command(
     TARGET is package.module[:kernel] or file.py[:kernel]. With --recorded, TARGET is optional if
     the modules of the kernels can be imported. Exits with 1 if a kernel has no working config.
     """
-    _check_options(target, recorded, zeros, shape, dtype)
-    switched = targets.use_interpreter_without_gpu()
-    report = _Report(as_json)
-    try:
-        # Output of a target must not get between the lines of our own output.
-        with contextlib.redirect_stdout(sys.stderr), plain_warnings():
-            kernels = targets.kernels_of(target, with_workload=not recorded)
-            if recorded:
-                plan: Plan = RecordedPlan(kernels or None, device, zeros, report.left_out)
-            else:
-                plan = _DeclaredPlan(kernels, device, dtype, shape)
-            count = plan.check()
-            if isolation is not None:
-                for kernel in plan.kernels:
-                    kernel.tuner.isolate(isolation)
-            if switched:
-                click.echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
-            with TuningProgress(count, quiet=as_json) as progress:
-                _tune_all(plan, force, progress, report)
-    except Exception:
-        if report.tunings or report.left_out:
-            report.print()
-        raise
-    sys.exit(report.print())
-
-
-class Plan(Protocol):
-    """The tunings of one command."""
-
-    @property
-    def kernels(self) -> Sequence[OfflineKernel]:
-        """The kernels of all tasks."""
-
-    def check(self) -> int:
-        """Return the number of tasks; raises an error if any of them cannot be tuned."""
-
-    def __iter__(self) -> Iterator[Task]: ...
-
-
-def _check_options(
-    target: Sequence[str], recorded: bool, zeros: bool, *declared: Sequence[str]
-) -> None:
     if not (target or recorded):
         raise click.UsageError("Missing argument 'TARGET...'.")
-    if recorded and any(declared):
+    if recorded and (shape or dtype):
         raise click.UsageError(
             "--shape and --dtype choose workloads; with --recorded there are no workloads."
         )
     if zeros and not recorded:
         raise click.UsageError("--zeros needs --recorded.")
+    switched = targets.use_interpreter_without_gpu()
+    report = _Report()
+    try:
+        with only_our_output():
+            kernels = targets.kernels_of(target, with_workload=not recorded)
+            if recorded:
+                count, tasks = _recorded(kernels, device, zeros, report.left_out)
+            else:
+                count, tasks = _declared(kernels, device, dtype, shape)
+            if switched:
+                click.echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
+            line = Line(hidden=as_json or not Console(stderr=True).is_terminal)
+            _tune_all(tasks, count, force, isolation, line, report)
+    except Exception:
+        if report.tuned or report.left_out:
+            report.print(as_json)
+        raise
+    sys.exit(report.print(as_json))
 
 
-@dataclass
-class _DeclaredPlan:
-    """The workloads of some kernels. Iterating makes the arguments of one launch at a time."""
+def _declared(
+    kernels: Sequence[OfflineKernel],
+    device: str | None,
+    dtypes: Sequence[str],
+    shapes: Sequence[str],
+) -> tuple[int, Iterator[Task]]:
+    """Return the tasks of the declared workloads, and their number.
 
-    kernels: Sequence[OfflineKernel]
-    device: str | None
-    dtypes: tuple[str, ...]
-    shapes: tuple[str, ...]
-
-    def __iter__(self) -> Iterator[Task]:
-        from safetune.offline import tasks
-
-        for kernel in self.kernels:
-            yield from tasks.tasks(kernel, self.device, self.dtypes, self.shapes)
-
-    def check(self) -> int:
-        """Return the number of tasks after checking each: a mistake shows before anything is tuned.
-
-        Raises:
-            NoDevice: a kernel, or `device`, needs a GPU and torch finds no GPU.
-            TargetError: no workload has that name, or the workloads yield nothing.
-            WorkloadError: a workload function raised, or yielded something other than a `Workload`.
-        """
-        targets.check_device(self.kernels, self.device)
-        every = _DeclaredPlan(self.kernels, self.device, self.dtypes, shapes=())
-        names = [task.workload.name for task in every]
-        if not names:
-            listed = ", ".join(kernel.name for kernel in self.kernels)
-            raise TargetError(f"the workloads of {listed} yield nothing")
-        for shape in self.shapes:
-            if shape not in names:
-                known = ", ".join(dict.fromkeys(names))
-                raise TargetError(f"no workload is named {shape!r}; the workloads are: {known}")
-        return sum(name in self.shapes for name in names) if self.shapes else len(names)
-
-
-def _tune_all(plan: Plan, force: bool, progress: TuningProgress, report: _Report) -> None:
+    Makes the arguments of all of them once: a mistake shows before anything is tuned.
+    """
     from safetune.offline import tasks
 
-    for task in plan:
-        try:
-            result = tasks.tune_task(task, progress.observer(task), force)
-        except NoWorkingConfig as error:
-            report.failed(task, error)
-        else:
-            report.tuned(task, result)
+    targets.check_device(kernels, device)
+    names = [
+        task.workload.name for kernel in kernels for task in tasks.tasks(kernel, device, dtypes)
+    ]
+    if not names:
+        listed = ", ".join(kernel.name for kernel in kernels)
+        raise TargetError(f"the workloads of {listed} yield nothing")
+    targets.check_shapes(shapes, names)
+    count = sum(not shapes or name in shapes for name in names)
+    return count, (
+        task for kernel in kernels for task in tasks.tasks(kernel, device, dtypes, shapes)
+    )
+
+
+def _recorded(
+    named: Sequence[OfflineKernel], device: str | None, zeros: bool, left_out: list[LeftOut]
+) -> tuple[int, Iterator[Task]]:
+    """Return the tasks of the recorded calls, of the named kernels if any, and their number."""
+    from safetune.offline import replay, tasks
+    from safetune.store.local.recorded_calls import calls
+
+    names = {kernel.name for kernel in named}
+    stored = [call for call in calls(tasks.open_tuning_store()) if not named or call.name in names]
+    if not stored:
+        raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
+    found = replay.sort_out(stored, named, zeros, left_out)
+    targets.check_device([call.kernel for call in found], device)
+    return len(found), replay.tasks_of(found, device, left_out)
+
+
+def _tune_all(
+    tasks: Iterable[Task],
+    count: int,
+    force: bool,
+    isolation: str | None,
+    line: Line,
+    report: _Report,
+) -> None:
+    from safetune.config import config_text
+    from safetune.offline.tasks import tune_task
+
+    line.start()
+    try:
+        for number, task in enumerate(tasks, 1):
+            name = f"{task.kernel.name} {task.workload.name} {task.dtype}"
+            line.begin(f"{number}/{count} {name}")
+            if isolation is not None:
+                task.kernel.tuner.isolate(isolation)
+            try:
+                result = tune_task(task, line.observe, force)
+            except NoWorkingConfig as error:
+                failed = [(config, outcome, False) for config, outcome in error.outcomes]
+                report.add(task, failed, error.measured, None)
+            else:
+                rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
+                report.add(task, rows, result.measured, config_text(result.choice))
+    finally:
+        line.stop()
 
 
 class _Report:
     """The finished tunings, printed at the end."""
 
-    def __init__(self, as_json: bool) -> None:
-        self.tunings: list[dict[str, Any]] = []
+    def __init__(self) -> None:
+        self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
         self.left_out: list[LeftOut] = []
-        self._as_json = as_json
-        self._trials: list[dict[str, Any]] = []
-        self._tables: list[tuple[str, list[Any]]] = []
-        self._failed = 0
 
-    def tuned(self, task: Task, result: TuningResult) -> None:
-        from safetune.config import config_text
-
-        rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
-        self._add(task, rows, result.measured, config_text(result.choice))
-
-    def failed(self, task: Task, error: NoWorkingConfig) -> None:
-        self._failed += 1
-        rows = [(config, outcome, False) for config, outcome in error.outcomes]
-        self._add(task, rows, error.measured, None)
-
-    def _add(self, task: Task, rows: list[Any], measured: int, choice: str | None) -> None:
+    def add(self, task: Task, rows: list[Row], measured: int, choice: str | None) -> None:
         facts = {"kernel": task.kernel.name, "shape": task.workload.name, "dtype": task.dtype}
-        self.tunings.append({**facts, "measured": measured, "choice": choice})
-        for config, outcome, chosen in rows:
-            trial = {"config": config, "chosen": chosen, **outcome_data(outcome)}
-            self._trials.append({**facts, **trial})
-        title = f"{task.kernel.name}  {task.workload.name}  {task.dtype}  ({measured} measured)"
-        self._tables.append((title, rows))
+        self.tuned.append(({**facts, "measured": measured, "choice": choice}, rows))
 
-    def print(self) -> int:
+    def print(self, as_json: bool) -> int:
         """Print everything; return the exit code."""
-        measured = sum(tuning["measured"] for tuning in self.tunings)
-        if self._as_json:
-            data = {"measured": measured, "tunings": self.tunings, "trials": self._trials}
+        tunings = [tuning for tuning, _ in self.tuned]
+        measured = sum(tuning["measured"] for tuning in tunings)
+        failed = sum(tuning["choice"] is None for tuning in tunings)
+        if as_json:
+            trials = [
+                {
+                    **{name: tuning[name] for name in ("kernel", "shape", "dtype")},
+                    "config": config,
+                    "chosen": chosen,
+                    **outcome_data(outcome),
+                }
+                for tuning, rows in self.tuned
+                for config, outcome, chosen in rows
+            ]
             left_out = [{"call": left.words, "reason": left.reason} for left in self.left_out]
+            data = {"measured": measured, "tunings": tunings, "trials": trials}
             print_json({**data, "left_out": left_out})
-        else:
-            console = stdout_console()
-            for title, rows in self._tables:
-                print_outcomes(console, title, rows)
-            console.print(
-                f"{counted(len(self.tunings), 'tuning')}, {counted(measured, 'config')} measured"
-                + (f", {self._failed} without a working config" if self._failed else "")
-            )
-            for left in self.left_out:
-                console.print(f"not tuned: {left.words}: {left.reason}")
-        return 1 if self._failed else 0
+            return 1 if failed else 0
+        console = stdout_console()
+        for tuning, rows in self.tuned:
+            title = "{kernel}  {shape}  {dtype}  ({measured} measured)".format_map(tuning)
+            print_outcomes(console, title, rows)
+        console.print(
+            f"{counted(len(tunings), 'tuning')}, {counted(measured, 'config')} measured"
+            + (f", {failed} without a working config" if failed else "")
+        )
+        for left in self.left_out:
+            console.print(f"not tuned: {left.words}: {left.reason}")
+        return 1 if failed else 0

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from safetune.cli import targets
-from safetune.cli.messages import describe, location_of, plain_warnings, typed
+from safetune.cli.messages import describe, location_of, only_our_output, typed
+from safetune.cli.stored import print_json
 from safetune.cli.tables import empty_table, stdout_console
 from safetune.errors import SafetuneError, TargetError
 
@@ -28,10 +28,8 @@ MAX_ELEMENTS = 1 << 22
 
 @click.command("verify")
 @click.argument("target", nargs=-1, required=True)
-@click.option("--shape", multiple=True, metavar="NAME", help="Only workloads with this name.")
-@click.option(
-    "--dtype", multiple=True, metavar="DTYPE", help="Call the workloads with this torch dtype."
-)
+@targets.shape_option
+@targets.dtype_option
 @click.option(
     "--max-elements",
     type=click.IntRange(min=1),
@@ -53,13 +51,12 @@ def verify_command(
     Triton's interpreter, on the CPU. Exits with 1 if there is a finding.
     """
     targets.use_interpreter_without_gpu()
-    # Output of a target must not get between the lines of our own output.
     left_out: list[str] = []
-    with contextlib.redirect_stdout(sys.stderr), plain_warnings():
+    with only_our_output():
         kernels = targets.kernels_of(target, left_out=left_out)
         verified = list(_verify_all(kernels, shape, dtype, max_elements))
     if as_json:
-        click.echo(json.dumps({**_data(verified), "no_workload": left_out}, indent=2))
+        print_json({**_data(verified), "no_workload": left_out})
     else:
         _print(verified)
         if left_out:
@@ -90,9 +87,7 @@ class _Row:
 class _Verified:
     """One kernel at one workload and dtype; without rows if it has too many elements."""
 
-    kernel: str
-    shape: str
-    dtype: str
+    facts: dict[str, str]
     elements: int
     rows: tuple[_Row, ...]
 
@@ -103,29 +98,24 @@ def _verify_all(
     dtypes: Sequence[str],
     max_elements: int,
 ) -> Iterator[_Verified]:
-    from rich.console import Console
-
     from safetune.offline import tasks
 
     console = Console(stderr=True)
     checked, seen = 0, []
     for kernel in kernels:
-        for task in tasks.tasks(kernel, "cpu", dtypes, ()):
-            name = task.workload.name
-            seen.append(name)
-            if shapes and name not in shapes:
+        for task in tasks.tasks(kernel, "cpu", dtypes):
+            seen.append(task.workload.name)
+            if shapes and task.workload.name not in shapes:
                 continue
+            facts = {"kernel": kernel.name, "shape": task.workload.name, "dtype": task.dtype}
             elements = _elements(task)
             rows: tuple[_Row, ...] = ()
             if elements <= max_elements:
-                with console.status(f"{kernel.name}  {name}  {task.dtype}"):
+                with console.status("  ".join(facts.values())):
                     rows = tuple(_rows(task))
                 checked += 1
-            yield _Verified(kernel.name, name, task.dtype, elements, rows)
-    for shape in shapes:
-        if shape not in seen:
-            known = ", ".join(dict.fromkeys(seen))
-            raise TargetError(f"no workload is named {shape!r}; the workloads are: {known}")
+            yield _Verified(facts, elements, rows)
+    targets.check_shapes(shapes, seen)
     if not checked:
         raise TargetError(
             f"every workload has more than {max_elements} elements: declare a smaller workload for "
@@ -170,27 +160,26 @@ def _elements(task: Task) -> int:
 
 
 def _data(verified: Sequence[_Verified]) -> dict[str, Any]:
-    launches = []
-    for one in verified:
-        facts = {"kernel": one.kernel, "shape": one.shape, "dtype": one.dtype}
-        for row in one.rows:
-            report = None if row.report is None else row.report.data()
-            verdict = {"config": row.config, "verdict": row.verdict, "error": row.error}
-            launches.append({**facts, **verdict, "report": report})
-    skipped = [
-        {"kernel": one.kernel, "shape": one.shape, "dtype": one.dtype, "elements": one.elements}
+    launches = [
+        {
+            **one.facts,
+            "config": row.config,
+            "verdict": row.verdict,
+            "error": row.error,
+            "report": row.report and row.report.data(),
+        }
         for one in verified
-        if not one.rows
+        for row in one.rows
     ]
-    return {"ok": all(launch["verdict"] == "ok" for launch in launches), "launches": launches} | {
-        "skipped": skipped
-    }
+    skipped = [{**one.facts, "elements": one.elements} for one in verified if not one.rows]
+    ok = all(row.ok for one in verified for row in one.rows)
+    return {"ok": ok, "launches": launches, "skipped": skipped}
 
 
 def _print(verified: Sequence[_Verified]) -> None:
     console = stdout_console()
     for one in verified:
-        title = f"{one.kernel}  {one.shape}  {one.dtype}"
+        title = "  ".join(one.facts.values())
         if not one.rows:
             console.print(
                 f"{title}: skipped, because it has {one.elements} elements (--max-elements)"

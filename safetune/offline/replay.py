@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from safetune.config import config_digest
 from safetune.inputs import call_description
@@ -46,46 +48,60 @@ class Rebuildable:
         data, tuner = self.call.arguments, self.kernel.tuner
         made = tuner.hooks.inputs is not None
         args, kwargs = call_description.rebuild(data, device, filled=not made)
-        grids = {
-            config_digest(config): (
-                config.all_kwargs(),
-                tuple(data["grids"][config_digest(config)]),
-            )
-            for config in tuner.configs
-            if config_digest(config) in data["grids"]
-        }
+        recorded = data["grids"]
+        grids = [
+            (config.all_kwargs(), tuple(recorded[digest]))
+            for config, digest in zip(tuner.configs, map(config_digest, tuner.configs), strict=True)
+            if digest in recorded
+        ]
         drawn = "" if made else ", ".join(call_description.with_tensors(data, tuner.arg_names))
         values, _, dtypes = describe_call(data["call"]).partition(" (")
         return Task(
             # The tuner itself: values of heuristics above it are among the recorded arguments.
             kernel=replace(self.kernel, outer=tuner),
-            workload=Workload(values, _grid_function(list(grids.values())), args, kwargs),
+            workload=Workload(values, _grid_function(grids), args, kwargs),
             dtype=dtypes.removesuffix(")"),
             marks=(Mark.REGENERATED.of(drawn),) if drawn else (),
         )
 
 
 def sort_out(
-    calls: Iterable[RecordedCall], kernels: Sequence[OfflineKernel] | None, zeros: bool
-) -> tuple[list[Rebuildable], list[LeftOut]]:
-    """Return the calls that can be tuned, and the calls that cannot.
+    calls: Iterable[RecordedCall],
+    kernels: Sequence[OfflineKernel],
+    zeros: bool,
+    left_out: list[LeftOut],
+) -> list[Rebuildable]:
+    """Return the calls that can be tuned; add the others to `left_out`.
 
     Args:
-        kernels: where to look for the calls' kernels; None: in the modules that defined them.
+        kernels: where to look for the calls' kernels; if empty, in the modules that defined them.
         zeros: also tune calls with integer tensors, filled with zeros.
     """
     found: list[Rebuildable] = []
-    left_out: list[LeftOut] = []
     for call in calls:
         try:
-            kernel = _kernel_of(call, _imported(call) if kernels is None else kernels)
+            kernel = _kernel_of(call, kernels or _imported(call))
             _check(call, kernel, zeros)
             found.append(Rebuildable(call, kernel))
         except _NotHere as error:
             left_out.append(LeftOut(call, str(error)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             left_out.append(LeftOut(call, f"its record cannot be read: {error!r}"))
-    return found, left_out
+    return found
+
+
+def tasks_of(
+    found: Iterable[Rebuildable], device: str | None, left_out: list[LeftOut]
+) -> Iterator[Task]:
+    """Yield the task of each call, with the tensors of one at a time in memory."""
+    for call in found:
+        try:
+            task = call.task(device or call.kernel.device)
+        except torch.OutOfMemoryError as error:
+            reason = f"there is not enough memory for its tensors: {error}"
+            left_out.append(LeftOut(call.call, reason))
+            continue
+        yield task
 
 
 class _NotHere(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,11 @@ class OfflineKernel:
         """Whether it was decorated under TRITON_INTERPRET=1."""
         return is_interpreted(self.tuner.fn)
 
+    @property
+    def device(self) -> str:
+        """The torch device to tune on by default."""
+        return "cpu" if self.interpreted else "cuda"
+
 
 @dataclass(frozen=True)
 class Task:
@@ -66,7 +71,10 @@ def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
 
 
 def tasks(
-    kernel: OfflineKernel, device: str | None, dtypes: Iterable[str], shapes: Iterable[str]
+    kernel: OfflineKernel,
+    device: str | None,
+    dtypes: Sequence[str],
+    shapes: Sequence[str] = (),
 ) -> Iterator[Task]:
     """Yield the tasks of a kernel's workloads, restricted to some dtypes and shape names.
 
@@ -74,16 +82,15 @@ def tasks(
         WorkloadError: a workload function raised, or yielded something other than a `Workload`.
         TargetError: torch does not have that dtype.
     """
-    wanted, chosen = set(shapes), tuple(dtypes)
-    where = torch.device(device or ("cpu" if kernel.interpreted else "cuda"))
+    where = torch.device(device or kernel.device)
     default = "float32" if kernel.interpreted else "bfloat16"
     for declared in kernel.tuner.workloads:
-        for name in chosen or declared.dtypes or (default,):
+        for name in dtypes or declared.dtypes or (default,):
             dtype = getattr(torch, name, None)
             if not isinstance(dtype, torch.dtype):
                 raise TargetError(f"dtype {name!r} is not a torch dtype; try float16 or bfloat16")
             for workload in _yielded(kernel, declared.function, where, dtype):
-                if not wanted or workload.name in wanted:
+                if not shapes or workload.name in shapes:
                     yield Task(kernel, workload, name)
 
 
@@ -114,10 +121,8 @@ def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResul
     Raises:
         NoWorkingConfig: every config failed.
     """
-    store = open_tuning_store()
     request = request_for(task, force)
-
-    result = tune(request, store, reporting.both(reporting.log_config, observe))
+    result = tune(request, open_tuning_store(), reporting.both(reporting.log_config, observe))
     reporting.log_result(request, result)
     return result
 
