@@ -5,8 +5,9 @@ Without an observer, a launch checks an empty tuple.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _lock = threading.Lock()
@@ -34,11 +35,16 @@ def add(observer: Observer) -> None:
         active = (*active, observer)
 
 
-def remove(observer: Observer) -> None:
-    """Undo `add`."""
+@contextlib.contextmanager
+def added(observer: Observer) -> Iterator[None]:
+    """Call an observer at every launch in the body."""
     global active
-    with _lock:
-        active = tuple(other for other in active if other is not observer)
+    add(observer)
+    try:
+        yield
+    finally:
+        with _lock:
+            active = tuple(other for other in active if other is not observer)
 
 
 def observed(

@@ -18,8 +18,8 @@ from safetune import triton_internals
 from safetune.errors import InvalidSetting, NoDevice
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
+from safetune.launch.key_state import CapturedMiss
 from safetune.miss import reporting, under_capture
-from safetune.miss.under_capture import CapturedMiss
 
 logger = logging.getLogger("safetune")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,8 @@ from safetune.frontend import observers
 from safetune.frontend.autotuner import Autotuner
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
+from safetune.launch.key_state import CapturedMiss
 from safetune.miss import background, reporting, resolve, under_capture
-from safetune.miss.under_capture import CapturedMiss
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,19 @@ def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
         )
     begin, tunings = time.monotonic(), reporting.tunings_begun()
     observed, compilations = scratch_memory.observed(), triton_internals.compilations()
+    launches = _Launches()
     with _one_at_a_time, resolve.waiting(), observed as sizes, compilations as compiled:
-        with _launches() as seen:
+        with observers.added(launches):
             fn(*args, **kwargs)
-            waited = [background.wait(launched.state) for launched in seen.values()]
+            waited = [background.wait(launched.state) for launched in launches.seen.values()]
             if any(waited):
                 fn(*args, **kwargs)
-        _settle({launched.index for launched in seen.values()})
+        if (device := backend.current()) is not None:
+            device.synchronize()
+        for index in {launched.index for launched in launches.seen.values()}:
+            measuring_child.drop_idle(index)
     return PrepareReport(
-        keys=tuple(launched.report() for launched in seen.values()),
+        keys=tuple(launched.report() for launched in launches.seen.values()),
         tunings=reporting.tunings_begun() - tunings,
         compiles=len(compiled),
         scratch_bytes=max(sizes, default=0),
@@ -150,17 +153,6 @@ class _Launched:
         )
 
 
-@contextlib.contextmanager
-def _launches() -> Iterator[dict[Any, _Launched]]:
-    """Yield the launches of the body, by tuner and memory key."""
-    launches = _Launches()
-    observers.add(launches)
-    try:
-        yield launches.seen
-    finally:
-        observers.remove(launches)
-
-
 class _Launches(observers.Observer):
     """Notes every launch, by tuner and memory key."""
 
@@ -184,12 +176,3 @@ class _Launches(observers.Observer):
                 launched.count(hit)
 
         return after
-
-
-def _settle(indices: set[int]) -> None:
-    """Wait for the launched kernels, and end the idle measuring processes."""
-    found = backend.current()
-    if found is not None:
-        found.synchronize()
-    for index in indices:
-        measuring_child.drop_idle(index)

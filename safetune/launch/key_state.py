@@ -7,20 +7,24 @@ reads, and `KeyStates.choices`, which users see as `tuner.cache`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from triton.runtime.autotuner import Config
 
 from safetune import forks
+from safetune.config import config_text
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.settings import Settings
+
+logger = logging.getLogger("safetune")
 
 #: Computes what decides which binary of a config a call needs: see `call_shape.specialisation`.
 Specialise = Callable[[Config], Any]
@@ -43,21 +47,6 @@ class Retry(Protocol):
 
     def due(self, settings: Settings) -> bool:
         """Whether tuning should be tried again now."""
-
-
-class Captured(Protocol):
-    """A launch without a choice that a CUDA graph has captured."""
-
-    @property
-    def config(self) -> Config:
-        """What the graph launches at every replay."""
-
-    @property
-    def capture(self) -> int:
-        """The driver's number of the capture."""
-
-    def warn_outdated(self, choice: Config) -> None:
-        """Log that the graph keeps its config although the key has another choice now."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,7 @@ class KeyState:
         self.lock = threading.RLock()
         self.held: Config | None = None
         self.asked: Asked | None = None
-        self.captured: Captured | None = None
+        self.captured: CapturedMiss | None = None
         self._states = states
         self._choice: Config | None = None
         self._fallback: Config | None = None
@@ -200,6 +189,54 @@ class KeyState:
     def launches_always(self, config: Config) -> bool:
         """Whether no call has been unable to launch `config`."""
         return not any(config in rejected for rejected in self._rejected.values())
+
+
+@dataclass(frozen=True)
+class CapturedMiss:
+    """A key that had no choice when a graph captured a launch of it.
+
+    Attributes:
+        kernel: its name.
+        key: in readable form.
+        config: the config that the graph launches at every replay.
+        capture: the driver's number of the capture.
+        graph: the name given to `safetune.graph`, or the number.
+    """
+
+    kernel: str
+    key: str
+    config: Config
+    capture: int
+    graph: str
+    state: weakref.ref[KeyState] = field(repr=False, compare=False)
+
+    @property
+    def choice(self) -> Config | None:
+        """The key's choice now; None while there is none in this process."""
+        decision = self._decision()
+        return None if decision is None or decision.reason is not Reason.CHOICE else decision.config
+
+    @property
+    def outdated(self) -> bool:
+        """Whether capturing the graph again would give it another config."""
+        decision = self._decision()
+        return decision is not None and decision.lasting and decision.config != self.config
+
+    def _decision(self) -> Decision | None:
+        state = self.state()
+        return None if state is None else state.decision()
+
+    def warn_outdated(self, choice: Config) -> None:
+        """Log that the graph keeps its config although the key has another choice now."""
+        logger.warning(
+            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that "
+            "config: capture it again",
+            self.kernel,
+            self.key,
+            config_text(choice),
+            self.graph,
+            config_text(self.config),
+        )
 
 
 class KeyStates:

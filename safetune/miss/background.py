@@ -116,7 +116,7 @@ class BackgroundBench(LaunchBench):
         at_rest = self.interpreted and _others_ns() - before < _AT_WORK_NS
         if outcome.timing is None or at_rest or outcome.marked(Mark.CONTENDED):
             return outcome, report
-        return replace(outcome, marks=(*outcome.marks, Mark.CONTENDED.value)), report
+        return outcome.with_marks((Mark.CONTENDED.value,)), report
 
 
 def tune_meanwhile(
@@ -234,8 +234,13 @@ class _Worker:
         This runs in such a thread too: hooks of `atexit` run later, and the first of them would
         stop the fork server under a running tuning.
         """
+        this = threading.current_thread()
         threading.main_thread().join()
-        while others := _lasting_threads():
+        while others := [
+            thread
+            for thread in threading.enumerate()
+            if thread is not this and not thread.daemon and thread.is_alive()
+        ]:
             others[0].join()
         with self._lock:
             self.stopping = True
@@ -243,13 +248,6 @@ class _Worker:
         self._queue.put(None)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(_LEAVE_S)
-
-
-def _lasting_threads() -> list[threading.Thread]:
-    others = (
-        thread for thread in threading.enumerate() if thread is not threading.current_thread()
-    )
-    return [thread for thread in others if not thread.daemon and thread.is_alive()]
 
 
 def _tune(job: Job) -> None:

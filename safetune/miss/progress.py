@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -116,14 +115,8 @@ def late_line(kernel: str) -> Iterator[Observer]:
         thread.join()
 
 
-def on_terminal() -> bool:
-    """Return whether standard error is a terminal that can move its cursor.
-
-    A notebook, a pipe and a file are not terminals, whatever FORCE_COLOR says.
-    """
-    stderr = sys.stderr
-    if stderr is None or not hasattr(stderr, "isatty") or not stderr.isatty():
-        return False
+def can_move_cursor() -> bool:
+    """Return whether standard error, which is a terminal, can show the line."""
     console = Console(stderr=True)
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 

@@ -102,16 +102,14 @@ def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
     if knobs.autotuning.print:
         yield both(log_config, print_config)
         return
-    if quiet or not _is_terminal(sys.stderr):
-        yield log_config
-        return
-    from safetune.miss import progress  # imports rich
+    if not quiet and _is_terminal(sys.stderr):
+        from safetune.miss import progress  # imports rich
 
-    if not progress.on_terminal():
-        yield log_config
-        return
-    with progress.late_line(kernel) as show:
-        yield both(log_config, show)
+        if progress.can_move_cursor():
+            with progress.late_line(kernel) as show:
+                yield both(log_config, show)
+            return
+    yield log_config
 
 
 def _is_terminal(stream: Any) -> bool:

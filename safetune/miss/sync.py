@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from triton.runtime.autotuner import Config
@@ -71,25 +71,30 @@ def sync(group: Any = None) -> None:
         if state.held is not None:
             state.set_choice(state.held)
     settings = Settings.current()
-    known = [] if settings.mode is Mode.OFF else _asked(states)
+    known: list[tuple[KeyState, Asked]] = []
+    if settings.mode is not Mode.OFF:
+        known = [(state, state.asked) for state in states if state.asked is not None]
     mine = _candidates(settings, known)
-    agreed = _agreed(mine, group)
+    agreed, taken = _agreed(mine, group), []
     for state, asked in known:
         winner = agreed.get(asked.identity)
         if winner is None:
             continue
-        config = asked.configs.get(winner.config)
+        own, config = winner == mine.get(asked.identity), asked.configs.get(winner.config)
         if config is None:
-            _warn_of_unknown(asked)
-        elif winner.strength:
+            warnings.warn(
+                f"{asked.key.kernel.name}: another rank launches a config for {asked.key} that "
+                "pruning drops here; this rank keeps its own config",
+                stacklevel=2,
+            )
+        elif winner.choice is not None:
             state.set_choice(config)
-        elif winner != mine.get(asked.identity):
+            if not own:
+                taken.append(StoredChoice(KeyRecord.of(asked.key), winner.choice))
+        elif not own:
             _replace(state, config)
-    _store(settings, [asked for _, asked in known], mine, agreed)
-
-
-def _asked(states: Iterable[KeyState]) -> list[tuple[KeyState, Asked]]:
-    return [(state, state.asked) for state in states if state.asked is not None]
+    if taken and settings.mode is not Mode.FROZEN:
+        _store(settings, taken)
 
 
 def _replace(state: KeyState, config: Config) -> None:
@@ -131,16 +136,22 @@ def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
     distributed = _distributed(group)
     if distributed is None:
         return mine
+
+    def gathered(text: str) -> list[str]:
+        texts = [""] * distributed.get_world_size(group)
+        distributed.all_gather_object(texts, text, group=group)
+        return texts
+
     text = encoding.dumps(
         {
             identity: [own.strength, own.config, own.choice and vars(own.choice)]
             for identity, own in mine.items()
         }
     )
-    if len(set(_gathered(distributed, encoding.digest(text), group))) == 1:
+    if len(set(gathered(encoding.digest(text)))) == 1:
         return mine
     agreed: dict[str, Candidate] = {}
-    for table in _gathered(distributed, text, group):
+    for table in gathered(text):
         for identity, (strength, config, choice) in json.loads(table).items():
             candidate = Candidate(strength, config, choice and ChoiceRecord(**choice))
             if identity not in agreed or candidate.beats(agreed[identity]):
@@ -161,42 +172,13 @@ def _distributed(group: Any) -> Any:
     return distributed if distributed.get_rank(group) >= 0 else None
 
 
-def _gathered(distributed: Any, text: str, group: Any) -> Sequence[str]:
-    """Return every rank's text, by rank."""
-    texts: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(texts, text, group=group)
-    return texts
-
-
-def _store(
-    settings: Settings,
-    known: Iterable[Asked],
-    mine: Mapping[str, Candidate],
-    agreed: Mapping[str, Candidate],
-) -> None:
+def _store(settings: Settings, choices: Sequence[StoredChoice]) -> None:
     """Store the choices of other ranks that this rank launches now, for the next run."""
-    if settings.mode is Mode.FROZEN:
-        return
-    taken = []
-    for asked in known:
-        winner = agreed.get(asked.identity)
-        if winner is None or winner.choice is None or winner == mine.get(asked.identity):
-            continue
-        if winner.config in asked.configs:
-            taken.append(StoredChoice(KeyRecord.of(asked.key), winner.choice))
-    store = open_lookup(settings).store if taken else None
+    store = open_lookup(settings).store
     if isinstance(store, GuardedStore):
         from safetune.store.shared import local_copy
 
         try:
-            local_copy.adopt(store.connection, taken)
+            local_copy.adopt(store.connection, choices)
         except StoreError as error:
             logger.warning("%s; the agreed choices hold for this process only", error)
-
-
-def _warn_of_unknown(known: Asked) -> None:
-    warnings.warn(
-        f"{known.key.kernel.name}: another rank launches a config for {known.key} that "
-        "pruning drops here; this rank keeps its own config",
-        stacklevel=3,
-    )

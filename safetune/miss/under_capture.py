@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -24,7 +23,7 @@ from triton.runtime.autotuner import Config
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
 from safetune.launch import call_shape
-from safetune.launch.key_state import Decision, KeyState, Reason
+from safetune.launch.key_state import CapturedMiss, KeyState
 from safetune.miss import candidates
 from safetune.miss import resolve as miss_resolve
 from safetune.settings import CaptureMissPolicy, Mode, Settings
@@ -41,54 +40,6 @@ logger = logging.getLogger("safetune")
 
 #: Misses that are remembered: a program that captures again and again must not grow without end.
 _MOST_MISSES = 4096
-
-
-@dataclass(frozen=True)
-class CapturedMiss:
-    """A key that had no choice when a graph captured a launch of it.
-
-    Attributes:
-        kernel: its name.
-        key: in readable form.
-        config: the config that the graph launches at every replay.
-        capture: the driver's number of the capture.
-        graph: the name given to `safetune.graph`, or the number.
-    """
-
-    kernel: str
-    key: str
-    config: Config
-    capture: int
-    graph: str
-    _state: weakref.ref[KeyState] = field(repr=False, compare=False)
-
-    @property
-    def choice(self) -> Config | None:
-        """The key's choice now; None while there is none in this process."""
-        decision = self._decision()
-        return None if decision is None or decision.reason is not Reason.CHOICE else decision.config
-
-    @property
-    def outdated(self) -> bool:
-        """Whether capturing the graph again would give it another config."""
-        decision = self._decision()
-        return decision is not None and decision.lasting and decision.config != self.config
-
-    def _decision(self) -> Decision | None:
-        state = self._state()
-        return None if state is None else state.decision()
-
-    def warn_outdated(self, choice: Config) -> None:
-        """Log that the graph keeps its config although the key has another choice now."""
-        logger.warning(
-            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that "
-            "config: capture it again",
-            self.kernel,
-            self.key,
-            config_text(choice),
-            self.graph,
-            config_text(self.config),
-        )
 
 
 _lock = threading.Lock()
@@ -184,7 +135,7 @@ def _find(
         config=config,
         capture=capture,
         graph=_watched.get(capture) or f"capture {capture}",
-        _state=weakref.ref(state),
+        state=weakref.ref(state),
     )
     state.captured = captured
     store = None if lookup is None or settings.mode is Mode.FROZEN else lookup.store
