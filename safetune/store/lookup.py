@@ -119,7 +119,6 @@ class GuardedStore(Store):
     put_choice = _guarded_write(Store.put_choice)
     trials = _guarded_read(Store.trials, _trials)
     choice = _guarded_read(Store.choice, _choice)
-    generation = _guarded_read(Store.generation, functools.partial(max, default=0))
     related = _guarded_read(Store.related, lambda answers: list(itertools.chain(*answers)))
 
 

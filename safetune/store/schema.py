@@ -92,8 +92,7 @@ class _Pack(Struct, forbid_unknown_fields=True):
 def parsed(data: bytes | str) -> Any:
     """Return JSON in which every number is finite and no object has a name twice.
 
-    Raises:
-        PackError: it is not such JSON.
+    Raises `PackError`.
     """
     try:
         return json.loads(
@@ -143,8 +142,7 @@ def content(entry: StoredChoice, choice: Mapping[str, Any]) -> dict[str, Any]:
 def choice_object(entry: StoredChoice) -> Mapping[str, Any]:
     """Return the JSON object of a choice: that from which it was decoded, if there is one.
 
-    Raises:
-        RecordError: a value is not one that a store keeps, such as a number that is not finite.
+    Raises `RecordError`.
     """
     if entry.source is not None:
         return entry.source

@@ -85,8 +85,7 @@ class WaitBudget:
     def tries(self, name: str, first_s: float, most_s: float) -> Iterator[None]:
         """Yield for each try to get what this name stands for, and wait in between.
 
-        Raises:
-            Busy: nothing is left of `seconds`.
+        Raises `Busy`.
         """
         for number, pause_s in enumerate(pauses(first_s, most_s)):
             begin = time.monotonic()
@@ -136,8 +135,7 @@ class Election:
 def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:
     """Yield when this process may tune a key, or when the choice of another is there.
 
-    Raises:
-        Busy: another process is still tuning it, and no more waiting is allowed.
+    Raises `Busy`.
     """
     with elect_local(request, store, budget) as choice:
         if choice is not None:

@@ -86,8 +86,7 @@ class Connection:
     def transaction(self, wait_s: float = BUSY_TIMEOUT_S) -> Iterator[sqlite3.Connection]:
         """One transaction for plain statements, committed at the end; raises `StoreError`.
 
-        Args:
-            wait_s: how long to wait while other processes write, in seconds.
+        Other processes that write are waited for, `wait_s` seconds at most.
         """
         for last in tries(wait_s, *_PAUSES_S):
             with self._alone() as connection, self._failures("write to"):
@@ -98,7 +97,7 @@ class Connection:
 
     def open(self) -> None:
         """Open the database now instead of at the first use; raises `StoreError`."""
-        with self._alone():
+        with self.reading():
             pass
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class Connection:
         self._notice_fork()
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store {self.path or 'in memory'} is closed")
+                raise StoreError(f"the store {self._name} is closed")
             if self._sqlite is not None and self._is_replaced():
                 logger.warning("the store %s was deleted or replaced; opening it again", self.path)
                 self._disconnect()
@@ -146,7 +145,7 @@ class Connection:
             raise
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            message = f"cannot {action} the store {self.path or 'in memory'}: {reason}"
+            message = f"cannot {action} the store {self._name}: {reason}"
             if not db_files.is_damage(error):
                 # Such as a lock that could not be released: only a new connection clears that.
                 if action == "read" and self.path is not None:
@@ -204,11 +203,6 @@ class ReadOnlyConnection(Connection):
         """Raise `StoreError`."""
         raise StoreError(f"the store {self.path} is only read here")
         yield
-
-    def open(self) -> None:
-        """Check that it can be read; raises `StoreError`."""
-        with self.reading():
-            pass
 
 
 def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:

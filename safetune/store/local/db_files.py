@@ -61,12 +61,7 @@ def make(path: Path) -> None:
 
 
 def check(path: Path) -> None:
-    """Check that the directory and the files of a database are this user's, and not links.
-
-    Raises:
-        StoreError: one is another user's, or a link.
-        OSError: that cannot be found out.
-    """
+    """Check that the directory and the files of a database are this user's, and not links."""
     _check(path.parent, stat.S_ISDIR, "directory")
     for suffix in ("", *LOGS):
         with contextlib.suppress(FileNotFoundError):
@@ -74,20 +69,12 @@ def check(path: Path) -> None:
 
 
 def open_lock(path: Path) -> int:
-    """Open a lock file for writing, making it if it is missing; return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened, or is a symbolic link.
-    """
+    """Open a lock file for writing, making it if it is missing; return its descriptor."""
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def identity(path: Path | int) -> tuple[int, int] | None:
-    """Return the device and inode of a file or descriptor; None if there is no such file.
-
-    Raises:
-        OSError: they cannot be found out.
-    """
+    """Return the device and inode of a file or descriptor; None if there is no such file."""
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -126,10 +113,6 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
     """Rename a damaged database and its logs, with one warning that names the new file.
 
     Of many processes that see the damage one moves; `found` is the file that was seen.
-
-    Raises:
-        StoreError: other processes have been opening it for too long.
-        OSError: it cannot be renamed.
     """
     with _locked(path, exclusive=True):
         if found is None or identity(path) != found:
@@ -149,14 +132,11 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
 
 @contextlib.contextmanager
 def unmoved(path: Path) -> Iterator[None]:
-    """Keep other processes from moving a database aside while it is opened.
+    """Keep other processes from moving a database aside while it is opened; raises `StoreError`.
 
     SQLite finds the logs by their names: a process that has just opened the file that is moved, and
     finds beside it the logs of the one that took its place, rolls those back or deletes them.
     Where no lock is to be had, such as on a full disk, it is opened all the same.
-
-    Raises:
-        StoreError: another process has been moving it for too long.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, ImportError):

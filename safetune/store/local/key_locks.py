@@ -58,11 +58,7 @@ class KeyLock:
 
 
 def try_lock(database: Path, name: str) -> KeyLock | None:
-    """Lock a name, or return None where another process or thread has it.
-
-    Raises:
-        OSError: the lock file cannot be opened for writing, or its file system has no locks.
-    """
+    """Lock a name, or return None where another process or thread has it; raises `OSError`."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, "this platform has no record locks")
     with _mutex:

@@ -134,10 +134,7 @@ def prepare(connection: sqlite3.Connection) -> None:
 def prepare_suspect(connection: sqlite3.Connection) -> None:
     """Do what `prepare` does with a database in which damage was seen, if it can be repaired.
 
-    Only indexes can: they are made again from the rows.
-
-    Raises:
-        Damaged: rows or pages are damaged.
+    Only indexes can: they are made again from the rows. Raises `Damaged`.
     """
     check = "PRAGMA integrity_check(1)"
     if connection.execute(check).fetchone() != ("ok",):

@@ -15,12 +15,7 @@ from safetune.store.local import migrations
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a database for reading.
-
-    Raises:
-        StoreError: it is not a database of safetune, or has a schema that cannot be read.
-        OSError: it is missing, or cannot be read.
-    """
+    """Open a database for reading; raises `StoreError` and `OSError`."""
     path = path.absolute()
     path.stat()  # SQLite's own message does not say that the file is missing
     log = path.with_name(f"{path.name}-wal")

@@ -45,11 +45,7 @@ class RecordedCall:
 
 
 def put_call(store: Store, call: RecordedCall) -> bool:
-    """Write a call; return whether it is new and was kept.
-
-    Raises:
-        StoreError: the database cannot be written; `RecordError` if the record is refused.
-    """
+    """Write a call; return whether it is new and was kept; raises `StoreError`."""
     row = CALL.seal(vars(call))
     with store.connection.writing() as database:
         if "problem" not in call.arguments:

@@ -17,24 +17,8 @@ from safetune.outcome import TRANSIENT, Outcome
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged
-from safetune.store.local.rows import (
-    CHOICE,
-    DEVICE,
-    KERNEL,
-    KEY,
-    TRIAL,
-    CorruptRowError,
-    Scalar,
-    Table,
-    text,
-)
-from safetune.store.records import (
-    ChoiceRecord,
-    KeyRecord,
-    RelatedChoice,
-    StoredChoice,
-    TrialRecord,
-)
+from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Scalar, Table, text
+from safetune.store.records import ChoiceRecord, KeyRecord, RelatedChoice, StoredChoice, TrialRecord
 
 if TYPE_CHECKING:
     import sqlite3
@@ -54,7 +38,6 @@ CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
 CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
 _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
-_TRIALS_OF_GENERATION = f"{TRIAL.select} WHERE key = ? AND generation = ? ORDER BY rowid"
 
 _KEYS = f"{KEY.select} WHERE name = ifnull(?, name) ORDER BY name, rowid"
 _OF_NAME = "JOIN key ON key.digest = {0}.key WHERE key.name = ifnull(?, key.name)"
@@ -84,26 +67,22 @@ class Store:
     shared: SharedLayer | None = None
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._reported: set[tuple[Any, ...]] = set()
         self._put_keys: dict[str, tuple[tuple[Table, dict[str, Scalar]], ...]] = {}
 
     @classmethod
     def open(cls, directory: Path) -> Self:
-        """Open `safetune.db` in `directory`, creating both if they are missing.
-
-        Raises:
-            StoreError: it cannot be created, read or brought up to date; names path and reason.
-        """
+        """Open `safetune.db` in `directory`, creating both if they are missing."""
         store = cls(Connection(Path(directory) / DATABASE_NAME))
-        store._connection.open()
+        store.connection.open()
         return store
 
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
         """Open a database file that is never written to."""
         store = cls(ReadOnlyConnection(path))
-        store._connection.open()
+        store.connection.open()
         return store
 
     @classmethod
@@ -114,21 +93,16 @@ class Store:
     @property
     def path(self) -> Path | None:
         """The database file; None in memory."""
-        return self._connection.path
-
-    @property
-    def connection(self) -> Connection:
-        """What it reads and writes through."""
-        return self._connection
+        return self.connection.path
 
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""
-        self._connection.close()
+        self.connection.close()
 
     def put_key(self, record: KeyRecord) -> None:
         """Write a key with its kernel and device, or refresh them."""
         prepared = self._put_keys[text(record.digest)] = rows.key_rows(record)
-        with self._connection.writing() as database:
+        with self.connection.writing() as database:
             for table, row in prepared:
                 _upsert(database, table, row)
 
@@ -139,7 +113,7 @@ class Store:
         `RecordError` if the record itself is refused.
         """
         row = rows.trial_row(record)
-        with self._connection.writing() as database:
+        with self.connection.writing() as database:
             self._restore_key(database, row)
             if record.outcome.verdict in TRANSIENT:
                 _table(database, TRIAL).insert(row, pk=TRIAL.primary_key, ignore=True)
@@ -147,15 +121,10 @@ class Store:
                 _upsert(database, TRIAL, row)
 
     def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
-        """Return the outcomes of a key, or of one generation of it.
-
-        In the order of generations, and within one in that of writing.
-        """
-        with self._connection.reading() as connection:
-            if generation is None:
-                return self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
-            wanted = (text(key), generation)
-            return self._checked(connection, TRIAL, _TRIALS_OF_GENERATION, *wanted)
+        """Return the outcomes of a key, or of one generation, in the order of their writing."""
+        with self.connection.reading() as connection:
+            found = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
+        return [trial for trial in found if generation in (None, trial.generation)]
 
     def outcomes(self, key: str) -> dict[str, Outcome]:
         """Return the latest outcome of each config of a key that is not transient, by digest."""
@@ -166,14 +135,10 @@ class Store:
         }
 
     def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
-        """Return the choice of the highest generation.
-
-        Args:
-            declared: the config list that it is chosen from; of any list if None.
-        """
+        """Return the choice of the highest generation, made from this config list or from any."""
         wanted = [text(digest) for digest in (key, declared) if digest is not None]
         statement = CHOICES_OF_KEY if declared is None else CHOICES_OF_LIST
-        with self._connection.reading() as connection:
+        with self.connection.reading() as connection:
             return next(iter(self._checked(connection, CHOICE, statement, *wanted)), None)
 
     def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
@@ -183,7 +148,7 @@ class Store:
         """
         row = rows.choice_row(record)
         wanted = [row[name] for name in CHOICE.primary_key]
-        with self._connection.writing() as database:
+        with self.connection.writing() as database:
             self._restore_key(database, row)
             stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
@@ -195,10 +160,8 @@ class Store:
 
     def generation(self, key: str) -> int:
         """Return the highest generation with a trial or choice, 0 if none."""
-        with self._connection.reading() as connection:
-            choices = self._checked(connection, CHOICE, CHOICES_OF_KEY, text(key))
-            trials = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
-        return max((each.generation for each in (*choices, *trials)), default=0)
+        found = [*self.trials(key), self.choice(key)]
+        return max((record.generation for record in found if record), default=0)
 
     def related(self, kernel_digest: str, device_digest: str) -> list[RelatedChoice]:
         """Return the current choices of a kernel's keys on a device.
@@ -206,7 +169,7 @@ class Store:
         One for each key and list of configs.
         """
         wanted = (text(kernel_digest), text(device_digest))
-        with self._connection.reading() as connection:
+        with self.connection.reading() as connection:
             keys = self._fetch(connection, KEY, _RELATED_KEYS, *wanted)
             current = _first_of_lists(self._fetch(connection, CHOICE, _RELATED_CHOICES, *wanted))
         return [
@@ -224,7 +187,7 @@ class Store:
 
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key and list, the newest list of a key first."""
-        with self._connection.reading() as connection:
+        with self.connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
             choices = self._fetch(connection, CHOICE, _CHOICES, _name(kernel_name))
         current = _first_of_lists(choices)
@@ -238,7 +201,7 @@ class Store:
         self, kernel_name: str | None = None
     ) -> list[tuple[KeyRecord, list[TrialRecord]]]:
         """Return every key, or those of one kernel, with its trials of all generations."""
-        with self._connection.reading() as connection:
+        with self.connection.reading() as connection:
             keys = self._keys(connection, kernel_name)
             found = self._fetch(connection, TRIAL, _TRIALS, _name(kernel_name))
         trials: dict[str, list[TrialRecord]] = {key.digest: [] for key in keys}
@@ -248,14 +211,14 @@ class Store:
 
     def kernels(self) -> list[str]:
         """Return the names of all kernels with a key, sorted."""
-        with self._connection.reading() as connection:
+        with self.connection.reading() as connection:
             found = connection.execute("SELECT DISTINCT name FROM key ORDER BY name").fetchall()
         return [str(name) for (name,) in found]
 
     def clear(self, kernel_name: str) -> int:
         """Delete a kernel's keys, trials and choices; return how many keys it had."""
         name = (text(kernel_name),)
-        with self._connection.transaction() as connection:
+        with self.connection.transaction() as connection:
             for statement in _CLEAR:
                 connection.execute(statement, name)
             deleted = connection.execute("DELETE FROM key WHERE name = ?", name).rowcount
@@ -294,8 +257,7 @@ class Store:
     ) -> list[Any]:
         """What `_fetch` returns, for `wanted`: a key, and the config list or generation if any.
 
-        Raises:
-            Damaged: an index leads to other rows than those, however sound.
+        Raises `Damaged` where an index leads to other rows than those, however sound.
         """
         found = self._fetch(connection, table, statement, *wanted)
         for record in found:
@@ -304,7 +266,7 @@ class Store:
                 raise Damaged("an index leads to the wrong rows")
         return found
 
-    def report_corrupt(self, table: Table, row: Sequence[Any], error: CorruptRowError) -> None:
+    def report_corrupt(self, table: Table, row: Sequence[Any], error: rows.CorruptRowError) -> None:
         """Log a corrupt row, once."""
         columns = [name for name, _ in table.columns]
         identity = tuple(row[columns.index(name)] for name in table.primary_key)

@@ -157,13 +157,10 @@ def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
 
 
 def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
-    """Write choices into a database, all of them or, where one fails, none.
+    """Write choices into a database, all of them or, where one fails, none; raises `StoreError`.
 
     A choice of the same generation that is there stays: processes may have adopted it. Source and
     file of a kernel that the database has stay too.
-
-    Raises:
-        StoreError: the database cannot be written.
     """
     known = [entry for entry in entries if not entry.unknown]
     prepared = [(rows.key_rows(entry.key), rows.choice_row(entry.choice)) for entry in known]

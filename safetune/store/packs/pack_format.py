@@ -46,8 +46,7 @@ def checked(entry: StoredChoice) -> StoredChoice:
 def dump(entries: Iterable[StoredChoice]) -> str:
     """Return the pack of these choices, all of one kernel and device, as text.
 
-    Raises:
-        PackError: no pack may have one of them; `checked` says why.
+    Raises `PackError`.
     """
     listed = [checked(entry) for entry in entries]
     key = listed[0].key

@@ -63,25 +63,19 @@ class _Budget:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._left_s = BUDGET_S
-        self._at = clock()
-        self._lock = threading.Lock()
+        self.refill()
 
-    def spend(self, seconds: float) -> float:
+    def refill(self) -> None:
+        """Start with all of it. In a forked child a lost thread may have held the lock."""
+        self._lock = threading.Lock()
+        self._full_at = 0.0
+
+    def spend(self, seconds: float = 0.0) -> float:
         """Take seconds off; return what is left."""
         with self._lock:
             now = self._clock()
-            self._left_s += (now - self._at) * BUDGET_S / RETRY_S
-            self._left_s = max(0.0, min(self._left_s, BUDGET_S) - seconds)
-            self._at = now
-            return self._left_s
-
-    def refill(self) -> None:
-        self._left_s = BUDGET_S
-
-    def start_over(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may have held it."""
-        self._lock = threading.Lock()
+            self._full_at = max(self._full_at, now) + seconds * RETRY_S / BUDGET_S
+            return max(0.0, BUDGET_S - (self._full_at - now) * BUDGET_S / RETRY_S)
 
 
 class SharedLayer:
@@ -123,11 +117,9 @@ class SharedLayer:
     def refresh(self, space: str, since: float | None = None) -> None:
         """Bring the local store up to date with a namespace, unless that was done since `since`.
 
-        One process of a node does it, and publishes this node's own choices at the end. It takes
-        half of the budget that is left; what takes longer goes on without the caller.
-
-        Args:
-            since: in seconds since the epoch; a minute ago if None.
+        That is in seconds since the epoch; a minute ago if None. One process of a node does it, and
+        publishes this node's own choices at the end. It takes half of the budget that is left; what
+        takes longer goes on without the caller.
         """
         now = self._clock()
         last = self._refreshed.get(space)
@@ -136,7 +128,7 @@ class SharedLayer:
         self._refreshed[space] = now
         oldest = time.time() - REFRESH_S if since is None else since
         self._partial.add(space)
-        seconds = self._budget.spend(0.0) / 2
+        seconds = self._budget.spend() / 2
         pull = self._pull(space, oldest, seconds)
         self._call(lambda: self._go_on(space, pull, seconds), None)
 
@@ -185,7 +177,7 @@ class SharedLayer:
             self._budget.refill()
         begin = self._clock()
         try:
-            return self._thread.call(lambda: self._run(work), self._budget.spend(0.0))
+            return self._thread.call(lambda: self._run(work), self._budget.spend())
         except Unwritable as error:
             self._stop_writing(error)
         except TimedOut:
@@ -302,7 +294,7 @@ def _flush_all() -> None:
 
 def _after_fork_in_child() -> None:
     for layer in tuple(_layers):
-        layer._budget.start_over()
+        layer._budget.refill()
 
 
 forks.register("shared store", after_in_child=_after_fork_in_child, at_exit=_flush_all)

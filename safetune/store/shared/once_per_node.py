@@ -1,8 +1,8 @@
 """Once per node: of the processes that share a cache directory, one asks the shared store.
 
 The others wait for it, and read what it wrote to the local database. The time of a file beside the
-database says when that was last done, and the file is locked meanwhile. Where there are no locks
-(on some network file systems, or without a directory) every process asks for itself.
+database says when that was last done, and meanwhile the process holds a lock. Where there are no
+locks (on some network file systems, or without a directory) every process asks for itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetune import forks
-from safetune.store.local import db_files
-from safetune.store.waiting import flock
-
-#: The lock files that this process has open. A forked child inherits flock's locks, and must close
-#: the files, or the lock would outlive the parent.
-_descriptors: set[int] = set()
+from safetune.store.local import db_files, key_locks
+from safetune.store.waiting import tries
 
 
 class Turn(enum.Enum):
@@ -40,49 +35,36 @@ def turn(database: Path | None, name: str, since: float, wait_s: float) -> Itera
         since: in seconds since the epoch: an answer that came later still counts.
         wait_s: how long to wait for another process that is asking, before it is `BUSY`.
     """
-    descriptor = None
-    with contextlib.suppress(OSError):
-        if database is not None:
-            path = database.with_name(f"{database.stem}-shared-{name}.lock")
-            descriptor = db_files.open_lock(path)
-    if descriptor is None or database is None:
+    if database is None:
         yield Turn.MINE
         return
-    owner = os.getpid()
-    _descriptors.add(descriptor)
-    try:
-        found = _turn(descriptor, database, since, wait_s)
+    answered = database.with_name(f"{database.stem}-shared-{name}")
+    with contextlib.ExitStack() as held:
+        found = Turn.MINE
+        with contextlib.suppress(OSError):
+            if not _locked(database, name, wait_s, held):
+                found = Turn.BUSY
+            elif _is_answered(answered, database, since):
+                found = Turn.DONE
         yield found
         if found is Turn.MINE:
-            with contextlib.suppress(OSError):
-                os.pwrite(descriptor, _mark(database), 0)
-                os.utime(descriptor)
-    finally:
-        if os.getpid() == owner:
-            _descriptors.discard(descriptor)
-            os.close(descriptor)
+            with contextlib.suppress(OSError), open(db_files.open_lock(answered), "wb") as file:
+                file.write(_mark(database))
 
 
-def _turn(descriptor: int, database: Path, since: float, wait_s: float) -> Turn:
-    try:
-        if not flock(descriptor, exclusive=True, wait_s=wait_s):
-            return Turn.BUSY
-        if os.pread(descriptor, 64, 0) != _mark(database):
-            return Turn.MINE
-        answered = since <= os.fstat(descriptor).st_mtime <= time.time() + 1
-    except (OSError, ImportError):
-        return Turn.MINE
-    return Turn.DONE if answered else Turn.MINE
+def _locked(database: Path, name: str, wait_s: float, held: contextlib.ExitStack) -> bool:
+    for _ in tries(wait_s, 0.001, 0.1):
+        if lock := key_locks.try_lock(database, f"shared {name}"):
+            held.callback(lock.release)
+            return True
+    return False
+
+
+def _is_answered(answered: Path, database: Path, since: float) -> bool:
+    """Whether the file says so of this very database, and not with a time in the future."""
+    on_time = since <= answered.stat().st_mtime <= time.time() + 1
+    return on_time and answered.read_bytes() == _mark(database)
 
 
 def _mark(database: Path) -> bytes:
     return b"%020d\n" % os.stat(database).st_ino
-
-
-def _after_fork_in_child() -> None:
-    while _descriptors:
-        with contextlib.suppress(OSError):
-            os.close(_descriptors.pop())
-
-
-forks.register("shared store", after_in_child=_after_fork_in_child)

@@ -60,8 +60,7 @@ def space_of(key: TuningKey) -> str:
 def encode(stored: StoredChoice) -> str:
     """Return the record of a choice, of one that was decoded the same text again.
 
-    Raises:
-        RecordError: a value in it is not one that a record can have.
+    Raises `RecordError`.
     """
     content = schema.content(stored, schema.choice_object(stored))
     try:

@@ -440,8 +440,8 @@ class TestOncePerNode:
         database.write_text("")
         with once_per_node.turn(database, "x", 0.0, 1.0):
             pass
-        (lock,) = tmp_path.glob("*.lock")
-        os.utime(lock, (time.time() + 1e6, time.time() + 1e6))
+        (answered,) = tmp_path.glob("safetune-shared-*")
+        os.utime(answered, (time.time() + 1e6, time.time() + 1e6))
         with once_per_node.turn(database, "x", 0.0, 1.0) as turn:
             assert turn is Turn.MINE
 
