@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -11,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from safetune import triton_internals
@@ -71,16 +71,18 @@ class Watch:
                 f"watchdog_s={watchdog_s!r} must be a number of seconds over 0, or None"
             )
         self._name = name
-        self._watchdog_s = None if watchdog_s is None else min(watchdog_s, threading.TIMEOUT_MAX)
+        self._watchdog_s = watchdog_s
         self._capture = 0
         self._begin_s = time.monotonic()
         self._tunings = reporting.tunings_begun()
-        self._over = threading.Event()
+        longest_s = min(watchdog_s or math.inf, threading.TIMEOUT_MAX)
+        self._watchdog = threading.Timer(longest_s, self._took_too_long)
+        self._watchdog.name, self._watchdog.daemon = "safetune-watchdog", True
         self._final: CaptureReport | None = None
 
     def __enter__(self) -> Watch:
         if self._watchdog_s is not None:
-            threading.Thread(target=self._guard, name="safetune-watchdog", daemon=True).start()
+            self._watchdog.start()
         return self
 
     def begin(self) -> None:
@@ -92,7 +94,7 @@ class Watch:
             scratch_memory.reserve(self._capture, backend.required().launch_stream())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over.set()
+        self._watchdog.cancel()
         report = self._final = self.report
         scratch_memory.release(self._capture)
         under_capture.unwatch(self._capture)
@@ -117,9 +119,7 @@ class Watch:
             seconds=time.monotonic() - self._begin_s,
         )
 
-    def _guard(self) -> None:
-        if self._over.wait(self._watchdog_s):
-            return
+    def _took_too_long(self) -> None:
         logger.error(
             "%s takes longer than %g s; the running tuning is given up. The stacks "
             "of all threads:\n%s",
@@ -175,7 +175,7 @@ def graph(
         raise NoDevice("safetune.graph needs a GPU, and torch does not find one")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
     quiet = under_capture.no_collection()
-    with watch, _same_stream_after(), modules_stay_loaded(), quiet, Unmasked(inner):
+    with watch, _same_stream_after(), modules_stay_loaded(), quiet, unmasked(inner):
         watch.begin()
         yield watch
 
@@ -193,8 +193,8 @@ def _same_stream_after() -> Iterator[None]:
 
 
 _unloading = threading.Lock()
-_captures = 0
-_unload: Callable[[Any], object] | None = None
+#: The driver's own call for each capture under way.
+_unloads: list[Callable[[Any], object]] = []
 
 
 @contextlib.contextmanager
@@ -209,54 +209,31 @@ def modules_stay_loaded() -> Iterator[None]:
     if unloader is None:
         yield
         return
-    _begin_capture(unloader)
+    with _unloading:
+        _unloads.append(_unloads[0] if _unloads else unloader.unload_module)
+        unloader.unload_module = lambda module: None
     try:
         yield
     finally:
-        _end_capture(unloader)
+        with _unloading:
+            unload = _unloads.pop()
+            if not _unloads:
+                unloader.unload_module = unload
 
 
-def _begin_capture(unloader: Any) -> None:
-    global _captures, _unload
-    with _unloading:
-        _captures += 1
-        if _captures == 1:
-            _unload, unloader.unload_module = unloader.unload_module, _leave_loaded
-
-
-def _end_capture(unloader: Any) -> None:
-    global _captures
-    with _unloading:
-        _captures -= 1
-        if not _captures:
-            unloader.unload_module = _unload
-
-
-def _leave_loaded(module: Any) -> None:
-    """Takes the place of the driver's call."""
-
-
-class Unmasked:
-    """A context whose error at its end does not replace the error of its body.
+@contextlib.contextmanager
+def unmasked(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter a context whose error at its end does not replace the error of the body.
 
     If the body has made a capture invalid, its end fails too, without the reason.
     """
-
-    def __init__(self, inner: contextlib.AbstractContextManager[Any]) -> None:
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    inner.__enter__()
+    try:
+        yield
+    except BaseException as error:
         try:
-            self._inner.__exit__(kind, error, trace)
+            inner.__exit__(type(error), error, error.__traceback__)
         except Exception as at_end:
-            if error is None:
-                raise
             logger.warning("the capture could not be ended after %r: %s", error, at_end)
+        raise
+    inner.__exit__(None, None, None)

@@ -22,11 +22,16 @@ from types import ModuleType
 from typing import Any
 
 from safetune import forks, triton_internals
+from safetune.errors import SafetuneError
+from safetune.frontend import observers
 from safetune.integrations.install_report import Installation
+from safetune.keys.key_names import logged
+from safetune.settings import Settings
 
-#: The counts for the report; made when `install` runs.
-_installation: Installation | None = None
 _one_at_a_time = threading.Lock()
+
+
+_installation: Installation | None = None
 
 
 def install() -> Installation:
@@ -41,10 +46,8 @@ def install() -> Installation:
     # Importing Triton may install, after `when_triton_is_imported`.
     import triton.runtime.autotuner as triton_autotuner
 
-    from safetune.frontend import observers
     from safetune.frontend.autotuner import Autotuner
     from safetune.integrations import shadow_tuner
-    from safetune.settings import Settings
 
     with _one_at_a_time:
         if _installation is not None:
@@ -52,24 +55,18 @@ def install() -> Installation:
         Settings.current()
         installation = _installation = Installation()
         triton_internals.replace_autotune(functools.partial(_replacement, installation))
-        observers.add(_counter(installation))
+        observers.add(installation)
         shadow_tuner.reach(installation, triton_autotuner.Autotuner, Autotuner)
-        _report_at_exit(installation)
+        # This process, and each process forked from it, reports its own launches.
+        forks.register("report", after_in_child=installation.begin, at_exit=installation.report)
+        forks.register_worker_exit(installation, installation.report)
     return installation
 
 
-def _report_at_exit(installation: Installation) -> None:
-    """Make this process, and each process forked from it, report its own launches."""
-    forks.register("report", after_in_child=installation.begin, at_exit=installation.report)
-    forks.register_worker_exit(installation, installation.report)
-
-
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
-    from safetune.errors import SafetuneError
     from safetune.frontend.autotuner import kernel_name
     from safetune.frontend.decorator import safetune
     from safetune.integrations import shadow_tuner
-    from safetune.keys.key_names import logged
 
     @functools.wraps(stock)
     def autotune(*args: Any, **kwargs: Any) -> Any:
@@ -90,20 +87,6 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
         return decorate
 
     return autotune
-
-
-def _counter(installation: Installation) -> Any:
-    """Return an observer that counts launches and misses."""
-    from safetune.frontend import observers
-
-    class Counter(observers.Observer):
-        def launch(self, *_: Any) -> None:
-            installation.launches += 1
-
-        def miss(self, *_: Any) -> None:
-            installation.misses += 1
-
-    return Counter()
 
 
 def when_triton_is_imported() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from safetune.frontend.observers import Observer
 
-class Installation:
+
+class Installation(Observer):
     """What has gone through the replaced `triton.autotune` in this process.
 
     Attributes:
@@ -25,28 +28,18 @@ class Installation:
 
     def begin(self, forked: bool = True) -> None:
         """Start all counts at zero, in a new process or in one that was just forked."""
-        from safetune.miss import reporting
-
         self.given.clear()
-        self.launches = 0
-        self.misses = 0
-        self._tunings_before = reporting.tunings_begun()
+        self.launches = self.misses = 0
+        self._tunings_before = _tunings_begun()
         self._forked, self._reported = forked, False
 
-    def count_given(self, kernel: str) -> None:
-        """Count a launch with a config that safetune did not choose."""
-        self.given[kernel] = self.given.get(kernel, 0) + 1
+    def launch(self, *_: Any) -> None:
+        """Count a launch."""
+        self.launches += 1
 
-    def dropped(self) -> dict[str, tuple[str, ...]]:
-        """Return the key names that were dropped, by kernel."""
-        reports = [tuner.key_report for tuner in self.tuners]
-        return {report.kernel: report.dropped for report in reports if report.dropped}
-
-    def tunings(self) -> int:
-        """Return how many tunings this process has begun."""
-        from safetune.miss import reporting
-
-        return reporting.tunings_begun() - self._tunings_before
+    def miss(self, *_: Any) -> None:
+        """Count a miss."""
+        self.misses += 1
 
     def report(self) -> None:
         """Print the counts on stderr, once, if this process had a kernel to launch."""
@@ -58,24 +51,28 @@ class Installation:
                 sys.stderr.write(f"{self}\n")
 
     def __str__(self) -> str:
-        stored = max(0, self.misses - self.tunings())
+        tunings = _tunings_begun() - self._tunings_before
         kernels = {tuner.base_fn for tuner in self.tuners}
         lines = [
-            f"safetune: {len(kernels)} kernels, {self.launches} launches: {self.tunings()} "
-            f"tunings, {stored} keys looked up, {self.launches - self.misses} hits"
+            f"safetune: {len(kernels)} kernels, {self.launches} launches: {tunings} tunings, "
+            f"{max(0, self.misses - tunings)} keys looked up, {self.launches - self.misses} hits"
         ]
-        dropped = self.dropped()
-        if dropped:
-            lines.append(f"safetune: key names dropped, as nothing reads them: {_listed(dropped)}")
-        if self.given:
-            lines.append(f"safetune: launched with configs of its own cache: {_listed(self.given)}")
-        if self.refused:
-            lines.append(f"safetune: left to triton.autotune: {_listed(self.refused)}")
+        keys = [tuner.key_report for tuner in self.tuners]
+        dropped = {key.kernel: ", ".join(key.dropped) for key in keys if key.dropped}
+        lists: list[tuple[str, Mapping[str, object]]] = [
+            ("key names dropped, as nothing reads them", dropped),
+            ("launched with configs of its own cache", self.given),
+            ("left to triton.autotune", self.refused),
+        ]
+        lines += [
+            f"safetune: {title}: {'; '.join(f'{name} ({text})' for name, text in items.items())}"
+            for title, items in lists
+            if items
+        ]
         return "\n".join(lines)
 
 
-def _listed(items: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{name} ({', '.join(what) if isinstance(what, tuple) else what})"
-        for name, what in items.items()
-    )
+def _tunings_begun() -> int:
+    from safetune.miss import reporting
+
+    return reporting.tunings_begun()

@@ -11,17 +11,20 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
-from triton.runtime.autotuner import Config
-
 from safetune import triton_internals
+from safetune.errors import SafetuneError
+from safetune.frontend.autotuner import kernel_name
+from safetune.frontend.decorator import take_over
+from safetune.keys.key_names import logged
 from safetune.keys.tuning_key import triton_key
 from safetune.launch.call_shape import named_arguments
 
 if TYPE_CHECKING:
-    from safetune.frontend.autotuner import Autotuner
+    from triton.runtime.autotuner import Config
+
     from safetune.integrations.install_report import Installation
 
-#: The attribute of a tuner of Triton's that has its shadow.
+#: The attribute of a tuner of Triton's that has its shadow; False for one that is left to Triton.
 _ATTRIBUTE = "_safetune_shadow"
 
 _functions = operator.attrgetter(
@@ -36,17 +39,17 @@ class Shadow:
     """The shadow of one tuner of Triton's.
 
     Attributes:
-        tuner: safetune's tuner; None where the kernel is left to Triton.
+        tuner: safetune's tuner; None where the kernel is left to Triton with these settings.
     """
 
-    def __init__(self, kernel: Any, tuner: Autotuner | None) -> None:
+    def __init__(self, kernel: Any, tuner: Any) -> None:
         self.tuner = tuner
         self._made_from = _settings(kernel)
         #: Choices of the shadow tuner in the kernel's own cache, by Triton's key.
         self._settled: dict[Any, Config] = {}
 
     def __reduce__(self) -> Any:
-        return _none, ()  # a tuner that was pickled gets another
+        return type(None), ()  # a tuner that was pickled gets another
 
     def is_of(self, kernel: Any) -> bool:
         """Whether the kernel's settings are still those that this was made from."""
@@ -54,10 +57,8 @@ class Shadow:
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch, tuning first if need be, and leave on `kernel` what Triton's `run` leaves."""
-        tuner = self.tuner
-        assert tuner is not None
-        launched = tuner.run(*args, **kwargs)
-        kernel.best_config = tuner.best_config
+        launched = self.tuner.run(*args, **kwargs)
+        kernel.best_config = self.tuner.best_config
         return launched
 
     def has_its_own(self, kernel: Any, key: Any) -> bool:
@@ -68,7 +69,6 @@ class Shadow:
     def settle(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
         tuner = self.tuner
-        assert tuner is not None
         choice = tuner.cache.get(tuner.forms.of(args, kwargs).key(args, kwargs))
         if choice is None:
             return
@@ -82,27 +82,22 @@ def _settings(kernel: Any) -> tuple[Any, ...]:
     return (*_functions(kernel), *kernel.keys, *kernel.configs)
 
 
-def _none() -> None:
-    return None
-
-
 def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None:
     """Have every launch that comes to Triton's own `run` go to a shadow tuner."""
-    from safetune.frontend.autotuner import kernel_name
-
     run, bench = stock.run, stock._bench
 
     @functools.wraps(run)
     def reached_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         shadow = None if isinstance(self, ours) else _shadow(installation, self, stock)
-        if shadow is None or shadow.tuner is None:
+        if shadow is None:
             return run(self, *args, **kwargs)
         if len(self.configs) == 1:
             return shadow.launch(self, args, kwargs)
         named = named_arguments(self.arg_names, args, kwargs)
         key = triton_key(self.keys, self.arg_names, named)
         if shadow.has_its_own(self, key):
-            installation.count_given(kernel_name(self))
+            name = kernel_name(self)
+            installation.given[name] = installation.given.get(name, 0) + 1
             return run(self, *args, **kwargs)
         launched = shadow.launch(self, args, kwargs)
         if self.cache.get(key) is not self.best_config:  # the first choice, or one by `sync`
@@ -130,34 +125,29 @@ def _shadow(installation: Installation, kernel: Any, stock: type[Any]) -> Shadow
     shadow = kernel.__dict__.get(_ATTRIBUTE)
     if shadow is False:
         return None
-    if shadow is not None:
-        if shadow.is_of(kernel):
-            return shadow  # type: ignore[no-any-return]
+    if shadow is not None and not shadow.is_of(kernel):
         kernel.__dict__.pop(_ATTRIBUTE, None)
-    made = Shadow(kernel, _take_over(installation, kernel, stock))
-    kept: Shadow = kernel.__dict__.setdefault(_ATTRIBUTE, made)
-    if kept is made and made.tuner is not None:  # and no other thread was faster
-        installation.tuners.append(made.tuner)
-    return kept
+        shadow = None
+    if shadow is None:
+        made = Shadow(kernel, _take_over(installation, kernel, stock))
+        shadow = kernel.__dict__.setdefault(_ATTRIBUTE, made)
+        if shadow is made and made.tuner is not None:  # and no other thread was faster
+            installation.tuners.append(made.tuner)
+    return shadow if shadow.tuner is not None else None
 
 
-def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Autotuner | None:
+def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Any:
     """Return a tuner of safetune with a kernel's settings; None, with the reason in the report."""
-    from safetune.errors import SafetuneError
-    from safetune.frontend.autotuner import kernel_name
-    from safetune.frontend.decorator import take_over
-    from safetune.keys.key_names import logged
-
-    name = kernel_name(kernel)
     for part in _TUNING:
         own = part != "do_bench" and part in vars(kernel)
         if own or getattr(type(kernel), part) is not getattr(stock, part):
-            installation.refused[name] = f"{type(kernel).__name__} has a {part} of its own"
-            return None
-    try:
-        with logged():
-            tuner: Autotuner = take_over(kernel)
-    except (SafetuneError, TypeError, AttributeError, Warning) as error:
-        installation.refused[name] = str(error).partition("\n")[0]
-        return None
-    return tuner
+            reason = f"{type(kernel).__name__} has a {part} of its own"
+            break
+    else:
+        try:
+            with logged():
+                return take_over(kernel)
+        except (SafetuneError, TypeError, AttributeError, Warning) as error:
+            reason = str(error).partition("\n")[0]
+    installation.refused[kernel_name(kernel)] = reason
+    return None

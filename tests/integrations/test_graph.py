@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 
 import safetune
-from safetune.integrations.graph import Unmasked, Watch, modules_stay_loaded
+from safetune.integrations.graph import Watch, modules_stay_loaded, unmasked
 
 if TYPE_CHECKING:
     from tests.capturing import Copies, Driver, Gate
@@ -112,12 +112,12 @@ class TestExceptions:
     def test_the_body_s_comes_through_where_the_capture_cannot_be_ended(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with pytest.raises(KeyError, match="body"), Unmasked(_BadEnd()):
+        with pytest.raises(KeyError, match="body"), unmasked(_BadEnd()):
             raise KeyError("the body's")
         assert "the end's" in caplog.text
 
     def test_the_end_s_own_comes_through(self) -> None:
-        with pytest.raises(RuntimeError, match="the end's"), Unmasked(_BadEnd()):
+        with pytest.raises(RuntimeError, match="the end's"), unmasked(_BadEnd()):
             pass
 
     def test_graph_without_a_gpu_says_so(self) -> None:
