@@ -3,31 +3,13 @@
 Importing it imports neither torch nor triton; the names below do so when they are first used.
 """
 
+# ruff: noqa: F405
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from safetune.errors import (
-        CaptureError,
-        CaptureMiss,
-        InvalidConfig,
-        InvalidOperand,
-        InvalidSetting,
-        KernelNotTransferable,
-        MissingChoice,
-        NoDevice,
-        NoMemory,
-        NotReproducible,
-        NoWorkingConfig,
-        PhantomKey,
-        SafetuneError,
-        StoreError,
-        TargetError,
-        TracingError,
-        WorkerUnavailable,
-        WorkloadError,
-    )
+    from safetune.errors import *  # noqa: F403
     from safetune.frontend.autotuner import Autotuner
     from safetune.frontend.decorator import autotune, safetune
     from safetune.integrations.graph import graph
@@ -73,18 +55,21 @@ __all__ = [
     "sync",
 ]
 
-_MODULES = {
-    "miss.sync": ("sync",),
-    "frontend.autotuner": ("Autotuner",),
-    "frontend.decorator": ("autotune", "safetune"),
-    "integrations.graph": ("graph",),
-    "integrations.install": ("install",),
-    "integrations.prepare": ("prepare",),
-    "outcome": ("Outcome", "Timing", "Verdict"),
-    "launch.scratch_memory": ("scratch_allocator",),
-    "workload": ("Workload",),
+#: Where the names are that `errors` does not have.
+_HOMES = {
+    "Autotuner": "frontend.autotuner",
+    "Outcome": "outcome",
+    "Timing": "outcome",
+    "Verdict": "outcome",
+    "Workload": "workload",
+    "autotune": "frontend.decorator",
+    "graph": "integrations.graph",
+    "install": "integrations.install",
+    "prepare": "integrations.prepare",
+    "safetune": "frontend.decorator",
+    "scratch_allocator": "launch.scratch_memory",
+    "sync": "miss.sync",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -55,8 +55,6 @@ class NoMemory(WorkerUnavailable):
         needed_bytes: free device memory that another attempt needs at least; 0 if unknown.
     """
 
-    needed_bytes: int = 0
-
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes

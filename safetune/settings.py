@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import platformdirs
 
@@ -77,13 +77,6 @@ _SIZE = re.compile(r"([0-9]+)\s*(?:([KMG])(?:iB)?)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def parse_switch(name: str, value: str) -> bool:
-    """Return whether `value` is 1; raises `InvalidSetting` unless it is 0 or 1."""
-    if value not in ("0", "1"):
-        raise InvalidSetting(f"{name}={value!r} is not known; use one of: 0, 1")
-    return value == "1"
-
-
 def parse_size(name: str, value: str) -> int:
     """Return a size in bytes, e.g. of `4096` or `512MiB`; raises `InvalidSetting`."""
     match = _SIZE.fullmatch(value.strip())
@@ -113,17 +106,12 @@ class SharedKind(str, Enum):
     OBJECTS = "objects"
 
 
-#: The URL schemes that safetune opens itself; fsspec opens every other one.
-_SCHEMES = {
-    "file": SharedKind.DIRECTORY,
-    "postgresql": SharedKind.POSTGRES,
-    "postgres": SharedKind.POSTGRES,
-}
-
-
 def shared_kind(url: str) -> SharedKind:
-    """Return the kind of shared store that a URL names."""
-    return _SCHEMES.get(url.partition("://")[0], SharedKind.OBJECTS)
+    """Return the kind of shared store that a URL names; fsspec opens every scheme but ours."""
+    scheme = url.partition("://")[0]
+    if scheme in ("postgresql", "postgres"):
+        return SharedKind.POSTGRES
+    return SharedKind.DIRECTORY if scheme == "file" else SharedKind.OBJECTS
 
 
 def check_url(url: str) -> str:
@@ -168,26 +156,18 @@ def display_url(url: str) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """The process-wide settings.
+    """The process-wide settings; docs/configuration.md describes the variables.
 
     Attributes:
-        mode: SAFETUNE_MODE, default `tune`.
-        phantom: SAFETUNE_PHANTOM, default `drop`; a decorator's `phantom=` wins over it.
-        capture_miss: SAFETUNE_CAPTURE_MISS, default `fallback`; a decorator's `capture_miss=` wins.
-        cache_dir: SAFETUNE_CACHE_DIR, else `$XDG_CACHE_HOME/safetune`, else `~/.cache/safetune`.
         world_size: WORLD_SIZE, which torchrun sets, or that of torch.distributed where it is
             initialised. Over 1, a process keeps the config that it launched for a key until
             `safetune.sync()`.
-        copy_limit: SAFETUNE_COPY_LIMIT in bytes, default 2 GiB: when a call's tensors are larger,
-            float ones are drawn at random in the child instead of being copied.
-        packs: SAFETUNE_PACKS, directories of packs, in the order of the search.
-        shared: SAFETUNE_SHARED, the URL of a store that several nodes share; empty for none.
+        copy_limit: in bytes.
+        packs: directories, in the order of the search.
+        shared: a URL; empty for none.
         local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: the number of processes on this
             node; default: all.
-        wait_s: SAFETUNE_WAIT, default 120: seconds that this process waits in total for tunings of
-            other processes.
-        fast_launch: SAFETUNE_FAST_LAUNCH, default on: whether a call whose kernel is compiled is
-            launched by generated code, and not by Triton's own.
+        wait_s: seconds that this process waits in total for tunings of other processes.
     """
 
     mode: Mode
@@ -205,38 +185,29 @@ class Settings:
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        env = os.environ
-        explicit = env.get("SAFETUNE_CACHE_DIR")
-        world_size = max(_number(env.get("WORLD_SIZE")), _distributed_size())
-        directory = Path(os.path.expanduser(explicit)) if explicit else _default_cache_dir()
+        directory = _get("SAFETUNE_CACHE_DIR")
+        world_size = max(_number(_get("WORLD_SIZE")), _distributed_size())
         return cls(
-            mode=parse_choice(Mode, "SAFETUNE_MODE", env.get("SAFETUNE_MODE") or "tune"),
+            mode=parse_choice(Mode, "SAFETUNE_MODE", _get("SAFETUNE_MODE", "tune")),
             phantom=parse_choice(
-                PhantomPolicy, "SAFETUNE_PHANTOM", env.get("SAFETUNE_PHANTOM") or "drop"
+                PhantomPolicy, "SAFETUNE_PHANTOM", _get("SAFETUNE_PHANTOM", "drop")
             ),
-            cache_dir=directory,
+            cache_dir=Path(os.path.expanduser(directory)) if directory else _default_cache_dir(),
             world_size=world_size,
             capture_miss=parse_choice(
                 CaptureMissPolicy,
                 "SAFETUNE_CAPTURE_MISS",
-                env.get("SAFETUNE_CAPTURE_MISS") or "fallback",
+                _get("SAFETUNE_CAPTURE_MISS", "fallback"),
             ),
-            copy_limit=parse_size("SAFETUNE_COPY_LIMIT", env.get("SAFETUNE_COPY_LIMIT") or "2GiB"),
-            packs=_directories(env.get("SAFETUNE_PACKS") or ""),
-            shared=check_url(env.get("SAFETUNE_SHARED") or ""),
-            local_world_size=_number(env.get("LOCAL_WORLD_SIZE") or str(world_size)),
-            wait_s=parse_seconds("SAFETUNE_WAIT", env.get("SAFETUNE_WAIT") or "120"),
-            fast_launch=launches_fast(),
+            copy_limit=parse_size("SAFETUNE_COPY_LIMIT", _get("SAFETUNE_COPY_LIMIT", "2GiB")),
+            packs=tuple(
+                Path(part).expanduser() for part in _get("SAFETUNE_PACKS").split(os.pathsep) if part
+            ),
+            shared=check_url(_get("SAFETUNE_SHARED")),
+            local_world_size=_number(_get("LOCAL_WORLD_SIZE", str(world_size))),
+            wait_s=parse_seconds("SAFETUNE_WAIT", _get("SAFETUNE_WAIT", "120")),
+            fast_launch=_switch("SAFETUNE_FAST_LAUNCH", _get("SAFETUNE_FAST_LAUNCH", "1")),
         )
-
-
-def launches_fast() -> bool:
-    """Return whether SAFETUNE_FAST_LAUNCH allows generated code to launch; it does by default.
-
-    Raises:
-        InvalidSetting: it is neither `1` nor `0`.
-    """
-    return parse_switch("SAFETUNE_FAST_LAUNCH", os.environ.get("SAFETUNE_FAST_LAUNCH") or "1")
 
 
 def installs() -> bool:
@@ -245,27 +216,31 @@ def installs() -> bool:
     Raises:
         InvalidSetting: it is neither `1` nor `0`.
     """
-    return parse_switch("SAFETUNE_INSTALL", os.environ.get("SAFETUNE_INSTALL") or "0")
+    return _switch("SAFETUNE_INSTALL", _get("SAFETUNE_INSTALL", "0"))
+
+
+def _get(name: str, default: str = "") -> str:
+    """Return a variable; an empty one is as one that is not set."""
+    return os.environ.get(name) or default
+
+
+def _switch(name: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise InvalidSetting(f"{name}={value!r} is not known; use one of: 0, 1")
+    return value == "1"
 
 
 def _distributed_size() -> int:
-    """Return the number of ranks by torch.distributed; srun and MPI set no WORLD_SIZE."""
-    if "torch.distributed" not in sys.modules:
-        return 1
-    distributed = sys.modules["torch.distributed"]
+    """Return the number of ranks by torch.distributed, or 1; srun and MPI set no WORLD_SIZE."""
+    distributed: Any = sys.modules.get("torch.distributed")
     # The function is missing in builds of torch without it, and during the import.
-    if not hasattr(distributed, "is_initialized") or not distributed.is_initialized():
-        return 1
-    return int(distributed.get_world_size())
+    initialised = getattr(distributed, "is_initialized", bool)()
+    return int(distributed.get_world_size()) if initialised else 1
 
 
-def _number(text: str | None) -> int:
+def _number(text: str) -> int:
     """Return the number in a variable that is not ours; 1 where it is not a number."""
-    return int(text) if text and text.isdecimal() else 1
-
-
-def _directories(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+    return int(text) if text.isdecimal() else 1
 
 
 def _default_cache_dir() -> Path:

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from safetune import triton_internals
 from safetune.launch import fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN, CallForm, Tuner, named_arguments
-from safetune.settings import launches_fast
+from safetune.settings import Settings
 
 #: The most compiled kernels that one kind of call remembers. After that all are forgotten at once,
 #: and found again.
@@ -112,7 +112,7 @@ class FastPath:
 
 def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPath | None:
     """Return the fast path for calls like this one; None where Triton's own path is needed."""
-    if not launches_fast():
+    if not Settings.current().fast_launch:
         return None
     jit, heuristics = _below(tuner.fn)
     if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
