@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from safetune.verify.clock import NEVER
 from safetune.verify.memory import Memory, View
 from safetune.verify.report import Finding, Kind, Place, Program, Written, line_text
-from safetune.verify.watch import Access, Clash, Stray, Times, Watch
+from safetune.verify.watch import CLASHES, NEVER, Access, Stray, Times, Watch
 
 #: How many elements a finding names; of different rows, if it has several.
 _MOST_PLACES = 3
@@ -18,26 +17,14 @@ _MOST_PLACES = 3
 
 def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
     """Return the findings, the worst first."""
-    strays = list(_outside(memory, watch))
     groups = list(_groups(memory.views))
-    clashes = [
-        finding
-        for clash in Clash
-        for name, view in groups
-        if (finding := _clash(clash, name, view, watch)) is not None
-    ]
-    gaps = [
-        finding
-        for number in range(len(memory.regions))
-        if (finding := _gap(memory, watch, number)) is not None
-    ]
-    unwritten = [
-        finding
-        for name, view in groups
-        if set(name.split(", ")) & set(outputs)
-        if (finding := _unwritten(name, view, watch)) is not None
-    ]
-    return (*strays, *gaps, *clashes, *unwritten)
+    found = (
+        *_outside(memory, watch),
+        *(_gap(memory, watch, number) for number in range(len(memory.regions))),
+        *(_clash(clash, name, view, watch) for clash in CLASHES for name, view in groups),
+        *(_unwritten(name, view, watch) for name, view in groups if _is_of(name, outputs)),
+    )
+    return tuple(finding for finding in found if finding is not None)
 
 
 def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Written, ...]:
@@ -45,9 +32,13 @@ def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Wr
     found = []
     for name, view in _groups(memory.views):
         written = int(_elements(view, watch, _is_written(watch.times[view.region])).sum())
-        if written or set(name.split(", ")) & set(outputs):
+        if written or _is_of(name, outputs):
             found.append(Written(name, view.elements, written))
     return tuple(found)
+
+
+def _is_of(name: str, outputs: Sequence[str]) -> bool:
+    return not set(name.split(", ")).isdisjoint(outputs)
 
 
 def _groups(views: Sequence[View]) -> Iterator[tuple[str, View]]:
@@ -60,17 +51,17 @@ def _groups(views: Sequence[View]) -> Iterator[tuple[str, View]]:
         yield ", ".join(dict.fromkeys(view.name for view in same)), same[0]
 
 
-def _clash(clash: Clash, name: str, view: View, watch: Watch) -> Finding | None:
+def _clash(clash: Kind, name: str, view: View, watch: Watch) -> Finding | None:
     times = watch.times[view.region]
     if not times.clashes[clash].any():
         return None
     mask = _elements(view, watch, times.clashes[clash])
     places = tuple(_clash_place(clash, view, index, watch) for index in _some(mask))
-    found = _finding(Kind(clash.value), name, mask, places)
+    found = _finding(clash, name, mask, places)
     return None if found is None else replace(found, most_programs=_most(clash, view, watch))
 
 
-def _most(clash: Clash, view: View, watch: Watch) -> int:
+def _most(clash: Kind, view: View, watch: Watch) -> int:
     """Return the most programs in the log of one granule of an argument; 0 if it has no log."""
     times = watch.times[view.region]
     inside = np.zeros(len(times.stored), dtype=bool)
@@ -88,7 +79,7 @@ def _most(clash: Clash, view: View, watch: Watch) -> int:
     return int(np.unique(pairs[0], return_counts=True)[1].max())
 
 
-def _clash_place(clash: Clash, view: View, index: tuple[int, ...], watch: Watch) -> Place:
+def _clash_place(clash: Kind, view: View, index: tuple[int, ...], watch: Watch) -> Place:
     """Return an element with the programs and lines that the log has for it."""
     times = watch.times[view.region]
     offset = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))

@@ -72,16 +72,16 @@ class Region:
     nbytes: int
 
 
+@dataclass(frozen=True)
 class Address:
-    """What a kernel gets instead of a tensor."""
+    """What a kernel gets instead of a tensor: a made-up address."""
 
-    def __init__(self, address: int, dtype: Any) -> None:
-        self._address = address
-        self.dtype = dtype
+    address: int
+    dtype: Any
 
     def data_ptr(self) -> int:
-        """Return the made-up address."""
-        return self._address
+        """Return the address, as of a tensor."""
+        return self.address
 
 
 class Memory:
@@ -93,25 +93,23 @@ class Memory:
 
     def __init__(self, arguments: Mapping[str, Any], reachable: Sequence[torch.Tensor]) -> None:
         named = {**arguments, "reachable": tuple(reachable)}
-        leaves = [leaf for name, value in named.items() for leaf in _tensors(name, value)]
+        leaves = [leaf for argument in named.items() for leaf in _tensors(*argument)]
         tensors = [tensor for _, tensor in leaves]
         self._spans = merged_spans(tensors)
         self._copies: list[torch.Tensor] = []
-        self._buffers: list[torch.Tensor] = []
         self.regions: list[Region] = []
-        for index, span in enumerate(self._spans):
-            self._add(index, span)
+        for span in self._spans:
+            self._add(span)
         specs = [tensor_spec(tensor, self._spans) for tensor in tensors]
         for tensor in {span_of(tensor): tensor for tensor in tensors}.values():
             self._fill(tensor)
         self.views = [_view(name, spec) for (name, _), spec in zip(leaves, specs, strict=True)]
 
-    def _add(self, index: int, span: Span) -> None:
+    def _add(self, span: Span) -> None:
         buffer = torch.zeros(span.size + _ALIGNMENT, dtype=torch.uint8)
         begin = (span.start - buffer.data_ptr()) % _ALIGNMENT
         copy = buffer[begin : begin + span.size]
-        address = _FIRST + index * _SPACING + span.start % _ALIGNMENT
-        self._buffers.append(buffer)
+        address = _FIRST + len(self.regions) * _SPACING + span.start % _ALIGNMENT
         self._copies.append(copy)
         self.regions.append(Region(address, buffer.data_ptr() + begin, span.start, span.size))
 
@@ -139,13 +137,11 @@ class Memory:
         return _mapped(value, self._address_of)
 
     def _address_of(self, tensor: torch.Tensor) -> Address:
-        pointer = tensor.data_ptr()
-        for buffer, region in zip(self._buffers, self.regions, strict=True):
-            if tensor.untyped_storage().data_ptr() == buffer.data_ptr():
-                begin = tensor.storage_offset() * tensor.element_size()
-                inside = begin - (region.real - buffer.data_ptr())
-                return Address(region.address + inside, tensor.dtype)
-        raise AssertionError(f"no copy at {pointer:#x}")
+        # Not `data_ptr()`, which is 0 for a tensor without elements.
+        begin = tensor.storage_offset() * tensor.element_size()
+        inside = tensor.untyped_storage().data_ptr() + begin
+        region = next(r for r in self.regions if r.real <= inside <= r.real + r.nbytes)
+        return Address(region.address + inside - region.real, tensor.dtype)
 
     def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each address's region, or -1, and its byte offset there, which may be outside."""
@@ -193,7 +189,7 @@ def _mapped(value: Any, change: Any) -> Any:
     if _is_wrapper(value):  # triton.reinterpret
         base = _mapped(value.base, change)
         if isinstance(base, Address):
-            return Address(base.data_ptr(), value.dtype)
+            return Address(base.address, value.dtype)
         return type(value)(base, value.dtype)
     return value
 

@@ -72,10 +72,9 @@ class Finding:
     """A finding about one argument.
 
     Attributes:
-        argument: its name; several names, joined by a comma, for the same view of one storage;
+        argument: its name, or several names, joined by a comma, for the same view of one storage;
             empty for addresses outside every argument.
-        elements: the number of elements.
-        rows: the number of rows: of different indices without the last dimension.
+        rows: the number different indices without the last dimension.
         places: a few of the elements.
         access: for `OUTSIDE`, the access that was tried: read, store, atomic.
         most_programs: if several programs access an element, the most at one element.
@@ -90,7 +89,7 @@ class Finding:
     most_programs: int = 0
 
     def __str__(self) -> str:
-        count = f"{self.elements} element{'s' if self.elements != 1 else ''}"
+        count = "1 element" if self.elements == 1 else f"{self.elements} elements"
         if self.rows > 1:
             count += f" in {self.rows} rows"
         what = _WORDS.get(self.kind, "")
@@ -101,9 +100,8 @@ class Finding:
             what = "written inside its storage, but outside every argument"
         if self.most_programs > 2:
             what += f", up to {self.most_programs} of them"
-        lines = [f"{self.argument or 'no argument'}: {count} {what}"]
-        lines += [f"    {place}" for place in self.places]
-        return "\n".join(lines)
+        first = f"{self.argument or 'no argument'}: {count} {what}"
+        return "\n    ".join([first, *map(str, self.places)])
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,7 @@ class OverlapReport:
     """The result of `check_overlap`.
 
     Attributes:
-        kernel: the name of the function.
         config: of a tuner, the config as text; else empty.
-        grid: its three sizes.
-        findings: empty if the check passes.
         written: the arguments that were written, or are in `outputs`.
         idle_programs: programs that wrote nothing, which may be right.
     """
@@ -150,7 +145,8 @@ class OverlapReport:
 
     def data(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""
-        return {"ok": self.ok, **json.loads(json.dumps(dataclasses.asdict(self), default=_value))}
+        plain = json.dumps(dataclasses.asdict(self), default=lambda kind: kind.value)
+        return {"ok": self.ok, **json.loads(plain)}
 
     def __str__(self) -> str:
         sizes = " x ".join(map(str, self.grid))
@@ -191,7 +187,3 @@ def _ids(program: Program) -> str:
     while len(ids) > 1 and not ids[-1]:
         ids.pop()
     return str(ids[0]) if len(ids) == 1 else f"({', '.join(map(str, ids))})"
-
-
-def _value(item: Any) -> Any:
-    return item.value

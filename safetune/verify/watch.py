@@ -25,12 +25,49 @@ from enum import Enum
 import numpy as np
 
 from safetune.errors import NotInterpretable
-from safetune.verify.clock import NEVER, Clock
 from safetune.verify.interpretation import is_machinery
 from safetune.verify.memory import Memory
+from safetune.verify.report import Kind
 
 #: Clashes in a region beyond this are counted, and no longer kept to name their programs.
 _MAX_LOGGED = 1 << 22
+
+
+#: The time of an access that never happened.
+NEVER = -1
+
+
+@dataclass(frozen=True)
+class Clock:
+    """For each program, the time up to which its accesses come before.
+
+    Only programs between the first and the last known program have an entry, because a grid has
+    many programs, and each may release an element of its own.
+
+    Attributes:
+        first: the number of the program with the first entry.
+    """
+
+    first: int
+    times: np.ndarray
+
+    def at(self, programs: np.ndarray) -> np.ndarray:
+        """Return the times of some programs; `NEVER` for unknown programs."""
+        places = programs - self.first
+        known = (places >= 0) & (places < len(self.times))
+        return np.where(known, self.times[np.where(known, places, 0)], NEVER)
+
+    def joined(self, other: Clock | None) -> Clock:
+        """Return the clock of a program that has seen everything that both have seen."""
+        if other is None:
+            return self
+        first = min(self.first, other.first)
+        end = max(clock.first + len(clock.times) for clock in (self, other))
+        times = np.full(end - first, NEVER, dtype=np.int64)
+        for clock in (self, other):
+            part = times[clock.first - first :][: len(clock.times)]
+            np.maximum(part, clock.times, out=part)
+        return Clock(first, times)
 
 
 class Access(Enum):
@@ -42,25 +79,20 @@ class Access(Enum):
     POLL = "poll"
 
 
-class Clash(Enum):
-    """Pairs of accesses by two programs to one element that need an order between them."""
-
-    OVERLAP = "overlap"
-    MIXED = "mixed"
-    READ_WRITE = "read_write"
-
+#: The findings that are pairs of accesses by two programs which need an order between them.
+CLASHES = (Kind.OVERLAP, Kind.MIXED, Kind.READ_WRITE)
 
 #: For each access, the earlier accesses (arrays of `Times`) of another program that clash with it.
-_RIVALS: dict[Access, dict[Clash, tuple[str, ...]]] = {
-    Access.READ: {Clash.READ_WRITE: ("stored", "first_update", "last_update")},
+_RIVALS: dict[Access, dict[Kind, tuple[str, ...]]] = {
+    Access.READ: {Kind.READ_WRITE: ("stored", "first_update", "last_update")},
     Access.STORE: {
-        Clash.OVERLAP: ("stored",),
-        Clash.MIXED: ("first_update", "last_update"),
-        Clash.READ_WRITE: ("first_read", "last_read"),
+        Kind.OVERLAP: ("stored",),
+        Kind.MIXED: ("first_update", "last_update"),
+        Kind.READ_WRITE: ("first_read", "last_read"),
     },
     Access.ATOMIC: {
-        Clash.MIXED: ("stored",),
-        Clash.READ_WRITE: ("first_read", "last_read"),
+        Kind.MIXED: ("stored",),
+        Kind.READ_WRITE: ("first_read", "last_read"),
     },
 }
 
@@ -81,8 +113,8 @@ class Times:
         self.stored, self.first_update, self.last_update, self.first_read, self.last_read = (
             np.full(count, NEVER, dtype=np.int32) for _ in _MOMENTS
         )
-        self.clashes = {kind: np.zeros(count, dtype=bool) for kind in Clash}
-        self.log: list[tuple[Clash, np.ndarray, np.ndarray, int]] = []
+        self.clashes = {kind: np.zeros(count, dtype=bool) for kind in CLASHES}
+        self.log: list[tuple[Kind, np.ndarray, np.ndarray, int]] = []
         self.logged = 0
 
     def indices(self, offsets: np.ndarray, itemsize: int) -> np.ndarray:
@@ -194,7 +226,10 @@ class Watch:
         Raises:
             NotInterpretable: the launch takes longer than its limit.
         """
-        now = self._tick()
+        line = _kernel_line()
+        self.check_time(line)
+        now = len(self.lines)
+        self.lines.append(line)
         alone = int(addresses.flat[0]) if addresses.size == 1 and active.all() else None
         real, allowed = np.zeros_like(addresses), np.zeros(addresses.shape, dtype=bool)
         numbers, offsets = self._memory.locate(addresses)
@@ -213,17 +248,11 @@ class Watch:
                 self.strays.append(Stray(access, int(number), places[lanes], itemsize, now))
         if access in (Access.STORE, Access.ATOMIC) and active.any():
             self.storing.add(self._program)
-        if acquires and alone is not None:  # too late for this access: it may have been the first
-            self._acquire(alone)
+        if acquires and alone in self._released:  # too late for this access: it may be the first
+            self._seen = self._released[alone].joined(self._seen)
         if releases and alone is not None:
             self._release(alone, now)
         return real, allowed
-
-    def _tick(self) -> int:
-        line = _kernel_line()
-        self.check_time(line)
-        self.lines.append(line)
-        return len(self.lines) - 1
 
     def _touch(
         self, access: Access, times: Times, offsets: np.ndarray, itemsize: int, now: int
@@ -243,7 +272,7 @@ class Watch:
         (times.last_read if reads else times.last_update)[where] = now
 
     def _clash(
-        self, clash: Clash, times: Times, where: np.ndarray, earlier: np.ndarray, now: int
+        self, clash: Kind, times: Times, where: np.ndarray, earlier: np.ndarray, now: int
     ) -> None:
         """Log the granules where an earlier access was another program's, and not ordered."""
         prior = earlier[where]
@@ -257,12 +286,6 @@ class Watch:
         if times.logged < _MAX_LOGGED and where.size:
             times.logged += where.size
             times.log.append((clash, where, prior, now))
-
-    def _acquire(self, address: int) -> None:
-        """Adopt the clock that programs released through this address."""
-        released = self._released.get(address)
-        if released is not None:
-            self._seen = released.joined(self._seen)
 
     def _release(self, address: int, now: int) -> None:
         mine = Clock(self._program, np.array([now], dtype=np.int64)).joined(self._seen)
