@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import platformdirs
 
@@ -232,7 +232,9 @@ def _switch(name: str, value: str) -> bool:
 
 def _distributed_size() -> int:
     """Return the number of ranks by torch.distributed, or 1; srun and MPI set no WORLD_SIZE."""
-    distributed: Any = sys.modules.get("torch.distributed")
+    if "torch.distributed" not in sys.modules:
+        return 1
+    distributed = sys.modules["torch.distributed"]
     # The function is missing in builds of torch without it, and during the import.
     initialised = getattr(distributed, "is_initialized", bool)()
     return int(distributed.get_world_size()) if initialised else 1
