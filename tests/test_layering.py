@@ -187,6 +187,23 @@ def _imported(module: Module, node: ast.AST) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+def test_only_the_command_imports_verify() -> None:
+    """It is there for people who write kernels: no launch and no tuning may depend on it."""
+    importing = {
+        module.name
+        for module in product().values()
+        for imported, _ in product_imports(module)
+        if imported.unit == "verify" and module.unit != "verify"
+    }
+    assert importing == {"safetune.cli.verify"}
+
+
+def test_the_top_level_is_the_folders_and_few_modules() -> None:
+    """A file here has no folder, so the architecture page has to explain it on its own."""
+    modules = sorted(path.name for path in (ROOT / "safetune").glob("*.py"))
+    assert len(modules) <= 12, modules
+
+
 def test_there_is_no_import_cycle_even_of_types() -> None:
     """Modules that know each other's types cannot be read one after the other."""
     graph = {

@@ -5,7 +5,9 @@ A new Triton that changes one of these fails here, with the name of what to mend
 
 from __future__ import annotations
 
+import inspect
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +55,19 @@ def jit() -> Any:
     """A compiled kernel's function, not an interpreted one's."""
     with launching_on(None, active=Machine()):
         yield JITFunction(scale)
+
+
+def test_every_function_has_a_contract_test_here() -> None:
+    """A new one is a new part of Triton that may change, so it needs a test that says so."""
+    public = {
+        name
+        for name, value in vars(triton_internals).items()
+        if inspect.isfunction(value)
+        and value.__module__ == triton_internals.__name__
+        and not name.startswith("_")
+    }
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert {name for name in public if f"triton_internals.{name}(" not in here} == set()
 
 
 def test_this_triton_is_supported() -> None:
@@ -280,6 +295,21 @@ class TestScratchMemory:
                 assert _allocation._allocator.get()(1, 1, 0) == "user"
         finally:
             _allocation._allocator.reset(token)
+
+    def test_a_profile_allocator_is_set_where_triton_has_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Triton 3.9 has one of its own, which is kept."""
+        own = getattr(_allocation, "has_profile_allocator", None)
+        allocators: list[Any] = [_allocation.NullAllocator()]
+        monkeypatch.setattr(
+            _allocation, "_profile_allocator", SimpleNamespace(get=lambda: allocators[-1])
+        )
+        monkeypatch.setattr(_allocation, "set_profile_allocator", allocators.append)
+        triton_internals.set_default_profile_allocator(print)
+        assert allocators[1:] == ([] if own else [print])
+        triton_internals.set_default_profile_allocator(repr)
+        assert allocators[1:] == ([] if own else [print]), "the first one stays"
 
 
 class TestReplacedFunctions:

@@ -35,6 +35,7 @@ from safetune.keys.tuning_key import Device, Toolchain, TuningKey
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.requests import TuningRequest
+from tests.backends import FakeBackend, launching_on
 
 pytestmark = pytest.mark.internals
 
@@ -42,17 +43,15 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture(autouse=True)
-def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+def h100() -> Iterator[None]:
     """Triton's launch path asks for the device, stream and target; there is no driver here."""
-    from triton.runtime import driver
-
-    monkeypatch.setattr(child_handle, "check_device", lambda index: None)
     made = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: TARGET,
     )
-    monkeypatch.setattr(type(driver), "active", made, raising=False)
+    with launching_on(FakeBackend(), "cuda", active=made):
+        yield
 
 
 @pytest.fixture(autouse=True)
