@@ -1,8 +1,7 @@
-"""Waiting for other processes: pauses that grow, and locks on files."""
+"""Waiting for other processes: pauses that grow."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -30,20 +29,3 @@ def tries(
         if left_s <= 0:
             return
         time.sleep(max(0.0, min(pause_s, end - clock())))
-
-
-def flock(descriptor: int, exclusive: bool, wait_s: float) -> bool:
-    """Lock an open file; False where others still have it after `wait_s`.
-
-    Raises:
-        OSError: its file system has no locks.
-        ImportError: this platform has none.
-    """
-    import fcntl
-
-    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-    for _ in tries(wait_s, 0.001, 0.1):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return True
-    return False

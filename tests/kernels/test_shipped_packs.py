@@ -13,7 +13,7 @@ import torch
 from safetune.config import config_digest, config_record, declared_digest
 from safetune.kernels import launches
 from safetune.offline.tasks import OfflineKernel, find_kernels
-from safetune.store.packs import pack_format
+from safetune.store.packs import packs
 from safetune.store.packs.packs import name_of, read_pack, shipped
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def problems(directory: Path) -> list[str]:
         for entry in read_pack(path):
             kernel = kernels.get(entry.key.kernel_name)
             found += [f"{path.name}: {text}" for text in _problems_of(entry, kernel)]
-        if path.read_text() != pack_format.dump(read_pack(path)):
+        if path.read_text() != packs.dump(read_pack(path)):
             found.append(f"{path.name}: not as export writes it")
         if {name_of(entry) for entry in read_pack(path)} != {path.name}:
             found.append(f"{path.name}: not under the name by which it is found")
@@ -118,7 +118,7 @@ def choices_for() -> Any:
             6,
             1.0,
         )
-        return pack_format.checked(StoredChoice(key, choice))
+        return packs.checked(StoredChoice(key, choice))
 
     return make
 
@@ -136,7 +136,7 @@ def choices_for() -> Any:
 def test_it_can_fail(choices_for: Any, tmp_path: Path, changes: Any, problem: str | None) -> None:
     kernel = shipped_kernels()["layer_norm_finalize_kernel"]
     entry = choices_for(kernel, **changes)
-    (tmp_path / name_of(entry)).write_text(pack_format.dump([entry]))
+    (tmp_path / name_of(entry)).write_text(packs.dump([entry]))
     found = problems(tmp_path)
     assert [problem in text for text in found] == [True] if problem else found == []
 
@@ -145,13 +145,13 @@ def test_a_choice_of_what_is_not_tried_any_more(choices_for: Any, tmp_path: Path
     kernel = shipped_kernels()["layer_norm_backward_kernel"]
     (wide,) = (c for c in kernel.tuner.configs if c.num_warps == 16 and c.kwargs["LOAD_AGAIN"])
     entry = choices_for(kernel, config=config_record(wide))
-    (tmp_path / name_of(entry)).write_text(pack_format.dump([entry]))
+    (tmp_path / name_of(entry)).write_text(packs.dump([entry]))
     assert ["does not try that config" in text for text in problems(tmp_path)] == [True]
 
 
 def test_other_ways_to_fail(choices_for: Any, tmp_path: Path) -> None:
     kernel = shipped_kernels()["layer_norm_finalize_kernel"]
-    text = pack_format.dump([choices_for(kernel)])
+    text = packs.dump([choices_for(kernel)])
     (tmp_path / "renamed.json").write_text(text.replace("  ", " "))
     (tmp_path / "gone.json").write_text(text.replace(kernel.name, "gone"))
     assert [each.partition(": ")[2] for each in problems(tmp_path)] == [

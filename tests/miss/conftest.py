@@ -16,7 +16,7 @@ from safetune import safetune
 from safetune.config import config_digest, config_record
 from safetune.launch.key_state import KeyState, KeyStates
 from safetune.miss.resolve import Miss
-from safetune.store.packs import exchange, pack_format
+from safetune.store.packs import exchange, packs
 from safetune.store.packs.packs import name_of, read_pack
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
@@ -106,7 +106,7 @@ class Packed:
         )
         of_choice = {name: changes.pop(name) for name in tuple(changes) if hasattr(choice, name)}
         key = replace(KeyRecord.of(request.key), **changes)
-        entry = pack_format.checked(StoredChoice(key, replace(choice, **of_choice)))
+        entry = packs.checked(StoredChoice(key, replace(choice, **of_choice)))
         path = self.directory / name_of(entry)
         others = read_pack(path) if path.exists() else []
         exchange.write_pack(exchange.merged([entry], others), path)

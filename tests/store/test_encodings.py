@@ -16,7 +16,7 @@ from safetune.keys import encoding
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
-from safetune.store.packs import exchange, pack_format
+from safetune.store.packs import exchange, packs
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.store.shared import record as shared_record
 
@@ -67,7 +67,7 @@ def through_every_encoding(entry: StoredChoice, store: Store) -> None:
     store.put_choice(entry.choice)
     (row,) = store.choices()
     record = shared_record.decode(shared_record.encode(row))
-    (packed,) = pack_format.load(pack_format.dump([row]).encode())
+    (packed,) = packs.load(packs.dump([row]).encode())
     assert facts(row) == facts(record) == facts(packed) == facts(entry)
     store.clear("add")
     assert exchange.import_into(store, [packed]).new == 1

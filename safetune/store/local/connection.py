@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.errors import StoreError
-from safetune.store.local import db_files, migrations, read_only
+from safetune.store.local import db_files, migrations
 from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import RecordError
 from safetune.store.waiting import tries
@@ -195,7 +195,10 @@ class ReadOnlyConnection(Connection):
     def reading(self) -> Iterator[sqlite3.Connection]:
         """The database, for plain SELECTs; raises `StoreError`."""
         assert self.path is not None
-        with self._failures("read"), contextlib.closing(read_only.connect(self.path)) as connection:
+        with (
+            self._failures("read"),
+            contextlib.closing(_connect_read_only(self.path)) as connection,
+        ):
             yield connection
 
     @contextlib.contextmanager
@@ -214,7 +217,7 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     for last in (False, False, False, True):
         if path.exists() and not os.access(path.parent, os.W_OK):  # where SQLite must write
             db_files.check(path)
-            return read_only.connect(path), None
+            return _connect_read_only(path), None
         db_files.make_directory(path)
         try:
             with db_files.unmoved(path):
@@ -237,9 +240,46 @@ def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
     raise StoreError("other processes replace it again and again")
 
 
-def _plain(path: Path | str) -> sqlite3.Connection:
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    """Open a database file that is never written to: no lock file, no log, no migration.
+
+    SQLite writes files beside a database in WAL mode, even to read it. If there is no log, the file
+    is opened as immutable: no file is made beside it. If there is a log, a writer has made the
+    files that a reader needs; if those are gone, a private copy is read.
+    """
+    path = path.absolute()
+    path.stat()  # SQLite's own message does not say that the file is missing
+    log = path.with_name(f"{path.name}-wal")
+    if not (log.exists() and log.stat().st_size):
+        return _readable(f"{path.as_uri()}?immutable=1")
+    try:
+        return _readable(f"{path.as_uri()}?mode=ro")
+    except sqlite3.OperationalError:
+        return _copied(path, log)
+
+
+def _copied(path: Path, log: Path) -> sqlite3.Connection:
+    """A copy in memory of a database with its log."""
+    import shutil
+    import tempfile
+
+    memory = _plain(":memory:")
+    with tempfile.TemporaryDirectory(prefix="safetune-") as folder:
+        for file in (path, log):
+            shutil.copyfile(file, Path(folder) / file.name)
+        with contextlib.closing(_readable((Path(folder) / path.name).as_uri())) as copied:
+            memory.text_factory = copied.text_factory
+            copied.backup(memory)
+    return memory
+
+
+def _readable(uri: str) -> sqlite3.Connection:
+    return migrations.prepared(_plain(uri, is_uri=True), migrations.check_readable)
+
+
+def _plain(path: Path | str, is_uri: bool = False) -> sqlite3.Connection:
     return sqlite3.connect(
-        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=is_uri
     )
 
 

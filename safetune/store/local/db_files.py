@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetune.errors import StoreError
-from safetune.store.waiting import flock
+from safetune.store.waiting import tries
 
 #: Beside `safetune.db`: the files that belong to it while it is open, the lock for moving it, and
 #: the file whose bytes are the locks of keys.
@@ -159,9 +159,16 @@ def moved(path: Path) -> list[Path]:
 @contextlib.contextmanager
 def _locked(path: Path, exclusive: bool) -> Iterator[None]:
     """The lock for moving a database. Its file stays: deleting a lock file breaks the lock."""
+    import fcntl
+
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     descriptor = open_lock(path.with_name(path.name + LOCK))
     try:
-        if not flock(descriptor, exclusive, _WAIT_S):
+        for _ in tries(_WAIT_S, 0.001, 0.1):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+        else:
             busy = "opening" if exclusive else "moving"
             raise StoreError(f"other processes have been {busy} it for {_WAIT_S:.0f} s")
         yield

@@ -16,7 +16,7 @@ from safetune.store.local.store import Store
 MOST = 10_000
 
 _PUT = (
-    f"INSERT OR IGNORE INTO call ({', '.join(name for name, _ in CALL.columns)}, checksum) "
+    f"INSERT OR IGNORE INTO call ({', '.join(CALL.columns)}, checksum) "
     f"SELECT {', '.join('?' * (len(CALL.columns) + 1))} "
     f"WHERE (SELECT count(*) FROM call) < {MOST}"
 )

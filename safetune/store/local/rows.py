@@ -45,27 +45,26 @@ class Table:
     """A table as this version reads and writes it. The history is in `migrations`.
 
     Attributes:
-        columns: (name, type) in the order of `select`; `dict` and `tuple` (of strings) are JSON
-            text.
+        columns: their types, in the order of `select`; `dict` and `tuple` (of strings) are JSON.
         build: makes the record out of a row's values.
         nullable: the columns that may be NULL, all of them or none.
     """
 
     name: str
     primary_key: tuple[str, ...]
-    columns: tuple[tuple[str, type], ...]
+    columns: dict[str, type]
     build: Callable[[dict[str, Any]], Any] = dict
     nullable: tuple[str, ...] = ()
     select: str = field(init=False)
 
     def __post_init__(self) -> None:
-        names = ", ".join(f"{self.name}.{column}" for column, _ in self.columns)
+        names = ", ".join(f"{self.name}.{column}" for column in self.columns)
         object.__setattr__(self, "select", f"SELECT {names}, {self.name}.checksum FROM {self.name}")
 
     def seal(self, values: Mapping[str, Any]) -> dict[str, Scalar]:
         """Return the row that holds `values`; raises `RecordError` naming the bad column."""
         row: dict[str, Scalar] = {}
-        for name, kind in self.columns:
+        for name, kind in self.columns.items():
             value = values.get(name)
             try:
                 if not (value is None and name in self.nullable):
@@ -85,7 +84,7 @@ class Table:
                 raise CorruptRowError("its checksum does not match")
             values = {
                 name: _read(name, kind, value, name in self.nullable)
-                for (name, kind), value in zip(self.columns, content, strict=True)
+                for (name, kind), value in zip(self.columns.items(), content, strict=True)
             }
         except (TypeError, ValueError, RecursionError) as error:
             raise CorruptRowError(str(error)) from error
@@ -126,40 +125,36 @@ def _trial(values: dict[str, Any]) -> TrialRecord:
     return TrialRecord(outcome=Outcome(**outcome), **values)
 
 
-def _columns(**types: type) -> tuple[tuple[str, type], ...]:
-    return tuple(types.items())
-
-
 KERNEL = Table(
-    "kernel", ("digest",), _columns(digest=str, name=str, source=str, file=str, line=int)
+    "kernel", ("digest",), {"digest": str, "name": str, "source": str, "file": str, "line": int}
 )
-DEVICE = Table("device", ("digest",), _columns(digest=str, record=dict))
+DEVICE = Table("device", ("digest",), {"digest": str, "record": dict})
 KEY = Table(
     "key",
     ("digest",),
-    _columns(digest=str, name=str, kernel=str, device=str, toolchain=dict, call=dict),
+    {"digest": str, "name": str, "kernel": str, "device": str, "toolchain": dict, "call": dict},
 )
 TRIAL = Table(
     "trial",
     ("key", "generation", "config_digest"),
-    _columns(key=str, generation=int, config_digest=str, config=dict)
-    + _columns(verdict=str, detail=str, message=str, stderr=str)
-    + _columns(median_ms=float, p20_ms=float, p80_ms=float, count=int, stage=str)
-    + _columns(gpu_uuid=str, marks=tuple, created=float),
+    {"key": str, "generation": int, "config_digest": str, "config": dict}
+    | {"verdict": str, "detail": str, "message": str, "stderr": str}
+    | {"median_ms": float, "p20_ms": float, "p80_ms": float, "count": int, "stage": str}
+    | {"gpu_uuid": str, "marks": tuple, "created": float},
     _trial,
     nullable=_TIMING,
 )
 CHOICE = Table(
     "choice",
     ("key", "declared", "generation"),
-    _columns(key=str, generation=int, config_digest=str, config=dict, declared=str)
-    + _columns(median_ms=float, measured=int, created=float),
+    {"key": str, "generation": int, "config_digest": str, "config": dict, "declared": str}
+    | {"median_ms": float, "measured": int, "created": float},
     lambda values: ChoiceRecord(**values),
 )
 
 #: Calls that were recorded to be tuned offline; see `recorded_calls`.
 CALL = Table(
-    "call", ("key",), _columns(key=str, name=str, place=str, arguments=dict, created=float)
+    "call", ("key",), {"key": str, "name": str, "place": str, "arguments": dict, "created": float}
 )
 
 TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE, CALL)
@@ -175,7 +170,7 @@ def key_rows(record: KeyRecord) -> tuple[tuple[Table, dict[str, Scalar]], ...]:
         (DEVICE, [record.device_digest, record.device]),
         (KEY, [*of_key, record.toolchain, record.call]),
     )
-    return tuple((t, t.seal(dict(zip(dict(t.columns), row, strict=True)))) for t, row in values)
+    return tuple((t, t.seal(dict(zip(t.columns, row, strict=True)))) for t, row in values)
 
 
 def key_record(

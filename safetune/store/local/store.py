@@ -268,7 +268,7 @@ class Store:
 
     def report_corrupt(self, table: Table, row: Sequence[Any], error: rows.CorruptRowError) -> None:
         """Log a corrupt row, once."""
-        columns = [name for name, _ in table.columns]
+        columns = list(table.columns)
         identity = tuple(row[columns.index(name)] for name in table.primary_key)
         if (table.name, *identity) not in self._reported:
             self._reported.add((table.name, *identity))
@@ -296,7 +296,7 @@ def _upsert(database: Database, table: Table, row: dict[str, Scalar]) -> None:
 def _table(database: Database, table: Table) -> Any:
     """The table to write to; sqlite-utils would make up a missing one from the row."""
     found = database.table(table.name)
-    missing = {name for name, _ in table.columns} - set(found.columns_dict)
+    missing = set(table.columns) - set(found.columns_dict)
     if missing:
         raise StoreError(f"table {table.name} has no {', '.join(sorted(missing))}")
     return found

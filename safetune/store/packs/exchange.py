@@ -20,8 +20,7 @@ from safetune.outcome import Mark
 from safetune.store.local import rows
 from safetune.store.local.rows import CHOICE, Scalar, Table
 from safetune.store.local.store import DATABASE_NAME, Store
-from safetune.store.packs import pack_format
-from safetune.store.packs.packs import beginning, name_of, read_pack
+from safetune.store.packs.packs import beginning, checked, dump, name_of, read_pack
 from safetune.store.records import StoredChoice, wins
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def of_store(store: Store) -> Collected:
             found.left_out.append(f"{what}: it was timed while the program used the device")
             continue
         try:
-            found.entries.append(pack_format.checked(entry))
+            found.entries.append(checked(entry))
         except PackError as error:
             found.left_out.append(f"{what}: {error}")
     return found
@@ -139,7 +138,7 @@ def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
 
 def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
     """Write a pack in place of what is there, whole or not at all; raises `PackError`."""
-    text = pack_format.dump(entries)
+    text = dump(entries)
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with contextlib.ExitStack() as on_error:

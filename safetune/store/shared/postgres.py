@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import psycopg
-from psycopg import errors, sql
+from psycopg import errors
 
 from safetune.errors import StoreError
 from safetune.settings import display_url
@@ -25,7 +25,7 @@ from safetune.store.shared.protocol import Lease, NoLease, Unwritable
 from safetune.store.shared.record import Name
 from safetune.store.waiting import tries
 
-_STATEMENT_TIMEOUT_MS = 5000
+_TIMEOUT = "SET LOCAL statement_timeout = 5000"  # milliseconds
 
 #: Records are fetched in groups of this many: some MB.
 _TOGETHER = 2000
@@ -216,10 +216,7 @@ class Postgres:
             if self._connection is None:
                 self._connection = connect(self._url, self._connect_for_s)
             with self._connection.transaction():
-                timeout = sql.Literal(_STATEMENT_TIMEOUT_MS)
-                self._connection.execute(
-                    sql.SQL("SET LOCAL statement_timeout = {}").format(timeout)
-                )
+                self._connection.execute(_TIMEOUT)
                 yield self._connection
         except BaseException as error:
             self.close()

@@ -104,7 +104,7 @@ def test_a_row_with_a_right_checksum_and_wrong_types_is_absent(store, records):
     half = rows.trial_row(records.trial("c2")) | {"p20_ms": None}
     listed = rows.choice_row(records.choice()) | {"config": "[1]"}
     for table, row in ((rows.TRIAL, marks), (rows.TRIAL, half), (rows.CHOICE, listed)):
-        content = [row[name] for name, _ in table.columns]
+        content = [row[name] for name in table.columns]
         content.append(table.checksum(content))
         execute(store.path, f"INSERT INTO {table.name} ({', '.join(row)}) "
                 f"VALUES ({', '.join('?' * len(row))})", *content)  # fmt: skip

@@ -30,7 +30,7 @@ from safetune.settings import Settings
 from safetune.store import lookup
 from safetune.store.local import gc, rows
 from safetune.store.local.rows import CHOICE, KEY, TRIAL, Table
-from safetune.store.packs import exchange, pack_format
+from safetune.store.packs import exchange, packs
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 
 BLOCKS = (16, 32, 64)
@@ -83,7 +83,7 @@ def row_of(table: Table) -> st.SearchStrategy[dict[str, Any]]:
     right |= {"device": st.just(REQUEST.key.device.digest), "generation": st.integers(1, 3)}
     right |= {"config_digest": st.sampled_from(DIGESTS), "marks": st.just("[]"), "call": calls}
     return st.fixed_dictionaries(
-        {name: right.get(name, names) | anything for name, _ in table.columns}
+        {name: right.get(name, names) | anything for name in table.columns}
     )
 
 
@@ -101,7 +101,7 @@ def opened(tmp_path_factory) -> lookup.Lookup:
 
 def insert(connection: sqlite3.Connection, table: Table, row: dict[str, Any]) -> None:
     """With a right checksum, where there is one: it is no secret."""
-    content = [row[name] for name, _ in table.columns]
+    content = [row[name] for name in table.columns]
     try:
         checksum = table.checksum(content)
     except (TypeError, ValueError):
@@ -142,7 +142,7 @@ def test_a_run_gets_a_declared_config(opened, rows_of) -> None:
     assert gc.stats(opened.store)["trials"] <= len(rows_of)
     gc.sweep(opened.store, gc.Rule(before=2.0, triton="3", most_bytes=1), dry_run=True)
     for entry in exchange.of_store(opened.store).entries:
-        assert pack_format.load(pack_format.dump([entry]).encode()) == [entry]
+        assert packs.load(packs.dump([entry]).encode()) == [entry]
 
 
 def put(opened: lookup.Lookup, **changes: Any) -> None:

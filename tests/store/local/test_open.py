@@ -56,7 +56,7 @@ def test_the_migrations_make_the_tables_that_rows_describes(store):
     connection = sqlite3.connect(store.path)
     for table in rows.TABLES:
         found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
-        assert [name for _, name, *_ in found] == [name for name, _ in table.columns] + ["checksum"]
+        assert [name for _, name, *_ in found] == [*table.columns, "checksum"]
         order = sorted((position, name) for _, name, _, _, _, position in found if position)
         assert [name for _, name in order] == list(table.primary_key)
     connection.close()

@@ -17,7 +17,7 @@ from safetune.errors import PackError, StoreError
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import DATABASE_NAME, Store
-from safetune.store.packs import exchange, pack_format
+from safetune.store.packs import exchange, packs
 from safetune.store.packs.packs import Packs, name_of
 from safetune.store.records import TrialRecord
 
@@ -207,7 +207,7 @@ class TestNewerVersion:
 
     @pytest.fixture
     def pack(self, choices: Any, tmp_path: Path) -> Path:
-        text = pack_format.dump([choices.entry(1), choices.entry(2, median_ms=0.123)])
+        text = packs.dump([choices.entry(1), choices.entry(2, median_ms=0.123)])
         path = tmp_path / "packs" / name_of(choices.entry())
         path.parent.mkdir()
         before, last = text.replace("0.123,", "0.123456789,").rsplit('Z"', 1)
@@ -326,7 +326,7 @@ class TestWrite:
 
     def test_the_text_of_the_file(self, choices: Any, tmp_path: Path) -> None:
         exchange.write_pack(various(choices)[:2], tmp_path / "x.json")
-        expected = pack_format.dump(various(choices)[:2])
+        expected = packs.dump(various(choices)[:2])
         assert (tmp_path / "x.json").read_bytes() == expected.encode("ascii")
 
 

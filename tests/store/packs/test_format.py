@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetune.errors import PackError
-from safetune.store.packs import pack_format
-from safetune.store.packs.pack_format import dump, load
-from safetune.store.packs.packs import file_name, name_of
+from safetune.store.packs import packs
+from safetune.store.packs.packs import dump, file_name, load, name_of
 
 EXPECTED = """\
 {
@@ -62,8 +61,8 @@ def test_a_pack_has_one_fact_per_line(choices: Any) -> None:
     ]
     assert dump(entries) == EXPECTED
     assert load(EXPECTED.encode()) == [
-        pack_format.checked(choices.entry(256)),
-        pack_format.checked(choices.entry(1024, median_ms=1 / 3)),
+        packs.checked(choices.entry(256)),
+        packs.checked(choices.entry(1024, median_ms=1 / 3)),
     ]
 
 
@@ -238,7 +237,7 @@ def test_a_bad_field_is_named(path: str, value: Any, reason: str) -> None:
         (EXPECTED.replace('"measured"', '"generation"').encode(), "twice in one object"),
         (b'{"safetune_pack": ' + b"[" * 100_000, "not the JSON of a pack|too deep"),
         (EXPECTED.replace("256", "[" * 900 + "]" * 900).encode(), None),
-        (EXPECTED.encode() + b" " * pack_format.MAX_BYTES, "over 64 MiB"),
+        (EXPECTED.encode() + b" " * packs.MAX_BYTES, "over 64 MiB"),
     ],
     ids=str,
 )

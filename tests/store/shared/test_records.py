@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetune.errors import PackError
 from safetune.keys import encoding
 from safetune.store.local.rows import RecordError
-from safetune.store.packs import pack_format
+from safetune.store.packs import packs
 from safetune.store.schema import Choice
 from safetune.store.shared.record import ForeignRecord, decode, encode
 
@@ -87,9 +87,9 @@ def test_text_that_is_not_a_record_is_foreign(text: str, reason: str) -> None:
 def test_a_record_is_a_pack_of_one_choice() -> None:
     """`safetune import` takes one as it is."""
     record = make.stored(created=1700000000.0)
-    assert pack_format.load(encode(record).encode()) == [record]
+    assert packs.load(encode(record).encode()) == [record]
     with pytest.raises(PackError, match="checksum"):
-        pack_format.load(encode(record).replace("1.5", "1.4").encode())
+        packs.load(encode(record).replace("1.5", "1.4").encode())
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**64), -0.0, 0.1, 5e-324, 1e16, "\u2028", True])
