@@ -7,10 +7,12 @@ that run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from safetune.errors import InvalidOperand
 from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
@@ -34,10 +36,10 @@ class Launch(NamedTuple):
 class ForwardOutputs(NamedTuple):
     """The outputs of the forward kernel; `mean` is None for RMS norm, `residual` if not stored."""
 
-    y: torch.Tensor
-    mean: torch.Tensor | None
-    rstd: torch.Tensor
-    residual: torch.Tensor | None
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    residual: Tensor | None
 
 
 class BackwardOutputs(NamedTuple):
@@ -47,22 +49,19 @@ class BackwardOutputs(NamedTuple):
     the gradient of the residual input is `x`; `y` is None if it is not recomputed.
     """
 
-    x: torch.Tensor
-    residual: torch.Tensor | None
-    y: torch.Tensor | None
-    weight_partials: torch.Tensor | None
-    bias_partials: torch.Tensor | None
-
-
-_NO_OPERANDS: dict[str, Any] = {}
+    x: Tensor
+    residual: Tensor | None
+    y: Tensor | None
+    weight_partials: Tensor | None
+    bias_partials: Tensor | None
 
 
 def check_operands(
-    x: torch.Tensor,
+    x: Tensor,
     num_groups: int,
     matrices: dict[str, Any],
     vectors: dict[str, Any],
-    statistics: dict[str, Any] = _NO_OPERANDS,
+    statistics: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Raise `InvalidOperand` with the operand that does not match `x`, and the reason."""
     if x.ndim != 2 or num_groups < 1 or x.shape[0] % num_groups:
@@ -91,7 +90,7 @@ def check_operands(
                 check_kind(name, operand, device)
 
 
-def check_kind(name: str, operand: torch.Tensor, device: torch.device) -> None:
+def check_kind(name: str, operand: Tensor, device: torch.device) -> None:
     """Raise `InvalidOperand` unless the operand is a float tensor on the device of x.
 
     Otherwise a kernel would get an address of another device's memory, or of a meta tensor.
@@ -110,11 +109,11 @@ _programs_per_sm = functools.cache(programs_per_sm)
 
 
 def forward_launch(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
-    residual: torch.Tensor | None,
+    residual: Tensor | None,
     out_dtype: torch.dtype | None,
     residual_dtype: torch.dtype | None,
     is_rms_norm: bool,
@@ -148,12 +147,8 @@ def forward_launch(
     return outputs, Launch(grid, (*args, rows, eps), kwargs)
 
 
-def backward_plan(x: torch.Tensor, num_groups: int, multiprocessors: int | None = None) -> GridPlan:
-    """Return the grid plan of the backward kernel for `x`.
-
-    Args:
-        multiprocessors: their number; default: that of the device of `x`.
-    """
+def backward_plan(x: Tensor, num_groups: int, multiprocessors: int | None = None) -> GridPlan:
+    """Return the grid plan of the backward kernel for `x`; by default on the device of `x`."""
     rows, columns = x.shape
     count = multiprocessors or sm_count(x.device)
     return _plan(rows // num_groups, num_groups, count, columns, x.dtype)
@@ -175,13 +170,13 @@ def _plan(
 
 def backward_launch(
     plan: GridPlan,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dres: torch.Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dres: Tensor | None,
     has_residual: bool,
     is_rms_norm: bool,
     x_dtype: torch.dtype | None,
@@ -224,28 +219,24 @@ def backward_launch(
 
 def finalize_launch(
     plan: GridPlan,
-    weight_partials: torch.Tensor | None,
-    bias_partials: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], Launch]:
+    weight_partials: Tensor | None,
+    bias_partials: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[tuple[Tensor | None, Tensor | None], Launch]:
     """Return (dw, db) and the launch of `layer_norm_finalize_kernel` that writes them."""
     columns = next(p.shape[1] for p in (weight_partials, bias_partials) if p is not None)
     dw = torch.empty_like(weight) if weight is not None else None
     db = torch.empty_like(bias) if bias is not None else None
     args = (weight_partials, bias_partials, dw, db, plan.programs_per_group)
-    kwargs = {
-        "COLUMNS": columns,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": bias is not None,
-    }
+    flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
 
-    groups, parameters = plan.groups, (weight is not None) + (bias is not None)
+    groups, parameters = plan.groups, sum(flags.values())
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (-(-columns // meta["TILE_COLUMNS"]), groups, parameters)
 
-    return (dw, db), Launch(grid, args, kwargs)
+    return (dw, db), Launch(grid, args, {"COLUMNS": columns, **flags})
 
 
 def sm_count(device: torch.device) -> int:

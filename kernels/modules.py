@@ -40,12 +40,11 @@ class _Norm(nn.Module):
         self.eps = eps
         self.weight_offset = weight_offset
         self.deterministic = deterministic
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-            if bias:
-                self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        for name, wanted in (("weight", True), ("bias", bias)):
+            made = None
+            if wanted and elementwise_affine:
+                made = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+            self.register_parameter(name, made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -56,16 +55,17 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from their defaults."""
-        parts = [str(self.hidden_size)]
-        if not self.elementwise_affine:
-            parts.append("elementwise_affine=False")
-        parts.append(f"eps={self.eps}")
-        if self.weight_offset:
-            parts.append(f"weight_offset={self.weight_offset}")
-        if self.deterministic is not None:
-            parts.append(f"deterministic={self.deterministic}")
-        return ", ".join(parts)
+        """Return the sizes, eps, and the arguments that differ from their defaults."""
+        defaults = {
+            "elementwise_affine": True,
+            "is_rms_norm": type(self).is_rms_norm,
+            "eps": None,
+            "weight_offset": 0.0,
+            "deterministic": None,
+        }
+        given = {name: getattr(self, name) for name in defaults}
+        parts = [f"{name}={given[name]}" for name in defaults if given[name] != defaults[name]]
+        return ", ".join([str(self.hidden_size), *parts])
 
     def forward(
         self,
@@ -139,25 +139,14 @@ class _Grouped(_Norm):
     ) -> None:
         if num_groups < 1 or hidden_size % num_groups:
             raise InvalidOperand(f"num_groups={num_groups} must divide hidden_size={hidden_size}")
-        super().__init__(
-            hidden_size,
-            elementwise_affine,
-            bias,
-            eps,
-            device,
-            dtype,
-            weight_offset=weight_offset,
-            deterministic=deterministic,
-        )
+        given = (hidden_size, elementwise_affine, bias, eps, device, dtype)
+        super().__init__(*given, weight_offset=weight_offset, deterministic=deterministic)
         self.num_groups = num_groups
         self.is_rms_norm = is_rms_norm
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from their defaults, in FLA's order."""
-        text = super().extra_repr()
-        if self.is_rms_norm:
-            text = text.replace("eps=", "is_rms_norm=True, eps=")
-        return f"{self.num_groups}, {text}"
+        """Return the number of groups, and then as any norm."""
+        return f"{self.num_groups}, {super().extra_repr()}"
 
 
 class LayerNorm(_Norm):

@@ -13,7 +13,6 @@ an output recomputed for a linear layer, an output in place.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,19 +81,15 @@ class Problem:
         residual = "-residual" if self.with_residual else ""
         return f"{kind}{residual}-{self.tokens}{groups}x{self.columns}"
 
-    @property
-    def rows(self) -> int:
-        """Rows of each matrix."""
-        return self.tokens * self.groups
-
     def matrix(self) -> torch.Tensor:
         """Return a matrix of normal random numbers."""
-        return torch.randn(self.rows, self.columns, device=self.device, dtype=self.dtype)
+        rows = self.tokens * self.groups
+        return torch.randn(rows, self.columns, device=self.device, dtype=self.dtype)
 
     def parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a weight and a bias; the bias is None for RMS norm."""
-        make = functools.partial(torch.randn, self.groups * self.columns)
-        weight, bias = (make(device=self.device, dtype=self.dtype) for _ in range(2))
+        count = self.groups * self.columns
+        weight, bias = (torch.randn(count, device=self.device, dtype=self.dtype) for _ in range(2))
         return weight, None if self.is_rms_norm else bias
 
 

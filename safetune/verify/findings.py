@@ -112,14 +112,13 @@ def _outside(memory: Memory, watch: Watch) -> Iterator[Finding]:
     for stray in watch.strays:
         grouped.setdefault((stray.access, stray.region), []).append(stray)
     for (access, number), strays in grouped.items():
-        offsets, first = np.unique(
-            np.concatenate([stray.offsets for stray in strays]), return_index=True
-        )
-        ends = np.cumsum([len(stray.offsets) for stray in strays])
-        places = []
-        for offset, position in list(zip(offsets, first, strict=True))[:_MOST_PLACES]:
-            stray = strays[int(np.searchsorted(ends, position, side="right"))]
-            places.append(_stray_place(memory, watch, stray, int(offset)))
+        touched = np.concatenate([stray.offsets for stray in strays])
+        offsets, first = np.unique(touched, return_index=True)
+        owners = np.repeat(np.arange(len(strays)), [len(stray.offsets) for stray in strays])
+        places = [
+            _stray_place(memory, watch, strays[owners[position]], int(offset))
+            for offset, position in zip(offsets[:_MOST_PLACES], first, strict=False)
+        ]
         name = _region_name(memory, number)
         yield Finding(Kind.OUTSIDE, name, len(offsets), 1, tuple(places), access.value)
 

@@ -44,10 +44,7 @@ def check_overlap(
 ) -> OverlapReport:
     """Run one launch in Triton's interpreter and report the programs that break write ownership.
 
-    A finding is an element that two programs store; that one program writes and another reads; that
-    one program stores and another updates atomically; or that lies outside every argument. Accesses
-    that a lock or a counter puts in order do not count: atomics on one element that are not
-    relaxed. Of the reads and of the atomics on an element, the first and the last are checked.
+    docs/verify.md lists the findings.
 
     Args:
         kernel: under `@triton.jit`, `@triton.heuristics`, `@triton.autotune` or `@safetune`,
@@ -58,15 +55,12 @@ def check_overlap(
         config: the config of a tuner to run; optional if the tuner has only one config.
         outputs: names of arguments of which every element must be written.
         reachable: tensors that the kernel accesses by addresses that it reads from memory.
-        timeout_s: seconds in the interpreter. Programs run one after another, so a program that
-            waits for a later program would hang.
+        timeout_s: seconds in the interpreter.
 
     Raises:
         InvalidConfig: `config` is missing, is given without a tuner, or sets a name that the call
             passes too.
-        InvalidSetting: `kernel` is not a Triton kernel, an output is not an argument, or `grid` is
-            not a grid; a parameter has no value; or a name is neither a parameter nor a launch
-            option of Triton's.
+        InvalidSetting: the kernel, the grid, an output or an argument is invalid.
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
     """
@@ -79,7 +73,11 @@ def check_overlap(
     copies = {name: memory.copied(value) for name, value in named.items()}
     text = _apply_decorators(kernel, config, named, copies)
     values = {**default_values(kernel), **named}
-    _check_complete(jit, values)
+    if missing := [name for name in jit.arg_names if name not in values]:
+        raise InvalidSetting(
+            f"{', '.join(missing)}: no value is given; {function.__name__} has "
+            f"{', '.join(jit.arg_names)}: pass all of them, or a config that sets them"
+        )
     x, y, z = (*grid_sizes(grid(values) if callable(grid) else grid), 1, 1)[:3]
     sizes = (x, y, z)
     watch = Watch(memory, sizes, timeout_s)
@@ -100,11 +98,7 @@ def check_overlap(
 def check_configs(
     kernel: Any, grid: Any, /, *args: Any, **kwargs: Any
 ) -> Iterator[tuple[Config, OverlapReport]]:
-    """Yield (config, report) for each config that pruning leaves; see `check_overlap`.
-
-    Raises:
-        InvalidSetting: `kernel` has no configs.
-    """
+    """Yield (config, report) for each config that pruning leaves; see `check_overlap`."""
     launch = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     for config in configs_for(kernel, args, launch):
         yield config, check_overlap(kernel, grid, *args, config=config, **kwargs)
@@ -145,7 +139,12 @@ def _apply_decorators(
     while not is_jit(kernel):
         below, added = heuristic_values(kernel, named)
         if isinstance(kernel, Autotuner):
-            config = _chosen(kernel, config)
+            if config is None and len(kernel.configs) > 1:
+                raise InvalidConfig(
+                    f"{kernel.base_fn.__name__} has {len(kernel.configs)} configs: pass config=, "
+                    "or call check_configs for all of them"
+                )
+            config = config or kernel.configs[0]
             check_conflicts(kernel.base_fn.__name__, config, named)
             text, added = config_text(config), config.all_kwargs()
             if config.pre_hook is not None:
@@ -162,17 +161,6 @@ def _apply_decorators(
     return text
 
 
-def _chosen(tuner: Autotuner, config: Config | None) -> Config:
-    if config is not None:
-        return config
-    if len(tuner.configs) == 1:
-        return tuner.configs[0]
-    raise InvalidConfig(
-        f"{tuner.base_fn.__name__} has {len(tuner.configs)} configs: pass config=, or call "
-        "check_configs for all of them"
-    )
-
-
 def _check_names(kernel: Any, names: Iterable[str]) -> None:
     """Raise `InvalidSetting` for names that no launch takes; Triton raises when it compiles."""
     parameters = kernel.arg_names
@@ -182,15 +170,6 @@ def _check_names(kernel: Any, names: Iterable[str]) -> None:
             f"{', '.join(unknown)}: unknown name; {base_function(kernel)[1].__name__} has the "
             f"parameters {', '.join(parameters)}, Triton has launch options (num_warps, ...), and "
             f"check_overlap has {', '.join(_OPTIONS)}"
-        )
-
-
-def _check_complete(jit: Any, values: Mapping[str, Any]) -> None:
-    missing = [name for name in jit.arg_names if name not in values]
-    if missing:
-        raise InvalidSetting(
-            f"{', '.join(missing)}: no value is given; {base_function(jit)[1].__name__} has "
-            f"{', '.join(jit.arg_names)}: pass all of them, or a config that sets them"
         )
 
 
