@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.autotuner import Config, Heuristics
@@ -20,18 +20,15 @@ from triton.runtime.jit import MockTensor
 
 from safetune.compilers import arrays
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
-from safetune.inputs.call import checked_grid, grid_of, meta_arguments
+from safetune.inputs.call import Call, checked_grid, grid_of, meta_arguments
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.keys.tuning_key import active_driver
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import candidates, record, reporting
-from safetune.miss import resolve as miss_resolve
+from safetune.miss.resolve import Miss, stored, why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.tuning.requests import TuningRequest
-
-if TYPE_CHECKING:
-    from safetune.miss.tuner import Tuner
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,8 @@ class Resolved:
         fn: the `JITFunction` below all decorators.
         metaparams: constants by name: the config's, the heuristics' for it, and 1 for each dropped
             argument that would compile again.
-        num_warps, num_stages, num_ctas, maxnreg: the config's launch options.
         grid: up to three integers, for this config; empty if the call gives no grid.
         config: the object that the decorator declares.
-        kernel, key, key_digest, device: the kernel's name, the key as text and as digest, and the
-            device's name.
         provenance: `stored`, `tuned` (just now), `only` (there is one config), `off`, or
             `fallback`, in the modes that never tune.
     """
@@ -154,30 +148,16 @@ def resolve(
         grid = checked_grid(grid)
     if not (device is None or (type(device) is int and device >= 0)):
         raise InvalidSetting(f"device={device!r} is not the index of a GPU: give e.g. device=0")
-    abstract = AbstractMiss(
+    abstract = Miss(
         kernel, _each(arrays.meta, args), {**_each(arrays.meta, values), "grid": grid}, device
     )
     request = abstract.request()
     config, provenance = _chosen(abstract, request, args, values)
-    return _record(abstract, request, config, provenance)
-
-
-class AbstractMiss(miss_resolve.Miss):
-    """A call whose tensors have no data, on a device that the tensors do not name."""
-
-    def __init__(
-        self, tuner: Tuner, args: Any, kwargs: Mapping[str, Any], index: int | None
-    ) -> None:
-        self._index = index
-        super().__init__(tuner, args, kwargs)
-
-    def _device_index(self) -> int:
-        found = super()._device_index()
-        return found if self._index is None or found < 0 else self._index
+    return _resolved(abstract.call, request, config, provenance)
 
 
 def _chosen(
-    abstract: AbstractMiss, request: TuningRequest, args: Any, kwargs: dict[str, Any]
+    abstract: Miss, request: TuningRequest, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Config, str]:
     settings = Settings.current()
     if settings.mode is Mode.OFF:
@@ -185,9 +165,9 @@ def _chosen(
     if len(request.configs) == 1:
         return request.configs[0], "only"
     lookup = open_lookup(settings)
-    stored = miss_resolve.stored(abstract.tuner, request, lookup, abstract.readable_key())
-    if stored is not None:
-        return stored, "stored"
+    choice = stored(abstract.tuner, request, lookup, abstract.readable_key())
+    if choice is not None:
+        return choice, "stored"
     if settings.mode in (Mode.FROZEN, Mode.RECORD):
         if settings.mode is Mode.RECORD:
             record.remember(request, lookup.store)
@@ -212,7 +192,7 @@ def _chosen(
     return _tuned(abstract, args, kwargs, lookup), "tuned"
 
 
-def _or_offline(abstract: AbstractMiss) -> str:
+def _or_offline(abstract: Miss) -> str:
     """Return the shell commands that tune the recorded call; empty if its file is not known."""
     _, function = base_function(abstract.tuner.fn)
     target, script = function.__module__, ""
@@ -231,18 +211,18 @@ def _or_offline(abstract: AbstractMiss) -> str:
     return f"; or run offline {', or '.join(commands)}"
 
 
-def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:
+def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:
     """Tune on the caller's data; an argument that has only a shape gets new memory."""
     from safetune.tuning.tuner import tune
 
     index = abstract.call.index
     on_device = functools.partial(arrays.tensor, index=index)
     grid = {"grid": abstract.call.grid}
-    concrete = AbstractMiss(
+    concrete = Miss(
         abstract.tuner, _each(on_device, args), {**_each(on_device, kwargs), **grid}, index
     )
     request = concrete.request()
-    if reason := miss_resolve.why_not_isolated(concrete.call):
+    if reason := why_not_isolated(concrete.call):
         raise MissingChoice(
             f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
         )
@@ -252,28 +232,22 @@ def _tuned(abstract: AbstractMiss, args: Any, kwargs: dict[str, Any], lookup: Lo
     return result.choice
 
 
-def _record(
-    abstract: AbstractMiss, request: TuningRequest, config: Config, provenance: str
-) -> Resolved:
-    call = abstract.call
+def _resolved(call: Call, request: TuningRequest, config: Config, provenance: str) -> Resolved:
     fn, _ = base_function(call.kernel)
-    arguments = {**meta_arguments(call, config), **call.pins}
-    named = {**call.named(), **call.pins}
-    set_here = {*config.kwargs, *call.pins, *inner_heuristics(call.kernel)}
+    named = call.named()
+    set_here = {*config.kwargs, *inner_heuristics(call.kernel)} - named.keys() | call.pins.keys()
     metaparams = {
         name: value
-        for name, value in arguments.items()
-        if name in fn.arg_names and (name not in named or name in call.pins)
-        if name in set_here
+        for name, value in {**meta_arguments(call, config), **call.pins}.items()
+        if name in set_here and name in fn.arg_names
     }
-    options = {"maxnreg": None, **config.all_kwargs()}
     return Resolved(
         fn=fn,
         metaparams=metaparams,
-        num_warps=options["num_warps"],
-        num_stages=options["num_stages"],
-        num_ctas=options["num_ctas"],
-        maxnreg=options["maxnreg"],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        num_ctas=config.num_ctas,
+        maxnreg=config.maxnreg,
         grid=() if call.grid is None else grid_of(call, config, lambda names: None),
         config=config,
         kernel=request.key.kernel.name,
@@ -283,7 +257,7 @@ def _record(
         provenance=provenance,
         _signature={
             name: MockTensor(value.dtype) if arrays.is_array(value) else value
-            for name, value in {**named, **metaparams}.items()
+            for name, value in {**named, **call.pins, **metaparams}.items()
         },
     )
 

@@ -35,12 +35,7 @@ FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 
 @dataclass
 class Usage:
-    """The code that reads each name, as text with file and line.
-
-    Attributes:
-        names: the first reader of each name.
-        everything: the reader that may read any name, or "".
-    """
+    """The first reader of each name, as text with file and line, and one that may read any name."""
 
     names: dict[str, str] = field(default_factory=dict)
     everything: str = ""
@@ -56,11 +51,7 @@ class Usage:
 
 
 def usage_in_body(kernel: Any) -> Usage:
-    """Return the parameters that the body of `kernel` reads, through every jit function it calls.
-
-    Raises:
-        InvalidSetting: `kernel` is not a Triton kernel.
-    """
+    """Return the parameters that a kernel reads, through every jit function that it calls."""
     jit, function = base_function(kernel)
     lines = _jit_lines(jit, {})
     if lines is None:

@@ -43,11 +43,7 @@ def usage_in_callbacks(
     pre_hook: Any = None,
     post_hook: Any = None,
 ) -> Usage:
-    """Return the arguments that every Python function around the kernel reads.
-
-    Raises:
-        InvalidSetting: `kernel` is not a Triton kernel.
-    """
+    """Return the arguments that every Python function around the kernel reads."""
     jit, _ = base_function(kernel)
     prune = prune_configs_by or {}
     first: dict[str, Any] = {"position": 0}
@@ -79,11 +75,9 @@ def usage_in_callback(
     by_name: bool = False,
     fields: tuple[str, ...] = (),
 ) -> Usage:
-    """Return the names that one function reads.
+    """Return the names that a callable reads; None reads nothing.
 
     Args:
-        label: the function's name in an explanation.
-        callback: the function, or any callable; None reads nothing.
         position: of the parameter that gets the arguments as a dict.
         by_name: the other parameters are kernel arguments too.
         fields: the attributes that hold the dicts, where the parameter is not a dict itself.

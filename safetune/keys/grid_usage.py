@@ -40,11 +40,7 @@ class Launch:
 
 
 def usage_in_grids(kernel: Any, arg_names: Sequence[str]) -> Usage:
-    """Return the arguments that the grids read with which the kernel's module launches it.
-
-    Raises:
-        InvalidSetting: `kernel` is not a Triton kernel.
-    """
+    """Return the arguments that the grids read with which the kernel's module launches it."""
     _, function = base_function(kernel)
     module = module_text(function)
     found = Usage()

@@ -40,11 +40,7 @@ _DEF = re.compile(r"^def\s+\w+\s*\(", re.MULTILINE)
 
 
 def base_function(kernel: Any) -> tuple[Any, FunctionType]:
-    """Return the innermost jit object of `kernel` and the Python function below it.
-
-    Raises:
-        InvalidSetting: `kernel` is not a chain of decorators that ends in `@triton.jit`.
-    """
+    """Return the innermost jit object of `kernel` and its Python function, or raise."""
     inner = kernel
     while not inspect.isfunction(getattr(inner, "fn", None)):
         inner = getattr(inner, "fn", None)
@@ -75,10 +71,7 @@ def source_of(jit: Any) -> str | None:
 
 
 def source_lines(jit: Any) -> tuple[list[str], int]:
-    """Return the lines as in the file, decorators included, and the number of the first line.
-
-    Without the source, there are no lines.
-    """
+    """Return the lines in the file, with decorators, and the first one's number; or no lines."""
     if hasattr(jit, "raw_src"):
         return list(jit.raw_src), jit.starting_line_number
     try:
@@ -115,11 +108,7 @@ def inner_heuristics(kernel: Any) -> dict[str, Any]:
 def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     """Return the identity of a kernel: a digest over everything that decides what it computes.
 
-    Args:
-        around: the hooks and settings around each launch; None among them means no hook.
-
-    Raises:
-        InvalidSetting: `kernel` is not a Triton kernel.
+    `around` are the hooks and settings around each launch, None for a hook that is not there.
     """
     jit, function = base_function(kernel)
     graph = _Graph()

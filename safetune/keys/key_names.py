@@ -120,8 +120,7 @@ def classify(
     Args:
         kernel: the jit function, or what decorates it below the tuner.
         key: the names, or "auto" for every parameter that is read and that nothing sets.
-        configs: the configs; a parameter that they set need not be in the key.
-        policy: what to do with a name that nothing reads.
+        configs: a parameter that they set need not be in the key.
         keep: names that stay although nothing reads them.
         callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
 

@@ -25,10 +25,9 @@ class KernelIdentity:
     """A kernel, by what it computes.
 
     Attributes:
-        name: the function's name, without module or class.
         digest: over the sources of the kernel and of everything it calls or reads.
         atomics: whether it, or something it calls, has atomic operations.
-        file, line: where it is defined, for people; not part of the identity.
+        file, line: for people; not part of the identity.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Device:
     Attributes:
         name: the product name, or `interpreter`.
         capability: the back end's architecture, e.g. `90` for an H100.
-        sm_count: multiprocessors.
         shared_memory_bytes: the most that one program can have.
     """
 
@@ -70,7 +68,6 @@ class Toolchain:
     """The compiler and the settings that turn a kernel into a binary.
 
     Attributes:
-        triton: its version.
         backend: the back end's own hash (for NVIDIA: ptxas version and architecture).
         target: back end, architecture and warp size.
         environment: the switches that change code generation, as sorted (name, value) pairs.
@@ -220,11 +217,7 @@ def interpreter() -> tuple[Device, Toolchain]:
 
 @functools.lru_cache(maxsize=256)
 def detect(index: int) -> tuple[Device, Toolchain]:
-    """Return the device with this index and the toolchain for it, from Triton's active driver.
-
-    Raises:
-        NoDevice: Triton finds no GPU; the message says what to set.
-    """
+    """Return a device and the toolchain for it, from Triton's driver; raises `NoDevice`."""
     import triton
 
     active = active_driver()

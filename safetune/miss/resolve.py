@@ -49,27 +49,30 @@ logger = logging.getLogger("safetune")
 
 
 class Miss:
-    """A call without a config in memory."""
+    """A call without a config in memory; `index` is its device where its tensors do not name it."""
 
-    def __init__(self, tuner: Tuner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tuner: Tuner,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        index: int | None = None,
+    ) -> None:
         self.tuner = tuner
         self._named = call_shape.named_arguments(tuner.arg_names, args)
         self._passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
         self._kwargs = kwargs
-        self.call = self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        form = call_shape.CallForm(self.tuner, len(args), tuple(kwargs))
+        form = call_shape.CallForm(tuner, len(args), tuple(kwargs))
         arguments = {**self._named, **self._passed}
-        return Call(
-            kernel=self.tuner.fn,
-            arg_names=tuple(self.tuner.arg_names),
+        self.call = Call(
+            kernel=tuner.fn,
+            arg_names=tuple(tuner.arg_names),
             args=args,
             kwargs=self._passed,
             grid=kwargs.get("grid"),
             pins={n: call_shape.PIN for n in form.pins if form.pinnable(n, arguments[n])},
-            hooks=self.tuner.hooks,
-            index=self._device_index(),
+            hooks=tuner.hooks,
+            index=self._device_index(index),
         )
 
     def configs(self) -> tuple[Config, ...]:
@@ -101,9 +104,11 @@ class Miss:
         arguments = {**self._named, **self._passed}
         return tuning_key(tuner.identity, tuner.keys, tuner.arg_names, arguments, self.call.index)
 
-    def _device_index(self) -> int:
+    def _device_index(self, given: int | None) -> int:
         if is_interpreted(self.tuner.fn):
             return -1
+        if given is not None:
+            return given
         index = call_shape.device_index(tuple(self._named.values()), self._passed)
         return index if index >= 0 else current_index()
 
