@@ -22,7 +22,7 @@ from safetune import InvalidSetting, MissingChoice, TracingError, safetune
 from safetune.compilers.resolve import resolve
 from safetune.miss import reporting
 from safetune.miss import resolve as miss_resolve
-from safetune.offline.replay import sort_out
+from safetune.offline.replay import LeftOut, sort_out
 from safetune.settings import Settings
 from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import open_lookup
@@ -188,7 +188,8 @@ class TestResolve:
             with pytest.raises(MissingChoice, match="safetune tune --recorded"):
                 tuner.resolve(abstract(100, "float16"), abstract(100, "float16"), 100, **given)
             (call,) = calls(open_lookup(Settings.current()).store)
-            found, left_out = sort_out([call], None, zeros=False)
+            left_out: list[LeftOut] = []
+            found = sort_out([call], [], False, left_out)
             said = [each.reason for each in left_out]
             assert said == ([] if given else ["it was resolved without a grid"])
         task = found[0].task("cpu")

@@ -13,7 +13,7 @@ import triton
 
 from safetune import TracingError
 from safetune.miss import record, resolve
-from safetune.offline.replay import sort_out
+from safetune.offline.replay import LeftOut, sort_out
 from safetune.settings import Settings
 from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import Lookup, open_lookup
@@ -226,7 +226,9 @@ def test_a_miss_is_recorded(module: Any) -> None:
 
     (call,) = calls(lookup_now().store)
     assert (call.name, call.place) == ("scale_kernel", "scale:scale_kernel")
-    ((), (left_out,)) = sort_out([call], None, zeros=False)
+    all_left_out: list[LeftOut] = []
+    assert sort_out([call], [], False, all_left_out) == []
+    (left_out,) = all_left_out
     assert left_out.words == "scale_kernel for n=100 (float32)"
     assert "safetune.prepare" in left_out.reason
 
@@ -234,7 +236,9 @@ def test_a_miss_is_recorded(module: Any) -> None:
     missed = resolve.Miss(tuner, (x, x, 100), {"grid": (2,)})
     for _ in range(2):
         record.remember(missed.request(), lookup_now().store)
-        ((found,), ()) = sort_out(calls(lookup_now().store), None, zeros=False)
+        left_out: list[LeftOut] = []
+        (found,) = sort_out(calls(lookup_now().store), [], False, left_out)
+        assert left_out == []
         assert found.task("cpu").workload.args[2] == 100
         torch._dynamo.reset()
         compiled(tuner, 100)  # takes nothing away
