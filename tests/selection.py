@@ -29,7 +29,7 @@ LONGEST = (
     "store/local/test_faults.py",
     "isolation/test_faults.py",
     "miss/test_background.py",
-    "integrations/test_companions.py",
+    "integrations/test_shadow_tuner.py",
     "isolation/test_compile_pool.py",
     "kernels/test_layer_norm.py",
     "verify/test_shipped_kernels.py",

@@ -178,7 +178,7 @@ def test_choice_quality_figures() -> None:
     assert figures["narrow_spaces"] == 1.0  # three configs
 
 
-def test_choice_quality_where_nobody_is_ever_wrong() -> None:
+def test_choice_quality_without_a_regret_has_finite_figures() -> None:
     """A ratio to nothing is not infinite, and no figure is made of a tuner that did not run."""
     figures = importlib.import_module("choice_quality").figures
     best = [*truth("square", best=1.0, near=1.015), *choices("square", "safetune", "best")]
@@ -215,7 +215,7 @@ def test_the_spaces_of_configs() -> None:
         assert set(problem.key) | set(problem.scratch) <= set(problem.kernel.arg_names)
 
 
-def test_the_kernels_that_choices_are_judged_on_are_right(device: str) -> None:
+def test_the_kernels_of_choice_quality_compute_the_right_result(device: str) -> None:
     """The judge's own check must not be one that anything passes: it fails before the launch."""
     module = importlib.import_module("choice_quality")
     for problem in importlib.import_module("choice_problems").PROBLEMS:
@@ -401,7 +401,9 @@ def test_a_trial_run(name: str, fresh_process: FreshProcess, tmp_path: Path) -> 
         assert json.loads(path.read_text())["rows"] == stored["rows"]
 
 
-def test_a_measuring_process_that_fails_or_hangs_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_measuring_process_that_fails_or_hangs_is_reported_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     run = importlib.import_module("fresh_process").run
     script = tmp_path / "task.py"
     script.write_text("import sys; sys.exit(3)")
@@ -528,7 +530,7 @@ def test_figures_of_the_norms_host_time() -> None:
     assert "host_forward_vs_torch_ln" not in found
 
 
-def test_what_one_command_left_out_another_measures() -> None:
+def test_a_later_command_measures_the_missing_systems() -> None:
     """By system, so that all are in one file in the end."""
     norms = importlib.import_module("norms")
     part = "ln-32768x1024"
@@ -581,7 +583,7 @@ def test_a_bar_is_of_a_figure_that_its_benchmark_computes(bars: ModuleType) -> N
         assert asked <= set(known), bench
 
 
-def test_what_is_good_is_small_or_great(bars: ModuleType) -> None:
+def test_a_bar_says_whether_small_or_great_is_good(bars: ModuleType) -> None:
     """A time or a ratio of times is good when it is small, a share or a speed when it is great."""
     for bar in bars.load():
         great = re.search(r"share|_vs_|alternations|problems", bar.figure)
@@ -699,7 +701,7 @@ def test_a_saved_result_is_continued_by_the_same_code_only(tmp_path: Path) -> No
     check_file(path)
 
 
-def test_nan_is_no_result(tmp_path: Path) -> None:
+def test_a_result_with_nan_is_not_saved(tmp_path: Path) -> None:
     bad = result()
     bad.rows = [{**TUNING_ROWS[0], "first_call_s": float("nan")}]
     with pytest.raises(ValueError, match="JSON"):

@@ -179,7 +179,9 @@ class TestBlocks:
             ("python docs/examples/demo.py", False),
         ],
     )
-    def test_what_runs_elsewhere(self, command: str, is_elsewhere: bool) -> None:
+    def test_only_commands_that_need_another_machine_are_skipped(
+        self, command: str, is_elsewhere: bool
+    ) -> None:
         """A pattern that is too wide would let every example rot."""
         assert elsewhere(command) == is_elsewhere
 

@@ -297,7 +297,9 @@ class TestHooks:
         assert [line.split()[0] for line in lines] == ["pre", "post"] * (len(lines) // 2)
         assert mine == {"calls": 0}
 
-    def test_not_called_once_the_choice_is_known(self, device: str, log: Log) -> None:
+    def test_hooks_of_a_tuning_are_not_called_once_the_choice_is_known(
+        self, device: str, log: Log
+    ) -> None:
         write = log.writer()
 
         def pre_hook(arguments: dict[str, Any], reset_only: bool = False) -> None:
@@ -521,7 +523,7 @@ class TestPruning:
         assert benchmarked == [1, 2, 3]
         assert launched[-1] == 1
 
-    def test_one_config_left_is_neither_measured_nor_told(
+    def test_one_config_left_is_neither_measured_nor_reported(
         self,
         buffers: Buffers,
         autotuning_knobs: Any,
@@ -621,7 +623,7 @@ class TestTelling:
             }
         ]
 
-    def test_a_stored_choice_is_told_as_a_cache_hit(
+    def test_a_stored_choice_is_reported_as_a_cache_hit(
         self,
         buffers: Buffers,
         autotuning_knobs: Any,
@@ -644,7 +646,7 @@ class TestTelling:
         assert [(each["cache_hit"], each["duration"]) for each in told] == [(True, None)]
         assert capsys.readouterr().out == ""
 
-    def test_what_torch_reads(self) -> None:
+    def test_attributes_that_torch_reads_are_there(self) -> None:
         def hook(arguments: dict[str, Any], reset_only: bool = False) -> None:
             pass
 

@@ -179,7 +179,7 @@ class TestInTheWay:
         names = triton_internals.launch_names(jit, triton_internals.own_jit_run())
         return lambda: bool(eval(triton_internals.in_the_way(), names))
 
-    def test_nothing_is_by_default(self, in_the_way: Any) -> None:
+    def test_nothing_is_in_the_way_by_default(self, in_the_way: Any) -> None:
         assert triton_internals.has_hook_chains()
         assert not in_the_way()
 

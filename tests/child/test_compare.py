@@ -19,7 +19,7 @@ def same(mine: torch.Tensor, theirs: torch.Tensor, **options: object) -> bool:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rounding_is_no_difference_and_an_error_is(dtype: torch.dtype) -> None:
+def test_rounding_does_not_count_as_a_difference_and_an_error_does(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(64, 64, dtype=torch.float64, generator=generator)
     right = exact.to(dtype)
@@ -84,7 +84,7 @@ def test_another_order_is_another_result_unless_it_may_be_any() -> None:
     assert not same(other + (one == 7) * 99, one, any_order=True)
 
 
-def test_what_varies_from_run_to_run_may_vary_between_configs() -> None:
+def test_results_that_vary_from_run_to_run_may_vary_between_configs() -> None:
     one = torch.zeros(8)
     assert not agree(one + 0.5, one, Scale(rms=0.01))
     assert agree(one + 0.5, one, Scale(rms=0.01, spread=0.2))

@@ -119,11 +119,11 @@ class TestResults:
         trial.fresh()
         assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 1
 
-    def test_one_that_writes_nothing_is_another_result(self, trial: Trial) -> None:
+    def test_a_launch_that_writes_nothing_has_another_result(self, trial: Trial) -> None:
         trial.run(double)
         assert trial.run(lambda out, x: None).group == 1
 
-    def test_one_that_writes_more_is_another_result(self, trial: Trial) -> None:
+    def test_a_launch_that_writes_more_has_another_result(self, trial: Trial) -> None:
         trial.run(double)
 
         def more(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ class TestResults:
         assert trial.run(unsteady).group == 0
         assert trial.run(lambda out, x: out.copy_(2 * x + 3)).group == 1
 
-    def test_no_room_for_a_result_is_no_fault(
+    def test_a_full_disk_is_not_held_against_a_config(
         self, trial: Trial, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(fd: int, offset: int, size: int) -> None:
@@ -194,7 +194,7 @@ class TestStale:
             (0, True),
         ]
 
-    def test_which_elements_are_written(self) -> None:
+    def test_the_mask_says_which_elements_are_written(self) -> None:
         """Whatever is written there, and whatever else has been written by another config."""
         trial = Trial(torch.zeros(N, 3)[:, 1], torch.randn(N))
 
@@ -229,7 +229,7 @@ class TestStale:
 
 
 class TestReference:
-    def test_decides(self, trial: Trial) -> None:
+    def test_a_result_that_differs_from_the_reference_is_wrong(self, trial: Trial) -> None:
         trial.check.expect({"out": 2 * trial.arguments.tensors[1]})
         assert trial.run(double).group == 0
         with pytest.raises(WrongResult, match="out differs from the reference by up to 0"):

@@ -223,7 +223,9 @@ class TestWorkload:
         line = line_of(file, "def sizes")  # or its decorator's, one above
         assert any(f"({file}:{number})" in message for number in (line - 1, line))
 
-    def test_it_is_no_generator(self, safetune: Any, file: Path, broken: Any) -> None:
+    def test_a_workload_that_is_not_a_generator_is_an_error(
+        self, safetune: Any, file: Path, broken: Any
+    ) -> None:
         broken("return None")
 
         assert safetune.error("tune", file).startswith(
@@ -243,7 +245,7 @@ class TestWorkload:
             "does this call: leave them out of the call or of the configs."
         )
 
-    def test_what_was_tuned_before_an_error_is_shown(self, safetune: Any, file: Path) -> None:
+    def test_configs_tuned_before_an_error_are_shown(self, safetune: Any, file: Path) -> None:
         """A pruning function that fails for the second shape: unlike the others, seen late."""
         prune = (
             "{'early_config_prune': lambda configs, named, **_: configs[: 1 // (named['N'] - 9)]}"
@@ -307,7 +309,9 @@ class TestStore:
         assert message.startswith(f"Error: cannot open the store {blocked}")
         assert message.endswith(": Not a directory")
 
-    def test_a_file_that_is_no_database(self, safetune: Any, cache_dir: Path) -> None:
+    def test_a_file_that_is_not_a_database_is_moved_aside(
+        self, safetune: Any, cache_dir: Path
+    ) -> None:
         cache_dir.mkdir(parents=True)
         (cache_dir / "safetune.db").write_text("this is no database, but long enough to be one")
 

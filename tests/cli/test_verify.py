@@ -35,7 +35,7 @@ class TestKernels:
         ]
         assert [one["verdict"] for one in data["launches"]] == ["ok", "overlap"] * 4
 
-    def test_what_is_found(self, safetune: Any, overlapping: str) -> None:
+    def test_findings_are_printed_and_in_the_json(self, safetune: Any, overlapping: str) -> None:
         data = verified(safetune, f"{overlapping}:fill", "--shape", "small", "--dtype", "float16")
 
         (finding,) = data["launches"][1]["report"]["findings"]
@@ -77,7 +77,9 @@ def unchecked(targets: Path) -> str:
 class TestNotChecked:
     """What a target's own functions raise is that launch's alone; the others are checked."""
 
-    def test_reasons(self, safetune: Any, unchecked: str) -> None:
+    def test_each_launch_that_is_not_checked_has_its_reason(
+        self, safetune: Any, unchecked: str
+    ) -> None:
         launches = verified(safetune, unchecked)["launches"]
         missing = [one for one in launches if one["verdict"] == "not checked"]
         errors = {(one["shape"], one["config"][:8]): one["error"] for one in missing}
@@ -137,7 +139,9 @@ class TestSize:
         assert {one["shape"] for one in data["launches"]} == {"small"}
         assert [one["elements"] for one in data["skipped"]] == [10_000] * 2
 
-    def test_nothing_left(self, safetune: Any, overlapping: str) -> None:
+    def test_an_error_says_that_every_workload_is_too_large(
+        self, safetune: Any, overlapping: str
+    ) -> None:
         message = safetune.error("verify", overlapping, "--max-elements", 10)
 
         assert message == (

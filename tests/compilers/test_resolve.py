@@ -309,7 +309,7 @@ class TestTuning:
         again = self.tuner().resolve(abstract(100), abstract(100), 100, grid=grid)
         assert (again.provenance, again.metaparams) == ("stored", found.metaparams)
 
-    def test_without_a_grid_there_is_no_trial(self) -> None:
+    def test_without_a_grid_nothing_is_tried_or_stored(self) -> None:
         """It would fail for every config, and be what is known of the key."""
         tuner, src, dst = self.tuner(), np.ones(90, np.float32), np.zeros(90, np.float32)
         with pytest.raises(MissingChoice, match="resolve it with grid="):

@@ -50,7 +50,7 @@ def test_ids_are_unique_and_speak() -> None:
     assert all(row.places and row.what and row.expected for row in table.rows.ROWS)
 
 
-def test_a_row_is_judged_in_each_of_its_places() -> None:
+def test_a_row_has_a_status_for_cpu_and_for_gpu() -> None:
     assert statuses() == {"CPU": "absent", "GPU": "absent"}
     assert statuses(report("passed")) == {"CPU": "pass", "GPU": "absent"}
     skipped = report("skipped", "GPU")
@@ -71,7 +71,7 @@ def test_a_marker_that_names_no_row_is_found() -> None:
     assert ("endless-loop", "GPU") in table.absent([report("passed")])
 
 
-def test_a_reason_is_told_once() -> None:
+def test_a_reason_is_printed_once() -> None:
     skipped = replace(report("skipped"), reason="no interpreter here")
     assert table.notes_of([skipped, replace(skipped, rows=("segfault",))]) == [
         "not here: no interpreter here"

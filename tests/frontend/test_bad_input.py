@@ -41,7 +41,7 @@ def message(caught: pytest.ExceptionInfo[BaseException]) -> str:
 
 
 class TestConfigs:
-    def test_an_entry_that_is_no_config(self) -> None:
+    def test_an_entry_that_is_not_a_config_is_an_error(self) -> None:
         with pytest.raises(InvalidConfig) as caught:
             safetune(configs=[*CONFIGS, {"BLOCK": 64}], key=["N"])(copy_kernel)
 

@@ -65,7 +65,7 @@ def test_the_child_sees_the_same_card(report: Report, form: str) -> None:
 @pytest.mark.fault("visible-by-index")
 @pytest.mark.fault("visible-by-uuid")
 @pytest.mark.parametrize("then", ["", "7", NOWHERE], ids=["empty", "index", "uuid"])
-def test_what_is_set_after_torch_has_listed_its_devices_changes_nothing(
+def test_variables_set_after_torch_has_listed_its_devices_change_nothing(
     report: Report, then: str
 ) -> None:
     """A model's launcher does this: this process keeps its cards, and a child would have none."""

@@ -158,7 +158,7 @@ class TestAddresses:
         assert kernel.best_config is kernel.configs[0]
         context_answers()
 
-    def test_that_a_factory_makes(
+    def test_addresses_that_inputs_makes_are_allowed(
         self, device: str, trials: Callable[[], list[Any]], tells: list[str]
     ) -> None:
         held: list[torch.Tensor] = []
@@ -186,7 +186,7 @@ class TestAddresses:
             kernel[grid](out, x.data_ptr() + 16, N - 4)
         assert torch.equal(out[: N - 4], x[4:])
 
-    def test_large_indices_are_none(
+    def test_large_indices_are_not_taken_for_addresses(
         self, kernels: Any, device: str, trials: Callable[[], list[Any]], tells: list[str]
     ) -> None:
         """A hash may be any number; the driver knows which ones are addresses."""

@@ -158,7 +158,7 @@ def test_two_gpus(tuner: Any) -> None:
         assert (result == a + b).all()
 
 
-def test_what_stock_jax_triton_does_with_aliases(
+def test_aliases_of_stock_jax_triton_are_recorded(
     fresh_process: Any, record_property: Any, tmp_path: Path
 ) -> None:
     """No claim, but a record: in pytest's summary, whatever it is."""

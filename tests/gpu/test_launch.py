@@ -156,7 +156,7 @@ def test_the_current_stream(strided: Strided) -> None:
     torch.testing.assert_close(before, tensors[2])
 
 
-def test_launch_hooks_are_told(strided: Strided) -> None:
+def test_launch_hooks_are_called(strided: Strided) -> None:
     tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
     strided(*tensors, N, 1, 1, 1)
     told: list[str] = []

@@ -243,7 +243,9 @@ class TestUnderCapture:
             torch.cuda.synchronize()
             assert torch.equal(z, x * 4), f"replay {seed} of a {kind} graph"
 
-    def test_where_none_can_be_reserved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_capture_without_scratch_memory_succeeds_where_none_can_be_reserved(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """What a graph needs none of does not stop it, and the refusal leaves it valid."""
         tiles = Tiles(False)
         x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)
@@ -258,7 +260,7 @@ class TestUnderCapture:
         torch.cuda.synchronize()
         assert torch.equal(y, x * 2)
 
-    def test_what_prepare_reserves_is_enough(self) -> None:
+    def test_prepare_reserves_enough_scratch_memory(self) -> None:
         tiles = Tiles(True, True)
         x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)
         y = torch.zeros_like(x)

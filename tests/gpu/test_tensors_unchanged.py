@@ -96,7 +96,7 @@ CASES: dict[str, Callable[[str], Operands]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_launch_and_no_more(
+def test_the_callers_tensors_are_those_of_one_launch(
     kernels: Any, device: str, trials: Callable[[], list[Any]], case: str
 ) -> None:
     """The kernel adds to its output, and no restore_value says so."""

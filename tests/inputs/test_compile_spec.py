@@ -252,7 +252,7 @@ LEFT_TO_THE_CHILD: dict[str, Callable[[Call], Call]] = {
 
 
 @pytest.mark.parametrize("why", LEFT_TO_THE_CHILD)
-def test_what_is_left_to_the_child(why: str) -> None:
+def test_calls_with_hooks_are_resolved_in_the_child(why: str) -> None:
     call = call_of(CASES["positional"])
     config = triton.Config({"BLOCK": 64})
     assert CallerResolver(call).resolve(config) is not None
@@ -316,7 +316,7 @@ def bench(
     child_handle.idle.drop()
 
 
-def test_what_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
+def test_a_config_that_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
     """By the compiler's figure alone: there is no device here on which it could be."""
     args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
     with bench(JITFunction(matmul), args, (16, 128), shared=20_000) as made:
@@ -336,7 +336,7 @@ def test_what_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
             made.wait()  # for the child that had begun meanwhile: there is no device for it
 
 
-def test_what_cannot_fit_is_launched_for_a_post_hook(
+def test_a_config_that_cannot_fit_is_launched_for_a_post_hook(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As triton.autotune does: the hook gets what the launch raises."""

@@ -396,7 +396,9 @@ class TestOverTheLimit:
         assert marks() == [drawn] * 2
 
     @pytest.mark.parametrize("value", ["2 apples", "-1", "1TiB", "0.5GiB", "GiB"])
-    def test_a_limit_that_is_no_size(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_limit_that_is_not_a_size_is_an_error(
+        self, value: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("SAFETUNE_COPY_LIMIT", value)
         with pytest.raises(InvalidSetting, match=r"SAFETUNE_COPY_LIMIT=.*KiB, MiB or GiB"):
             safetune(configs=blocks(16, 32), key=["n"])(copy_kernel)
@@ -464,7 +466,9 @@ class TestAddresses:
         assert processes.servers() == []
 
     @pytest.mark.parametrize("kind", ["indices", "hashes", "times", "negative", "read-only"])
-    def test_what_only_looks_like_one(self, kind: str, records: Any) -> None:
+    def test_numbers_that_only_look_like_addresses_are_passed_on(
+        self, kind: str, records: Any
+    ) -> None:
         torch.manual_seed(3)
         numbers = {
             "indices": torch.arange(1 << 16),

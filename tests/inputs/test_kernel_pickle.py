@@ -343,7 +343,7 @@ def test_the_copy_has_the_same_cache_key(
     assert away.ask(blob=packed["blob"])["facts"] == packed["facts"]
 
 
-def test_what_the_key_depends_on_is_what_travels(
+def test_the_parts_that_the_key_depends_on_travel(
     processes: tuple[Process, Process], tmp_path: Path
 ) -> None:
     """The keys of two closures differ, and each copy's is its own, in one process."""

@@ -102,7 +102,7 @@ class TestLimit:
         again = rebuilt(snapshot_of(0, x=tensor))[0]
         assert torch.equal(again.view(torch.uint8), copy.view(torch.uint8))
 
-    def test_what_is_not_finite_does_not_spread(self):
+    def test_values_that_are_not_finite_do_not_spread(self):
         mask = torch.full((KIB,), float("-inf"))
         mask[::2] = 0.0
         nothing = torch.full((KIB,), float("nan"))
@@ -133,7 +133,9 @@ class TestSizes:
             ("10GiB", 10 * KIB**3),
         ],
     )
-    def test_are_read(self, text: str, size: int, monkeypatch: pytest.MonkeyPatch):
+    def test_sizes_of_the_copy_limit_are_read_with_their_units(
+        self, text: str, size: int, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setenv("SAFETUNE_COPY_LIMIT", text)
         assert Settings.current().copy_limit == size
 
@@ -153,7 +155,7 @@ class TestPointers:
         assert 500 < len(asked) <= 1024
         assert asked[-1] - asked[0] > 1 << 21, "from all over"
 
-    def test_what_is_below_and_above_is_not(self):
+    def test_numbers_below_and_above_the_address_space_are_not_plausible(self):
         assert pointers.plausible(torch.tensor([0, 1 << 31, (1 << 32) - 1, 1 << 56, -5])) == []
         assert pointers.plausible(torch.tensor([1 << 32, 1 << 32, 7])) == [1 << 32]
         assert pointers.plausible(torch.tensor([1 << 40], dtype=torch.uint64)) == [1 << 40]
@@ -206,7 +208,7 @@ class TestRoom:
         own.write_text("0::/job/step\n" if version == 2 else "9:cpu:/\n4:memory:/job/step\n")
         assert memory_budget.host_free(tmp_path, own) == (1 << 20) - (600 << 10)
 
-    def test_what_does_not_fit_is_named_largest_first(self):
+    def test_arguments_that_do_not_fit_are_named_largest_first(self):
         with pytest.raises(NotReproducible) as caught:
             memory_budget.check_host(
                 1 << 60, {"x": 1 << 30, "weights": 3 << 30, "y": 1, "z": 2 << 30}

@@ -162,7 +162,7 @@ class TestWatchdog:
         assert "thread MainThread:" in text
         assert "test_it_shows_where_every_thread_is" in text
 
-    def test_one_that_never_bites(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_endless_watchdog_never_acts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As `None`; an event can only be waited for a finite time."""
         failed: list[Any] = []
         monkeypatch.setattr(threading, "excepthook", failed.append)

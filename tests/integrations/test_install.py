@@ -121,7 +121,7 @@ print(len(installation.tuners), installation.refused)
         done = fresh_process(code, cwd=library(), warm=True)
         assert done.stdout.splitlines() == [STOCK, "0 {}"], done.stderr
 
-    def test_what_cannot_be_taken_over_runs_as_before_and_is_named(
+    def test_a_tuner_that_cannot_be_taken_over_runs_as_before_and_is_named(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
         code = """
@@ -246,7 +246,7 @@ class TestVariable:
         assert done.stdout.split() == [OURS], done.stderr
         assert len(reports(done.stderr)) == 2  # and none of the measuring process
 
-    def test_a_search_for_triton_is_no_import(
+    def test_a_search_for_triton_does_not_count_as_an_import(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
         """torch.cuda makes one when it is initialised, and others ask whether they can use it."""
@@ -285,7 +285,9 @@ class TestVariable:
         assert done.stdout.split() == ["False", "False"], done.stderr
         assert not reports(done.stderr)
 
-    def test_what_tunes_is_not_itself_tuned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_tuning_process_does_not_install_safetune(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from safetune.isolation.fork_server import child_environment
 
         monkeypatch.setenv("SAFETUNE_INSTALL", "1")

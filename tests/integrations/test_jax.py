@@ -123,7 +123,7 @@ def test_scalars_are_no_arrays_and_names_no_places(tuner: Any) -> None:
             lowered(lambda x: call(x, np.int64(N), input_output_aliases=aliases), x)  # noqa: B023
 
 
-def test_what_cannot_be_called(tuner: Any) -> None:
+def test_kernels_and_grids_that_cannot_be_called_are_errors(tuner: Any) -> None:
     x = jnp.zeros(N)
     with pytest.raises(InvalidSetting, match="gets num_warps from its config"):
         triton_call(x, N, kernel=tuner, out_shape=x, grid=(1,), num_warps=8)
@@ -173,7 +173,7 @@ def test_the_key_is_torch_s(tuner: Any, dtype: str) -> None:
     assert tuner.resolve(struct, N, struct).provenance == "stored"
 
 
-def test_what_is_lowered_has_the_choice_s_name_and_no_other(tuner: Any) -> None:
+def test_the_lowered_call_names_the_choice_and_no_other_config(tuner: Any) -> None:
     """The serialised call is compressed in the module: it names one kernel, of 2 warps."""
     compiled = jax.jit(scaling(tuner)).trace(jnp.zeros(N)).lower(lowering_platforms=("cuda",))
     module = compiled.compiler_ir("stablehlo")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SOON_S = 60.0
 
 
-def test_what_it_reports(copies: type[Copies], tried: Callable[[], list[str]]) -> None:
+def test_it_reports_tunings_and_hits(copies: type[Copies], tried: Callable[[], list[str]]) -> None:
     copy, single = copies(fastest=32), copies(None)
 
     def step(*sizes: int, twice: bool) -> None:
@@ -63,7 +63,7 @@ def test_a_capture_afterwards_only_launches(copies: type[Copies], driver: Driver
     assert watch.report.misses == ()
 
 
-def test_what_other_threads_launch_counts(copies: type[Copies]) -> None:
+def test_launches_of_other_threads_count(copies: type[Copies]) -> None:
     """As autograd's do."""
     copy = copies()
 
@@ -133,7 +133,7 @@ def test_an_exception_is_the_function_s_own(copies: type[Copies]) -> None:
     assert observers.active == ()
 
 
-def test_not_under_capture(copies: type[Copies], driver: Driver) -> None:
+def test_prepare_is_refused_under_capture(copies: type[Copies], driver: Driver) -> None:
     with driver.capturing(7), pytest.raises(CaptureError, match="call it before"):
         safetune.prepare(copies(), 100)
 

@@ -46,7 +46,9 @@ class TestWithoutABackend:
             pytest.param(lambda: spans.reading(torch.device("cuda", 0)).__enter__(), id="copies"),
         ],
     )
-    def test_what_tuning_depends_on_raises_instead_of_answering(self, question: Any) -> None:
+    def test_questions_that_tuning_depends_on_raise_instead_of_answering(
+        self, question: Any
+    ) -> None:
         """Each answered as if all was well: a pointer table went to a child without a word."""
         with launching_on(None), pytest.raises(BackendError, match="fake back end"):
             question()

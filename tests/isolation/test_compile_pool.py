@@ -374,7 +374,7 @@ class TestAnAssembler:
             ("os.kill(os.getpid(), signal.SIGSEGV)", "repro command"),
         ],
     )
-    def test_that_fails_costs_the_config(
+    def test_a_failing_assembler_costs_the_config(
         self, pool: Pool, ptxas: Callable[[str], None], code: str, said: str
     ) -> None:
         ptxas(code)
@@ -385,7 +385,7 @@ class TestAnAssembler:
         assert len(pool.pids()) == 1, "the compiler itself is well"
 
     @pytest.mark.fault("compile-hang")
-    def test_that_never_ends_leaves_no_orphan(
+    def test_an_endless_assembler_leaves_no_orphan(
         self, pool: Pool, ptxas: Callable[[str], None]
     ) -> None:
         ptxas("signal.pause()")
@@ -415,7 +415,7 @@ class TestIdleChildren:
             pool.run({number: "ok"})
         assert len(pool.pids()) == 2
 
-    def test_that_died_are_replaced(self, pool: Pool) -> None:
+    def test_idle_children_that_died_are_replaced(self, pool: Pool) -> None:
         pool.run({0: "ok"})
         (pid,) = pool.pids()
         os.kill(pid, signal.SIGKILL)
@@ -423,7 +423,7 @@ class TestIdleChildren:
         assert pool.run({1: "ok"})[1].outcome.ok
         assert len(pool.pids()) == 2
 
-    def test_leave_when_nobody_needs_them(self, pool: Pool) -> None:
+    def test_idle_children_end_after_a_while(self, pool: Pool) -> None:
         pool.run({0: "ok"})
         assert not ended(*pool.pids(), within_s=0)
         assert ended(*pool.pids(), within_s=IDLE_EXIT_S + 10)

@@ -36,7 +36,7 @@ class TestVisibleDevices:
             pytest.param(None, id="unset"),
         ],
     )
-    def test_a_child_is_told_the_uuids_of_what_this_process_has(self, variable: str | None) -> None:
+    def test_a_child_gets_the_uuids_of_this_processs_devices(self, variable: str | None) -> None:
         assert cuda.visible_devices(variable, (FIRST, SECOND)) == BOTH
 
     def test_in_this_process_s_order(self) -> None:
@@ -54,7 +54,7 @@ class TestVisibleDevices:
     def test_a_partition_stays_the_partition_and_not_its_whole_card(self, variable: str) -> None:
         assert cuda.visible_devices(variable, (FIRST,)) == variable
 
-    def test_a_child_without_a_gpu_is_told_of_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_child_without_a_gpu_sees_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
         assert child_handle.start_job(gpu_blind=True).environment["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -129,7 +129,7 @@ class TestCheck:
 
     @pytest.mark.fault("exclusive-process")
     @pytest.mark.parametrize(("value", "name"), [(2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS")])
-    def test_a_compute_mode_without_room_for_a_second_context(
+    def test_a_compute_mode_that_forbids_a_second_context_is_an_error(
         self, driver: Callable[..., None], value: int, name: str
     ) -> None:
         driver(Library({cuda.COMPUTE_MODE: value}))
@@ -174,7 +174,7 @@ class TestCheck:
             child_handle.check_device(0)
 
     @pytest.mark.parametrize("left", ["nothing", "a plain file", "an empty directory"])
-    def test_what_is_no_control_pipe(
+    def test_a_path_that_is_not_a_control_pipe_does_not_count_as_mps(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
     ) -> None:
         directory = tmp_path / "mps"
@@ -245,7 +245,9 @@ class TestAChildThatDoesNotEnd:
         child_handle.check_device(1)
         assert child_handle._stuck == {}
 
-    def test_that_has_ended_after_all_takes_nothing(self, sleeper: subprocess.Popen[bytes]) -> None:
+    def test_a_stuck_child_that_has_ended_frees_its_device(
+        self, sleeper: subprocess.Popen[bytes]
+    ) -> None:
         sleeper.kill()
         sleeper.wait()
         child_handle._note_stuck(1, sleeper.pid)

@@ -382,7 +382,7 @@ def test_a_misbehaving_kernel_costs_its_config(
 
 
 @pytest.mark.fault("megabytes-printed")
-def test_what_a_config_prints_does_not_reach_the_caller(
+def test_text_that_a_config_prints_does_not_reach_the_caller(
     caller: Caller, records: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Not its standard output either: that is where `--json` goes. Megabytes block nobody."""
@@ -541,7 +541,9 @@ def test_a_fault_after_many_good_launches(
 
 @pytest.mark.fault("invalid-time")
 @pytest.mark.parametrize("time_ms", [float("nan"), 0.0, -1.0, float("inf")])
-def test_a_time_that_is_none(time_ms: float, caller: Caller, log: Any, harmless: Any) -> None:
+def test_a_time_that_is_not_a_positive_number_excludes_the_config(
+    time_ms: float, caller: Caller, log: Any, harmless: Any
+) -> None:
     """A user's do_bench may say anything; the config that it says it of is out, though first."""
     path = str(log.path)
 

@@ -97,9 +97,7 @@ class TestTheServer:
         assert other != server
         assert processes.zombies(os.getpid()) == []
 
-    def test_that_of_the_compilers_is_no_zombie_once_it_is_gone(
-        self, tuned: Tuned, processes: Any
-    ) -> None:
+    def test_the_compilers_server_leaves_no_zombie(self, tuned: Tuned, processes: Any) -> None:
         """A kernel in the interpreter needs none, but is the next to come by."""
         fork_server.compile_server.start()
         started = fork_server.compile_server._process
@@ -156,7 +154,9 @@ class TestSurroundings:
     }
 
     @pytest.mark.fault("rank-variables")
-    def test_a_child_is_nobody_s_rank(self, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_child_does_not_have_the_variables_of_a_rank(
+        self, tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """In Python's view of the environment and in the C library's, which NCCL and MPI read."""
         for name, value in (self.RANKS | self.OTHERS).items():
             monkeypatch.setenv(name, value)
@@ -230,9 +230,7 @@ class TestSurroundings:
         for seen in (again, fresh):
             assert {name: seen[name] for name in expected} == expected
 
-    def test_a_knob_that_is_no_longer_set_is_not_set_in_a_child_used_again(
-        self, tuned: Tuned
-    ) -> None:
+    def test_a_reused_child_loses_a_knob_that_was_unset(self, tuned: Tuned) -> None:
         from triton import knobs
 
         def look() -> list[Any]:

@@ -163,7 +163,7 @@ class TestAChild:
         assert outcome.verdict is Verdict.COMPILE_ERROR
         assert outcome.detail == "EOFError"
 
-    def test_what_a_child_prints_at_its_end_is_in_the_outcome(self, child: Child) -> None:
+    def test_text_that_a_child_prints_at_its_end_is_in_the_outcome(self, child: Child) -> None:
         """Written after it closed its pipe, which is when its parent knows that it is ending."""
         child.ask(start_job(gpu_blind=True), pickle.dumps(Dies()), timeout_s=60)
         with pytest.raises(ChildFailed) as caught:

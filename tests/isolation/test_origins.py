@@ -114,7 +114,9 @@ class TestMain:
         assert pids.count(pid) == 1, "the choice, here"
 
     @pytest.mark.parametrize("way", ["-c", "-"])
-    def test_a_program_that_is_no_file(self, way: str, tmp_path: Path, records: Any) -> None:
+    def test_a_program_that_is_not_a_file_is_tuned(
+        self, way: str, tmp_path: Path, records: Any
+    ) -> None:
         """There is no source to read. The interpreter needs none, and neither does tuning."""
         journal = tmp_path / "journal"
         command = [sys.executable, *(["-c", SCRIPT] if way == "-c" else ["-"]), str(journal)]
@@ -279,7 +281,7 @@ class TestModules:
         assert module.call(N)
         assert [trial.label for trial in records.trials()] == ["ok", "ok"]
 
-    def test_what_a_hook_calls_in_another_module(
+    def test_a_hook_may_call_functions_of_another_module(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Any, log: Any
     ) -> None:
         """That module is imported by the child, from where the caller found it."""
@@ -448,7 +450,7 @@ class TestHooks:
         assert os.getpid() not in {pid for pid, _ in log.lines()}
 
     @pytest.mark.parametrize("where", ["pre_hook", "post_hook", "config", "heuristic", "do_bench"])
-    def test_that_cannot_be_sent_cost_a_warning_and_the_choice(
+    def test_hooks_that_cannot_be_sent_cost_a_warning_and_the_choice(
         self, where: str, records: Any, processes: Any
     ) -> None:
         lock = threading.Lock()
@@ -493,7 +495,7 @@ class TestHooks:
             tuner[grid](dst, src, N, threading.Lock())
         assert torch.equal(dst, src)
 
-    def test_what_cannot_be_rebuilt_costs_a_warning(self) -> None:
+    def test_hooks_that_cannot_be_rebuilt_cost_a_warning(self) -> None:
         """It can be sent, but raises where it is unpacked."""
         tuner = safetune(
             configs=blocks(16, 32), key=["n"], pre_hook=functools.partial(module_hook, Unfoldable())
@@ -514,7 +516,7 @@ def _refuse() -> None:
 
 
 class TestTensorsOfHooks:
-    def test_are_copies(self, log: Any, records: Any) -> None:
+    def test_tensors_of_hooks_are_copied(self, log: Any, records: Any) -> None:
         """A hook reads the caller's values and writes to the child's."""
         write = log.writer()
         parent = os.getpid()
@@ -567,7 +569,7 @@ class TestGrids:
         assert records.labels() == {16: "ok", 32: "ok"}
         assert set(calls) == {os.getpid()}
 
-    def test_that_raise_for_one_config_cost_that_config(self, records: Any) -> None:
+    def test_a_grid_that_raises_for_one_config_costs_that_config(self, records: Any) -> None:
         def picky(meta: dict[str, Any]) -> tuple[int]:
             if meta["BLOCK"] == 32:
                 raise ArithmeticError("thirty-two does not divide")

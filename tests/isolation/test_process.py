@@ -71,7 +71,7 @@ def test_an_exit_in_words(command: str, words: str) -> None:
     assert describe_exit(os.waitpid(pid, 0)[1]) == words
 
 
-def test_an_exit_that_nobody_saw() -> None:
+def test_an_unknown_exit_is_described_as_unknown() -> None:
     assert describe_exit(None) == "unknown"
 
 
@@ -122,7 +122,7 @@ def test_a_group_is_killed_with_what_it_started(families: list[Family]) -> None:
     assert ended(*pids)
 
 
-def test_one_that_has_not_left_our_group_yet_is_killed_alone(families: list[Family]) -> None:
+def test_a_child_that_is_still_in_our_group_is_killed_alone(families: list[Family]) -> None:
     """Between fork and setsid; the group is ours, and stays."""
     family = Family(["sleep", "1000"], leads=False)
     bystander = Family(["sleep", "1000"], leads=False)
@@ -134,7 +134,7 @@ def test_one_that_has_not_left_our_group_yet_is_killed_alone(families: list[Fami
     assert bystander.process.poll() is None
 
 
-def test_killing_what_is_gone_is_no_error(families: list[Family]) -> None:
+def test_killing_a_group_that_is_gone_does_not_raise(families: list[Family]) -> None:
     family = Family(["true"], leads=True)
     families.append(family)
     family.process.wait(20)

@@ -61,7 +61,7 @@ def test_file_descriptors_travel_with_the_frame(pipe, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 12, 15, 22])
-def test_half_a_frame_is_no_frame(pipe, size):
+def test_half_a_frame_is_an_error(pipe, size):
     ours, theirs = pipe
     whole = protocol._PREFIX.pack(10, 3) + b'{"a": 1}  ' + b"bytes"
     ours.sendall(whole[:size])

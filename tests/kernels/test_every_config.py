@@ -336,7 +336,7 @@ def test_rows_written_in_place_are_not_cut(columns: int) -> None:
         assert {slice_count(c.kwargs["TILE_ELEMENTS"], columns) for c in prune()} == {1}
 
 
-def test_a_config_that_cuts_rows_is_no_config_in_place(random: Any) -> None:
+def test_a_config_that_cuts_rows_does_not_compile_in_place(random: Any) -> None:
     """Where nothing prunes, as in mode "off", the kernel does not compile."""
     problem = Backward(random, 5, 300, 1, is_rms_norm=False)
     with pytest.raises(Exception, match="a row in slices has several readers"):

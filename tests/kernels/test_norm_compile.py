@@ -211,7 +211,7 @@ def test_norms_on_the_meta_device_give_shapes() -> None:
     assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
 
 
-def test_what_a_dispatch_mode_sees(random: Any) -> None:
+def test_a_dispatch_mode_sees_operators_and_no_kernel(random: Any) -> None:
     """Operators alone: of a kernel, a trace would keep the empty tensor that it is to fill."""
     x = random(4, 24, grad=False)
     traced = make_fx(lambda x: rms_norm(x, None, None))(x)

@@ -96,7 +96,7 @@ def test_it_returns_what_triton_returns(kernel: Tuned) -> None:
     ],
     ids=["n=64", "n=33", "n=1", "D=8", "D=True", "float16", "unaligned", "bias"],
 )
-def test_what_tells_calls_apart(kernel: Tuned, changed: dict[str, Any]) -> None:
+def test_calls_that_differ_go_by_triton_once(kernel: Tuned, changed: dict[str, Any]) -> None:
     call(kernel)
     assert goes_by_triton(kernel, **changed)
     assert not goes_by_triton(kernel, **changed)
@@ -366,7 +366,7 @@ class TestInTheWay:
         assert told == [32] * 3
 
     @pytest.mark.parametrize("given", [{"warmup": True}, {"grid": (1,)}], ids=["warmup", "grid"])
-    def test_what_the_brackets_say_already(
+    def test_keywords_that_the_brackets_set_are_refused(
         self, kernel: Tuned, machine: Machine, given: dict[str, Any]
     ) -> None:
         with pytest.raises(
@@ -550,7 +550,7 @@ class TestChanges:
         assert kernel.tuner.best_config is CONFIGS[0]
 
 
-def test_what_prepare_has_launched_is_known(
+def test_a_launch_of_prepare_is_known_afterwards(
     kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a capture afterwards compiles, loads and asks for nothing."""
@@ -614,7 +614,7 @@ def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible == [True, True]
 
 
-def test_what_is_told_of_a_tuning_is_nothing_that_launches_depend_on(
+def test_attributes_that_report_a_tuning_do_not_forget_launches(
     machine: Machine, tuned: type[Tuned], kernels: Any
 ) -> None:
     """Else the first launch after each tuning, and those of every other key, are Triton's again."""
@@ -692,7 +692,7 @@ class TestHeuristicsBelow:
         assert first == second != third == fourth
         assert [launch[8] for launch in (first, third)] == [16 + 32, 16 * 2 + 48]
 
-    def test_what_they_say_changes(
+    def test_another_heuristic_value_launches_another_binary(
         self, machine: Machine, tuned: type[Tuned], kernels: Any
     ) -> None:
         """For arguments that are otherwise the same, as one that looks at a tensor's shape."""
@@ -714,7 +714,7 @@ class TestHeuristicsBelow:
         assert not self.launch(kernel)
         assert [launch[8:] for launch in machine.launches] == [(4, 16, 5)] * 2
 
-    def test_one_that_the_call_gives_too(
+    def test_a_heuristic_overrides_the_calls_own_value(
         self, machine: Machine, tuned: type[Tuned], kernels: Any
     ) -> None:
         """The heuristic has the last word, in Triton."""
@@ -723,7 +723,7 @@ class TestHeuristicsBelow:
             assert goes_by_triton(kernel)
         assert [launch[8] for launch in machine.launches] == [9, 9]
 
-    def test_what_was_said_for_the_launch_counts(
+    def test_heuristic_values_of_the_launch_itself_are_remembered(
         self, machine: Machine, tuned: type[Tuned], kernels: Any
     ) -> None:
         """And not what they would say after it, as when another thread sets what they read."""
@@ -842,7 +842,7 @@ def test_memory_does_not_grow(kernel: Tuned, machine: Machine) -> None:
     assert grown < 10_000, f"{grown} bytes after {LAUNCHES} launches"
 
 
-def test_what_is_remembered_has_a_limit(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_launches_have_a_limit(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_path, "_MOST_LAUNCHES", 8)
     for number in range(30):
         assert goes_by_triton(kernel, D=number)

@@ -145,7 +145,9 @@ class TestWhoseAllocator:
 
 
 @pytest.mark.internals
-def test_what_triton_s_own_launcher_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tritons_own_launcher_gets_scratch_memory_of_the_grids_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its code, with a stand-in for the driver's launch."""
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime import driver
@@ -262,7 +264,7 @@ class TestMemory:
             del block
             assert memory.live == [], "the launcher has let go of it, and so is it free again"
 
-    def test_what_an_observer_sees(self, memory: Memory) -> None:
+    def test_an_observer_sees_the_sizes_of_all_threads(self, memory: Memory) -> None:
         with scratch_memory.observed() as sizes:
             scratch_memory.allocate(100, 128, 1)
             _in_thread(lambda: scratch_memory.allocate(300, 128, 1))
@@ -279,7 +281,7 @@ class TestMemory:
         assert memory.snapshots == 1, "asked once for a capture"
         assert scratch_memory.driver_calls(3) == 2
 
-    def test_what_is_reserved_serves_the_capture(self, memory: Memory, driver: Any) -> None:
+    def test_reserved_memory_serves_the_capture(self, memory: Memory, driver: Any) -> None:
         memory.pool = (0, 7)
         scratch_memory.allocate(1000, 128, 1)
         with driver.capturing(3):
@@ -293,7 +295,7 @@ class TestMemory:
             scratch_memory.release(3)
         assert memory.live == []
 
-    def test_a_full_card_has_no_room_to_reserve(
+    def test_a_full_card_reserves_nothing_and_does_not_raise(
         self, memory: Memory, driver: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Which a graph whose kernels need no scratch is captured without."""

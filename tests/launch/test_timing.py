@@ -65,7 +65,7 @@ def test_a_hopeless_config_is_given_up_after_the_estimate():
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_time_is_refused(wrong):
+def test_a_value_that_is_not_a_time_is_refused(wrong):
     with pytest.raises(InvalidTime, match=str(wrong)):
         measure(nothing, nothing, nothing, FakeClock(wrong), Budget())
     with pytest.raises(InvalidTime):

@@ -286,7 +286,7 @@ def test_when_every_config_fails_the_fallback_stays(copies: Any, logged: Ended) 
     assert made.swaps.idle
 
 
-def test_what_cannot_be_sent_is_not_queued(copies: Any) -> None:
+def test_a_kernel_that_cannot_be_sent_is_not_queued(copies: Any) -> None:
     lock = threading.Lock()
 
     def holds_a_lock(arguments: dict[str, Any]) -> None:

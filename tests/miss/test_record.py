@@ -100,7 +100,9 @@ class TestRebuilt:
             (torch.zeros(2, 2).to_sparse(), "no plain storage"),
         ],
     )
-    def test_what_cannot_be_written_down(self, call_of: Any, value: Any, reason: str) -> None:
+    def test_values_that_cannot_be_recorded_are_refused(
+        self, call_of: Any, value: Any, reason: str
+    ) -> None:
         with pytest.raises(KernelNotTransferable, match=reason):
             call_description.describe(call_of(value))
 
@@ -124,13 +126,13 @@ class TestRecording:
         assert list(found[0].arguments["grids"].values()) == [[7], [4]]
         assert {call.name for call in found} == {"copy_kernel"}
 
-    def test_what_has_a_choice_is_not_recorded(self, copies: Any, packed: Any) -> None:
+    def test_a_call_with_a_choice_is_not_recorded(self, copies: Any, packed: Any) -> None:
         made = copies(blocks=(16, 32))
         packed(made, 32)
         assert made() == 32
         assert recorded() == []
 
-    def test_no_more_than_so_many(self, copies: Any, monkeypatch: Any) -> None:
+    def test_recorded_calls_have_a_limit(self, copies: Any, monkeypatch: Any) -> None:
         monkeypatch.setattr(stored_calls, "_PUT", stored_calls._PUT.replace("10000", "2"))
         made = copies(blocks=(16, 32))
         for n in (100, 101, 102):

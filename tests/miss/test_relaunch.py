@@ -135,7 +135,7 @@ def test_nothing_is_tuned_again(tuned: Any, small: Device, monkeypatch: Any) -> 
     assert tunings == []
 
 
-def test_what_is_known_to_fail_is_no_substitute(copies: Any, small: Device) -> None:
+def test_a_config_that_is_known_to_fail_is_not_a_substitute(copies: Any, small: Device) -> None:
     """64 is the second best but dies, and 32 was found too slow only in order of declaration."""
     timed = Timed(128, 64, 32, 16)
 
@@ -218,7 +218,7 @@ def test_a_stored_choice_of_another_process(
     assert len(caught) == 1
 
 
-def test_what_a_heuristic_says_is_another_specialisation(
+def test_another_heuristic_value_is_another_specialisation(
     copies: Any, small: Device, caught: list[warnings.WarningMessage]
 ) -> None:
     """As one that looks at a size that is no key: one too large must not spoil the others."""
@@ -254,7 +254,7 @@ def test_with_mode_off_nothing_is_caught(
     assert small.attempts == {(1, 16): 1}
 
 
-def test_what_a_specialisation_tells_apart(copies: Any) -> None:
+def test_calls_that_triton_compiles_again_have_other_specialisations(copies: Any) -> None:
     """What a specialisation is: at least what Triton compiles again for."""
     from safetune.launch.call_shape import specialisation
 

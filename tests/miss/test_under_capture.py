@@ -291,7 +291,7 @@ class TestModes:
         assert background._worker.jobs == []
         assert copy.tuner.cache == {}
 
-    def test_off_is_off(
+    def test_mode_off_launches_the_first_config_without_a_warning(
         self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("SAFETUNE_MODE", "off")
@@ -341,7 +341,7 @@ class TestModes:
         with driver.capturing(7), warned():
             assert copy(100) == 16
 
-    def test_what_pruning_leaves_needs_no_choice(
+    def test_one_config_left_by_pruning_needs_no_choice(
         self, copies: type[Copies], driver: Driver
     ) -> None:
         def last(configs: list[Any], named: Any, **_: Any) -> list[Any]:
@@ -363,7 +363,9 @@ class TestModes:
         (201, 1, 0),  # this thread has no context
     ],
 )
-def test_what_the_driver_says_of_a_stream(error: int, status: int, expected: int) -> None:
+def test_the_capture_of_a_stream_is_the_drivers_answer(
+    error: int, status: int, expected: int
+) -> None:
     class Library:
         def cuStreamGetCaptureInfo_v2(
             self, stream: ctypes.c_void_p, state: Any, number: Any, *optional: None

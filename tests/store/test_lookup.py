@@ -64,7 +64,7 @@ def test_memory_is_asked_before_the_store(store, records):
     assert lookup.find(KEY, "declared").config_digest == "stored"
 
 
-def test_a_choice_out_of_other_configs_is_none(store, records):
+def test_a_choice_from_another_list_of_configs_is_not_found(store, records):
     lookup = Lookup(store)
     store.put_choice(records.choice("stored", KEY.digest))
     lookup.adopt(records.choice("adopted", KEY.digest))
@@ -243,7 +243,7 @@ print(lookup.find(key, "declared").config_digest, lookup.store.choice(key.digest
     assert output == "c1 c2\n"
 
 
-def test_kin_in_memory_are_found_too_and_a_broken_store_has_none(guarded, records, caplog):
+def test_related_choices_in_memory_are_found_where_the_store_is_broken(guarded, records, caplog):
     guarded.put_key(records.key("stored"))
     guarded.put_choice(records.choice(key="stored"))
     refuse_writes(guarded)

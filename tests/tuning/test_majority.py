@@ -42,7 +42,7 @@ def verdicts(result: VoteResult) -> dict[int, Verdict]:
 
 
 @pytest.mark.parametrize("grids", [None, [4] * 8], ids=["another grid each", "one grid"])
-def test_one_of_eight(grids: list[int] | None) -> None:
+def test_one_of_eight_is_wrong(grids: list[int] | None) -> None:
     result = vote([0, 1, 1, 1, 1, 1, 1, 1], grids)
     assert verdicts(result) == {0: Verdict.WRONG_RESULT}
     assert result.disputed == {}
@@ -72,7 +72,7 @@ def test_all_that_disagree_with_the_majority() -> None:
         [0, None, None, None],
     ],
 )
-def test_without_a_majority_nobody_is_wrong(groups: list[int | None]) -> None:
+def test_without_a_majority_no_config_is_wrong(groups: list[int | None]) -> None:
     result = vote(groups)
     assert result.rejected == {}
     assert len(result.disputed) == (len(groups) if len(set(groups)) > 1 else 0)
@@ -115,7 +115,7 @@ def test_right_only_by_what_the_output_held() -> None:
     assert verdicts(vote([0] * 3, stale=(2,))) == {}
 
 
-def test_what_the_user_hears() -> None:
+def test_notes_say_how_many_configs_agree_and_what_to_do() -> None:
     assert notes_of(vote([0, 0, 0]), {}) == []
     (note,) = notes_of(vote([0, 0, 1, 1]), {})
     assert "2 of 4 configs" in note

@@ -75,7 +75,7 @@ def test_every_racer_runs_once_a_turn(racers, turn):
 
 
 @pytest.mark.parametrize("count", range(2, 8))
-def test_nobody_always_follows_the_same_one_or_is_always_first(count):
+def test_no_config_is_always_first_or_always_follows_the_same_other(count):
     turns = [race.in_turn(range(count), turn) for turn in range(2 * count)]
     assert {turn[0] for turn in turns} == set(range(count))
     for racer in range(count):

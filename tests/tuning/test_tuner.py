@@ -183,7 +183,7 @@ EIGHT = {16 << i: 2.0 + i for i in range(8)}  # 16 is the fastest, 2048 the slow
 
 
 class TestRows:
-    def test_one_per_trial_and_one_per_choice(self, make: Make, rows: Rows) -> None:
+    def test_each_trial_and_each_choice_has_one_row(self, make: Make, rows: Rows) -> None:
         tuned = make({16: 3.0, 32: 2.0, 64: DIES})
         assert tuned.launch() == 32
         assert tuned.tried() == [16, 32, 64]
@@ -234,7 +234,9 @@ class TestWhatIsShared:
         assert turned.tried() == []
 
     @pytest.mark.parametrize("what", ["source", "dtype", "key value"])
-    def test_not_across(self, what: str, make: Make, rows: Rows) -> None:
+    def test_choices_are_not_shared_between_calls_or_kernels_that_differ(
+        self, what: str, make: Make, rows: Rows
+    ) -> None:
         make(self.TIMES).launch()
         kernel = copy_kernel_from_the_end() if what == "source" else copy_kernel
         other = make({16: 1.0, 32: 2.0}, kernel)
@@ -246,7 +248,9 @@ class TestWhatIsShared:
         assert other.tried() == [16, 32]
         assert rows.counts() == (2, 4, 2)
 
-    def test_not_across_devices_and_toolchains(self, make: Make, rows: Rows) -> None:
+    def test_choices_are_not_shared_between_devices_and_toolchains(
+        self, make: Make, rows: Rows
+    ) -> None:
         tuned = make(self.TIMES)
         device = Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
         variants: list[Callable[[Any], Any]] = [
@@ -334,7 +338,7 @@ class TestAnotherList:
         assert seven.launch() == 32
         assert seven.tried() == []
 
-    def test_what_failed_is_not_tried_again(self, make: Make, rows: Rows) -> None:
+    def test_a_config_that_failed_is_not_tried_again(self, make: Make, rows: Rows) -> None:
         tuned = make({16: 2.0, 32: DIES})
         assert tuned.launch() == 16
         assert tuned.tried() == [16, 32]
@@ -358,7 +362,7 @@ class TestAnotherList:
     @pytest.mark.parametrize(
         ("verdict", "tried"), [(Verdict.OUT_OF_BOUNDS, [16]), (Verdict.TIMEOUT, [])]
     )
-    def test_what_a_call_may_be_to_blame_for_is_tried_by_a_later_process(
+    def test_a_failure_that_the_call_may_have_caused_is_tried_by_a_later_process(
         self, make: Make, verdict: Verdict, tried: list[int]
     ) -> None:
         """Where nothing works: a tensor that was too short is as long as it should be by now."""
@@ -584,7 +588,7 @@ class TestObservers:
         assert result.measured == 0
         assert [o.timing.median_ms for _, o in result.outcomes if o.timing] == [2.0, 3.0]
 
-    def test_one_that_raises_ends_the_tuning_and_loses_nothing(self, make: Make) -> None:
+    def test_an_observer_that_raises_ends_the_tuning_and_loses_nothing(self, make: Make) -> None:
         """Ctrl-C may come anywhere; what was measured before it is stored."""
 
         def interrupt(progress: Progress) -> None:

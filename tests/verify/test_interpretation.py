@@ -82,7 +82,7 @@ def test_everything_is_put_back(kind: Any, fails: bool) -> None:
 
 
 @kinds
-def test_what_a_kernel_calls(kind: Any) -> None:
+def test_functions_that_a_kernel_calls_are_interpreted(kind: Any) -> None:
     """By name, from a closure, from a module, by name out of the language, and as an argument."""
     helpers = ModuleType("helpers")
     helpers.plus_one = kind(plus_one)
@@ -161,7 +161,7 @@ def test_two_threads(kind: Any) -> None:
     assert sorted(reports) == [(1, True)] * 5 + [(2, False)] * 5
 
 
-def test_what_is_a_jit_function() -> None:
+def test_jit_functions_are_recognised() -> None:
     assert is_jit(JITFunction(plus_one))
     assert is_jit(InterpretedFunction(plus_one))
     assert not is_jit(plus_one)

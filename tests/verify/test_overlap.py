@@ -175,7 +175,7 @@ class TestAliases:
         assert report.ok
         assert [written.argument for written in report.written] == ["y, x"]
 
-    def test_one_element_further(self) -> None:
+    def test_a_shifted_alias_is_a_race(self) -> None:
         """A program reads what its neighbour stores: right or wrong by which one is first."""
         whole = torch.randn(101)
 
@@ -413,7 +413,9 @@ class TestOrder:
 
     @pytest.mark.parametrize("stores", [False, True])
     @pytest.mark.parametrize("forgets", [-1, 0, 1])
-    def test_one_that_adds_and_does_not_count(self, forgets: int, stores: bool) -> None:
+    def test_a_program_that_adds_and_does_not_count_is_found(
+        self, forgets: int, stores: bool
+    ) -> None:
         """The last one has not seen its sum: that is the first atomic on it, or the last."""
 
         @triton.jit
@@ -444,7 +446,7 @@ class TestOrder:
 
         assert report.find("overlap").elements == 1
 
-    def test_what_waits_for_a_later_program_is_ended(self) -> None:
+    def test_a_program_that_waits_for_a_later_one_is_ended(self) -> None:
         @triton.jit
         def wait(flag):
             if tl.program_id(0) == 0:
@@ -544,7 +546,7 @@ class TestOutside:
         assert (found.access, found.elements) == ("atomic", 2)
         assert "updated outside its storage" in str(found)
 
-    def test_no_argument_at_all(self) -> None:
+    def test_an_address_outside_every_argument_is_found(self) -> None:
         @triton.jit
         def store(y, address):
             tl.store(address.to(tl.pointer_type(tl.float32), bitcast=True), 1.0)
@@ -592,7 +594,7 @@ class TestUnwritten:
 
         assert report.find("unwritten").elements == 4
 
-    def test_nothing_at_all(self) -> None:
+    def test_a_launch_that_writes_nothing_has_a_note(self) -> None:
         report = check_overlap(add_kernel, (1,), zeros(4), zeros(4), 0, 16)
 
         assert report.ok
@@ -758,7 +760,7 @@ class TestTuners:
         with pytest.raises(InvalidConfig, match="stepping has 2 configs: pass config="):
             check_overlap(tuner_of[kind], grid, zeros(100), 100)
 
-    def test_what_the_config_sets_too(self, kind: str) -> None:
+    def test_an_argument_that_the_config_sets_too_is_refused(self, kind: str) -> None:
         with pytest.raises(InvalidConfig, match="STEP"):
             check_overlap(tuner_of[kind], grid, zeros(100), 100, STEP=3, config=CONFIGS[0])
 
@@ -861,7 +863,9 @@ class TestErrors:
         [({"output": ["y"]}, {}), ({"BLOK": 4}, {}), ({}, {"BLOK": 4})],
         ids=["an option", "a parameter", "a config"],
     )
-    def test_misspelt(self, named: dict[str, Any], config: dict[str, Any]) -> None:
+    def test_a_misspelt_name_is_an_error_with_the_valid_names(
+        self, named: dict[str, Any], config: dict[str, Any]
+    ) -> None:
         tuner = triton.autotune(configs=[triton.Config(config)], key=[])(add_kernel)
         (name,) = {**named, **config}
 
@@ -907,7 +911,7 @@ class TestErrors:
         with pytest.raises(InvalidSetting, match="use check_overlap"):
             list(check_configs(add_kernel, (1,), zeros(1), zeros(1), 1, 16))
 
-    def test_what_the_interpreter_does_not_have(self) -> None:
+    def test_operations_that_the_interpreter_does_not_have_are_an_error(self) -> None:
         @triton.jit
         def assembly(y):
             value = tl.inline_asm_elementwise("mov $0, $1;", "=r,r", [1], tl.int32, True, 1)
@@ -916,7 +920,7 @@ class TestErrors:
         with pytest.raises(NotInterpretable, match=r"assembly does not run.*test_overlap\.py:\d+"):
             check_overlap(assembly, (1,), zeros(1))
 
-    def test_what_the_kernel_raises(self) -> None:
+    def test_an_exception_of_the_kernel_is_an_error(self) -> None:
         @triton.jit
         def failing(y, BLOCK: tl.constexpr):
             tl.static_assert(BLOCK > 16, "too small")

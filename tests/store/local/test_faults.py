@@ -38,7 +38,7 @@ def test_nothing_is_lost_and_nothing_is_wrong(tmp_path: Path, row, times, monkey
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_a_disk_that_fails_to_read_once_is_no_damage(tmp_path: Path, number: int) -> None:
+def test_a_read_that_fails_once_does_not_count_as_damage(tmp_path: Path, number: int) -> None:
     """Regression: SQLite calls it malformed, and the whole store was moved aside."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")

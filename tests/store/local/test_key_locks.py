@@ -61,7 +61,7 @@ def test_one_process_has_it_until_it_lets_go(database: Path, holder: Any, childr
     assert_free(database)
 
 
-def test_a_dead_process_has_it_no_more(database: Path, holder: Any) -> None:
+def test_a_lock_ends_with_its_process(database: Path, holder: Any) -> None:
     assert try_lock(database, "key") is None
     holder.kill()
     wait_for_death(holder.pid)

@@ -150,7 +150,7 @@ def test_a_newer_database_is_refused_and_left_alone(store, records):
 @pytest.mark.parametrize(
     "statement", ["CREATE TABLE theirs (x)", "PRAGMA user_version=1", "PRAGMA application_id=7"]
 )
-def test_somebody_elses_database_is_refused_and_left_alone(tmp_path, statement):
+def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path, statement):
     path = tmp_path / "safetune.db"
     connection = sqlite3.connect(path)
     connection.execute(statement)
@@ -241,7 +241,7 @@ print(len(store.trials("key", 1)))
     assert stored == "1"
 
 
-def test_a_migration_between_two_reads_is_no_foreign_database(tmp_path):
+def test_a_migration_between_two_reads_is_not_taken_for_another_programs_database(tmp_path):
     """Regression: version 0, read before, and tables, read after, looked like somebody else's."""
     path = tmp_path / "safetune.db"
     path.touch()

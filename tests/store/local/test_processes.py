@@ -26,7 +26,7 @@ for generation in range(1, 41):
     store.close()
 
 
-def test_what_a_killed_writer_was_told_is_stored_stays_stored(tmp_path, children):
+def test_a_confirmed_write_of_a_killed_writer_stays_stored(tmp_path, children):
     acknowledged: set[str] = set()
     for number in range(8):
         child = children.start(

@@ -309,7 +309,7 @@ def test_a_cold_lookup_does_little(store, records):
     assert calls.total() <= 400, calls.most_common(20)
 
 
-def test_kin_are_the_current_choices_of_one_kernel_on_one_device(store, records):
+def test_related_choices_are_the_current_ones_of_one_kernel_on_one_device(store, records):
     for digest, changes in (
         ("a", {}),
         ("b", {"call": {"values": [["N", 2048]], "dtypes": [], "options": []}}),

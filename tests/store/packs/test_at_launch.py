@@ -54,13 +54,13 @@ def test_a_choice_in_a_pack_is_launched(copies: Any, packed: Any, cache_dir: Pat
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_does_not_match_is_tuned(copies: Any, packed: Any, changes: Any) -> None:
+def test_a_call_that_matches_no_pack_is_tuned(copies: Any, packed: Any, changes: Any) -> None:
     made = copies(blocks=(16, 32))
     packed(made, 32, **changes)
     assert tuned(made)
 
 
-def test_what_a_file_holds_counts_and_not_its_name(
+def test_the_content_of_a_pack_counts_and_not_its_name(
     copies: Any, packed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = copies(blocks=(16, 32))

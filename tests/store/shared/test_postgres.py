@@ -132,7 +132,7 @@ class TestLeases:
 
         assert sum(lease is not None for lease in together(16, take)) == 1
 
-    def test_one_that_is_not_renewed_expires(self, database: str) -> None:
+    def test_a_lease_that_is_not_renewed_expires(self, database: str) -> None:
         """By the server's clock; what its holder does afterwards has no effect."""
         store = Postgres(database, lease_s=0.05)
         first = store.lease("key", "node")
@@ -167,7 +167,7 @@ class TestRoles:
         for role in ("writer", "reader"):
             execute(database, f"DROP OWNED BY safetune_{role}; DROP ROLE safetune_{role}")
 
-    def test_a_reader_reads_and_no_more(self, roles: dict[str, str]) -> None:
+    def test_a_reader_reads_and_cannot_write(self, roles: dict[str, str]) -> None:
         writer, reader = Postgres(roles["writer"]), Postgres(roles["reader"])
         with closing(writer), closing(reader):
             assert reader.names(SPACE) == set()  # before the first writer, too

@@ -248,7 +248,9 @@ class TestLeft:
         ],
         ids=["own pruning", "own run", "own configs"],
     )
-    def test_what_no_companion_can_do(self, run: Run, make: str, reason: str) -> None:
+    def test_a_tuner_that_a_shadow_tuner_cannot_replace_is_left_and_reported(
+        self, run: Run, make: str, reason: str
+    ) -> None:
         """It runs as before, and the report says why."""
         _, report = run(
             START + "def save(a, reset_only=False):\n"
