@@ -6,7 +6,9 @@ the configs that the decorator declares.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -40,17 +42,15 @@ def declared_digest(configs: Iterable[Config]) -> str:
 
 def config_text(config: Config) -> str:
     """Return a config as text: its kwargs, then the options that are not defaults."""
-    parts = [f"{name}={value}" for name, value in config.kwargs.items()]
-    parts.append(f"num_warps={config.num_warps}")
-    parts.append(f"num_stages={config.num_stages}")
-    if config.num_ctas != 1:
-        parts.append(f"num_ctas={config.num_ctas}")
-    parts += [
-        f"{name}={getattr(config, name)}"
-        for name in ("maxnreg", "ir_override")
-        if getattr(config, name, None) is not None
-    ]
-    return " ".join(parts)
+    options = {name: getattr(config, name, None) for name in ("maxnreg", "ir_override")}
+    parts = {
+        **config.kwargs,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **({"num_ctas": config.num_ctas} if config.num_ctas != 1 else {}),
+        **{name: value for name, value in options.items() if value is not None},
+    }
+    return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
 def check_configs(
@@ -71,7 +71,13 @@ def check_configs(
                 f"configs[{position}] of {kernel_name} is {config!r}, a {type(config).__name__}; "
                 "it must be a triton.Config, e.g. triton.Config({'BLOCK': 128}, num_warps=4)"
             )
-        _check_names(kernel_name, position, config, parameters)
+        kwargs = config.kwargs
+        if unknown := [n for n in kwargs if n not in parameters and n not in backend_options()]:
+            raise InvalidConfig(
+                f"configs[{position}] of {kernel_name} sets {', '.join(map(repr, unknown))}, which "
+                f"is neither a parameter of the kernel ({', '.join(parameters)}) nor a back-end "
+                "option"
+            )
         if config in checked:
             warnings.warn(
                 f"configs[{position}] of {kernel_name} is listed twice "
@@ -93,32 +99,18 @@ def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> 
         )
 
 
-def _check_names(
-    kernel_name: str, position: int, config: Config, parameters: Sequence[str]
-) -> None:
-    unknown = [n for n in config.kwargs if n not in parameters and n not in backend_options()]
-    if unknown:
-        raise InvalidConfig(
-            f"configs[{position}] of {kernel_name} sets {', '.join(map(repr, unknown))}, which is "
-            f"neither a parameter of the kernel ({', '.join(parameters)}) nor a back-end option"
-        )
-
-
 @functools.cache
 def backend_options() -> frozenset[str]:
     """Return the launch options of every installed back end, without loading a driver."""
-    import dataclasses
-    import sys
-
     from triton.backends import backends
 
-    names: set[str] = set()
-    for backend in backends.values():
-        module = sys.modules[backend.compiler.__module__]
-        for value in vars(module).values():
-            if isinstance(value, type) and dataclasses.is_dataclass(value):
-                names.update(field.name for field in dataclasses.fields(value))
-    return frozenset(names)
+    return frozenset(
+        field.name
+        for backend in backends.values()
+        for value in vars(sys.modules[backend.compiler.__module__]).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+        for field in dataclasses.fields(value)
+    )
 
 
 def check_names(

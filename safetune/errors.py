@@ -128,9 +128,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
         self.transient = any(outcome.verdict in TRANSIENT for _, outcome in self.outcomes)
         width = max((len(config) for config, _ in self.outcomes), default=0)
         rows = "\n".join(
-            f"  {config:<{width}}  {outcome.label}  {outcome.message.splitlines()[0]}"
-            if outcome.message
-            else f"  {config:<{width}}  {outcome.label}"
+            "  ".join([f"  {config:<{width}}", outcome.label, *outcome.message.splitlines()[:1]])
             for config, outcome in self.outcomes
         )
         before = "" if measured else f" (stored results; `safetune clear {kernel}` deletes them)"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -53,7 +53,7 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     from safetune.store.local.store import Store
     from safetune.store.packs import exchange
 
-    entries = exchange.merged(*(_reported(exchange.collect(path)) for path in source))
+    entries = _merged(source)
     done = exchange.import_into(Store.open(Settings.current().cache_dir), entries)
     if as_json:
         print_json(vars(done))
@@ -87,10 +87,7 @@ def merge(
     SOURCE is a file that export wrote, a directory of such files, or a safetune.db. Of two choices
     for the same key and configs the later generation wins, then the one made first.
     """
-    from safetune.store.packs import exchange
-
-    entries = exchange.merged(*(_reported(exchange.collect(path)) for path in source))
-    _write(entries, kernel, device, into, as_json)
+    _write(_merged(source), kernel, device, into, as_json)
 
 
 @click.command("pack")
@@ -110,10 +107,16 @@ def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: 
         raise TargetError(f"{directory} exists and is not empty; give a new directory")
     stored = _reported(exchange.of_store(open_store()))
     packs = [path for path in Settings.current().packs if any(path.glob("*.json"))]
-    entries = exchange.merged(stored, *(_reported(exchange.collect(path)) for path in packs))
-    _write(entries, kernel, device, directory, as_json)
+    _write(_merged(packs, stored), kernel, device, directory, as_json)
     if not as_json:
         click.echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
+
+
+def _merged(paths: Iterable[Path], stored: Iterable[StoredChoice] = ()) -> list[StoredChoice]:
+    """Return the choices in some packs or databases, merged with those that are stored."""
+    from safetune.store.packs import exchange
+
+    return exchange.merged(stored, *(_reported(exchange.collect(path)) for path in paths))
 
 
 def _reported(collected: Collected) -> list[StoredChoice]:
@@ -146,15 +149,14 @@ def _write(
         targets = {path: entries}
     else:
         targets = {path / name: pack for name, pack in packs.items()}
-    written: list[dict[str, Any]] = []
     for file, pack in targets.items():
         exchange.write_pack(pack, file)
-        written.append({"path": str(file), "choices": len(pack)})
     if as_json:
+        written = [{"path": str(file), "choices": len(pack)} for file, pack in targets.items()]
         print_json({"written": written})
         return
-    for line in written:
-        click.echo(f"{line['path']}: {counted(line['choices'], 'choice')}")
+    for file, pack in targets.items():
+        click.echo(f"{file}: {counted(len(pack), 'choice')}")
 
 
 def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None) -> str:

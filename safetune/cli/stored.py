@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from safetune.store.local.store import Store
-    from safetune.store.records import ChoiceRecord, StoredChoice, TrialRecord
+    from safetune.store.records import StoredChoice, TrialRecord
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
@@ -66,7 +66,7 @@ def show(kernel: str, as_json: bool) -> None:
     Prints one table per key. For a config that was tried more than once, it shows the last trial.
     """
     store = open_store()
-    choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
+    chosen = {(e.key.digest, e.choice.config_digest) for e in store.choices(kernel)}
     stored = [(key, _latest(trials)) for key, trials in store.trials_of(kernel)]
     if not stored:
         raise _not_stored(kernel, store)
@@ -79,7 +79,7 @@ def show(kernel: str, as_json: bool) -> None:
                     "device": key.device,
                     "config": trial.config,
                     "generation": trial.generation,
-                    "chosen": _is_choice(trial, choices.get(key.digest)),
+                    "chosen": (key.digest, trial.config_digest) in chosen,
                     **outcome_data(trial.outcome),
                 }
                 for key, trials in stored
@@ -89,9 +89,11 @@ def show(kernel: str, as_json: bool) -> None:
         return
     console = stdout_console()
     for key, trials in stored:
-        choice = choices.get(key.digest)
         title = f"{kernel}  {call_words(key.call)}  on {key.device['name']}"
-        rows = [(config_words(t.config), t.outcome, _is_choice(t, choice)) for t in trials]
+        rows = [
+            (config_words(t.config), t.outcome, (key.digest, t.config_digest) in chosen)
+            for t in trials
+        ]
         print_outcomes(console, title, rows)
 
 
@@ -149,20 +151,14 @@ def _latest(trials: list[TrialRecord]) -> list[TrialRecord]:
     return list(latest.values())
 
 
-def _is_choice(trial: TrialRecord, choice: ChoiceRecord | None) -> bool:
-    return choice is not None and trial.config_digest == choice.config_digest
-
-
 def _choice_data(entry: StoredChoice) -> dict[str, Any]:
+    key, choice = entry.key, entry.choice
     return {
-        "kernel": entry.key.kernel_name,
-        "call": entry.key.call,
-        "device": entry.key.device,
-        "toolchain": entry.key.toolchain,
-        "config": entry.choice.config,
-        "median_ms": entry.choice.median_ms,
-        "generation": entry.choice.generation,
-        "created": entry.choice.created,
+        "kernel": key.kernel_name,
+        **{name: getattr(key, name) for name in ("call", "device", "toolchain")},
+        **{
+            name: getattr(choice, name) for name in ("config", "median_ms", "generation", "created")
+        },
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -36,22 +37,16 @@ def stdout_console() -> Console:
     return Console(**plain, width=_WIDE)
 
 
-def print_outcomes(console: Console, title: str, rows: Iterable[Row]) -> None:
+def print_outcomes(console: Console, title: str, rows: Sequence[Row]) -> None:
     """Print one row per config, the choice starred, and below the table the reasons of failures."""
-    listed = list(rows)
-    medians = [o.timing.median_ms for _, o, _ in listed if o.ok and o.timing is not None]
-    best = min(medians, default=0.0)
+    best = min((o.timing.median_ms for _, o, _ in rows if o.ok and o.timing), default=0.0)
     table = empty_table(title, "config", "verdict", "median", "p20-p80", "ratio")
-    for config, outcome, chosen in listed:
+    for config, outcome, chosen in rows:
         style = "green" if chosen else None if outcome.ok else "red"
-        table.add_row(
-            f"* {config}" if chosen else f"  {config}",
-            outcome.label,
-            *_times(outcome, best),
-            style=style,
-        )
+        name = f"* {config}" if chosen else f"  {config}"
+        table.add_row(name, outcome.label, *_times(outcome, best), style=style)
     console.print(table)
-    for config, outcome, _ in listed:
+    for config, outcome, _ in rows:
         if not outcome.ok and outcome.message:
             console.print(f"  {config}: {_reason(outcome.message)}")
 
@@ -69,15 +64,12 @@ def empty_table(title: str, *headings: str) -> Table:
 
 def outcome_data(outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as plain JSON data."""
-    timing = None if outcome.timing is None else vars(outcome.timing)
+    names = ("detail", "message", "stderr", "timing", "gpu_uuid")
+    plain = asdict(outcome)
     return {
         "verdict": outcome.verdict.value,
         "label": outcome.label,
-        "detail": outcome.detail,
-        "message": outcome.message,
-        "stderr": outcome.stderr,
-        "timing": timing,
-        "gpu_uuid": outcome.gpu_uuid,
+        **{name: plain[name] for name in names},
     }
 
 
@@ -87,17 +79,15 @@ _OPTIONS = {"num_warps": None, "num_stages": None, "num_ctas": 1, "maxnreg": Non
 
 def config_words(record: Mapping[str, Any]) -> str:
     """Return a stored config as text: its kwargs, then its launch options."""
-    words = [
-        f"{name}={readable(value)}"
-        for name, value in record.items()
-        if name not in _OPTIONS and name != "pre_hook"
-    ]
-    words += [
-        f"{name}={record[name]}"
+    kwargs = {name: readable(record[name]) for name in record if name not in _OPTIONS}
+    hooked = kwargs.pop("pre_hook", None) is not None
+    options = {
+        name: record[name]
         for name, default in _OPTIONS.items()
-        if name in record and record[name] != default
-    ]
-    return " ".join([*words, *(["with a pre_hook"] if "pre_hook" in record else [])])
+        if record.get(name, default) != default
+    }
+    words = [f"{name}={value}" for name, value in (kwargs | options).items()]
+    return " ".join(words + ["with a pre_hook"] * hooked)
 
 
 def call_words(call: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -40,13 +41,11 @@ def kernels_of(
     Raises:
         TargetError: a TARGET does not import, lacks the kernel, or has no kernel with a workload.
     """
-    modules: dict[str, ModuleType] = {}
+    load = functools.cache(_load)
     found: dict[int, OfflineKernel] = {}
     for target in targets:
         source, _, wanted = target.partition(":")
-        if source not in modules:
-            modules[source] = _load(source)
-        named = _named(source, wanted, modules[source])
+        named = _named(source, wanted, load(source))
         if left_out is not None:
             left_out += [kernel.name for kernel in named if not kernel.tuner.workloads]
         for kernel in _with_workload(source, named) if with_workload else named:
@@ -109,14 +108,11 @@ def _named(source: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:
     by_attribute = [kernel for kernel in kernels if value is kernel.outer]
     by_function = [kernel for kernel in kernels if kernel.name == wanted]
     if not (by_attribute or by_function):
-        names = {kernel.name for kernel in kernels} | _attributes(module, kernels)
-        raise TargetError(f"{source} has no kernel {wanted!r}; it has {', '.join(sorted(names))}")
+        tuners = {id(kernel.outer) for kernel in kernels}
+        names = {name for name, value in vars(module).items() if id(value) in tuners}
+        known = ", ".join(sorted(names.union(kernel.name for kernel in kernels)))
+        raise TargetError(f"{source} has no kernel {wanted!r}; it has {known}")
     return by_attribute or by_function
-
-
-def _attributes(module: ModuleType, kernels: list[OfflineKernel]) -> set[str]:
-    tuners = {id(kernel.outer) for kernel in kernels}
-    return {name for name, value in vars(module).items() if id(value) in tuners}
 
 
 def _with_workload(source: str, kernels: list[OfflineKernel]) -> list[OfflineKernel]:

@@ -134,12 +134,11 @@ def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineK
 
 
 def _check(call: RecordedCall, kernel: OfflineKernel, zeros: bool) -> None:
-    data = call.arguments
+    data, tuner = call.arguments, kernel.tuner
     if problem := data.get("problem"):
         raise _NotHere(str(problem))
-    if zeros or kernel.tuner.hooks.inputs is not None:
-        return
-    if names := call_description.with_tensors(data, kernel.tuner.arg_names, floats=False):
+    names = call_description.with_tensors(data, tuner.arg_names, floats=False)
+    if names and not zeros and tuner.hooks.inputs is None:
         raise _NotHere(
             f"the integers in {', '.join(names)} are not recorded: give the kernel `inputs=`, "
             "which makes its tensors, or use zeros with --zeros"
