@@ -78,7 +78,7 @@ def code_generation_switches() -> dict[str, str]:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     switches = dict(get_cache_invalidating_env_vars())
-    switches["default_fp_fusion"] = str(knobs.language.default_fp_fusion)
+    switches["default_fp_fusion"] = knobs.language.default_fp_fusion
     if knobs.compilation.instrumentation_mode:
         switches["instrumentation_mode"] = knobs.compilation.instrumentation_mode
     return {str(name): str(value) for name, value in switches.items()}
@@ -358,16 +358,11 @@ def knobs_set_in_code() -> dict[str, dict[str, Any]]:
     """Return Triton's knobs that were set in code, by group; others follow the environment."""
     from triton import knobs
 
-    groups = {}
+    groups: dict[str, dict[str, Any]] = {}
     for name, group in vars(knobs).items():
-        if isinstance(group, knobs.base_knobs):
-            plain = {
-                knob: value
-                for knob, value in vars(group).items()
-                if isinstance(value, (bool, int, str)) and not knob.startswith("_")
-            }
-            if plain:
-                groups[name] = plain
+        for knob, value in vars(group).items() if isinstance(group, knobs.base_knobs) else ():
+            if isinstance(value, (bool, int, str)) and not knob.startswith("_"):
+                groups.setdefault(name, {})[knob] = value
     return groups
 
 

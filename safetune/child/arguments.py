@@ -8,16 +8,17 @@ is kept twice and put back: the rest of the arguments is on the device once.
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from safetune.inputs import random_inputs
-from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, TensorSpec, view_of
+from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Layout, TensorSpec, view_of
 
 #: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
 #: within it, and the bands of many small arguments stay small.
@@ -37,7 +38,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Block:
     """One storage, or several that overlap: its live bytes, and how to restore the caller's."""
 
-    def __init__(self, spec: BlockSpec, load: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, spec: BlockSpec, file_bytes: torch.Tensor) -> None:
         guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
         memory, start = _aligned_memory(spec, spec.device, guard)
         self.spec = spec
@@ -45,10 +46,10 @@ class Block:
         self.guards = {"before": memory[:start], "after": memory[start + spec.size :]}
         for band in self.guards.values():
             band.fill_(_GUARD_BYTE)
-        self._load = load
+        self._file_bytes = file_bytes
         self._pristine: torch.Tensor | None = None
         self.written = False
-        load(self.live)
+        self._load(self.live)
 
     def restore(self) -> None:
         """Put the caller's bits back."""
@@ -62,16 +63,11 @@ class Block:
         self.written = True
         if self.spec.device == "cpu":
             return  # the memory file is as fast
-        self._pristine = self.another()
-        self._load(self._pristine)
+        self._pristine = self._load(self.another())
 
     def pristine(self) -> torch.Tensor:
         """Return the caller's bits, on the device if they fit."""
-        if self._pristine is not None:
-            return self._pristine
-        bits = self.another()
-        self._load(bits)
-        return bits
+        return self._load(self.another()) if self._pristine is None else self._pristine
 
     def another(self) -> torch.Tensor:
         """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
@@ -81,19 +77,20 @@ class Block:
             memory, start = _aligned_memory(self.spec, "cpu", pinned=True)
         return memory[start : start + self.spec.size]
 
+    def _load(self, target: torch.Tensor) -> torch.Tensor:
+        """Return `target`, filled with the caller's bits."""
+        spec = self.spec
+        if spec.noise is None:
+            return target.copy_(self._file_bytes[spec.offset : spec.offset + spec.size])
+        random_inputs.draw(target, spec.noise, spec.device)
+        return target
+
 
 @dataclass(frozen=True)
 class Probe:
-    """A few elements of a tensor, which are overwritten for one launch.
+    """The elements `index` of a tensor's `bits`, which hold `poison` for one launch."""
 
-    Attributes:
-        bits: the whole tensor as integers.
-        index: the elements.
-        values: what the caller has there.
-        poison: what is written there.
-    """
-
-    block: int
+    block: Block
     bits: torch.Tensor
     index: tuple[torch.Tensor, ...]
     values: torch.Tensor
@@ -103,24 +100,21 @@ class Probe:
 class Arguments:
     """The tensors of a call, which can be put back to the caller's bits."""
 
-    def __init__(self, header: dict[str, Any], fd: int) -> None:
+    def __init__(self, layout: Layout, fd: int) -> None:
         size = os.fstat(fd).st_size
         # A private mapping: what a config writes on the CPU stays in this process.
         memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         os.close(fd)
         file_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        specs = [BlockSpec(**block) for block in header["blocks"]]
-        self.blocks = [Block(spec, _loader(file_bytes, spec)) for spec in specs]
-        self.views = [TensorSpec.of(tensor) for tensor in header["tensors"]]
+        self.blocks = [Block(spec, file_bytes) for spec in layout.blocks]
+        self.views = layout.tensors
         self.tensors = [view_of(self.blocks[view.block].live, view) for view in self.views]
         self._sums = checksums([block.live for block in self.blocks])
 
     def restore(self) -> None:
         """Put every byte back to what the caller had when tuning began."""
-        self.find_written()
-        for block in self.blocks:
-            if block.written:
-                block.restore()
+        for index in self.find_written():
+            self.blocks[index].restore()
 
     def find_written(self) -> list[int]:
         """Return the blocks that something has written since the beginning."""
@@ -133,11 +127,7 @@ class Arguments:
 
     def poison(self, tensors: Iterable[int]) -> bool:
         """Overwrite the written float tensors among these; return whether there is one."""
-        chosen = [
-            self.tensors[index]
-            for index in tensors
-            if self.blocks[self.views[index].block].written and self.views[index].dtype in FLOATS
-        ]
+        chosen = [self.tensors[index] for index in tensors if self._is_poisoned(index)]
         for tensor in chosen:
             tensor.fill_(_POISON)
         return bool(chosen)
@@ -149,12 +139,11 @@ class Arguments:
         """
         masks = []
         for index in tensors:
-            tensor, view = self.tensors[index], self.views[index]
-            if view.dtype in FLOATS and self.blocks[view.block].written:
+            mask = torch.zeros(0, dtype=torch.bool)
+            if self._is_poisoned(index):
+                tensor = self.tensors[index]
                 mask = _bits(tensor) != _poison_bits(tensor.dtype)
-                masks.append(mask.contiguous().view(torch.uint8).flatten())
-            else:
-                masks.append(torch.zeros(0, dtype=torch.uint8))
+            masks.append(mask.contiguous().view(torch.uint8).flatten())
         return tuple(checksums(masks))
 
     def plant_probes(self, tensors: Iterable[int]) -> list[Probe]:
@@ -162,24 +151,25 @@ class Arguments:
         probes = []
         for index in tensors:
             tensor, view = self.tensors[index], self.views[index]
+            block = self.blocks[view.block]
             repeats = 0 in view.stride or 0 in view.shape
-            if view.dtype not in FLOATS or repeats or self.blocks[view.block].written:
+            if view.dtype not in FLOATS or repeats or block.written:
                 continue
             bits = _bits(tensor).view(tensor.shape or (1,))
             flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
             elements = torch.unravel_index(flat, bits.shape)
             poison = _poison_bits(tensor.dtype)
-            probes.append(Probe(view.block, bits, elements, bits[elements], poison))
+            probes.append(Probe(block, bits, elements, bits[elements], poison))
         for probe in probes:
             probe.bits[probe.index] = probe.poison
         return probes
 
-    def collect_probes(self, probes: Iterable[Probe]) -> None:
+    def collect_probes(self, probes: Sequence[Probe]) -> None:
         """Restore the probed elements; a tensor in which one was overwritten is an output."""
-        for probe in reversed(list(probes)):
-            block = self.blocks[probe.block]
-            if not block.written and bool((probe.bits[probe.index] != probe.poison).any()):
-                block.keep_pristine()
+        for probe in reversed(probes):
+            overwritten = probe.bits[probe.index] != probe.poison
+            if not probe.block.written and bool(overwritten.any()):
+                probe.block.keep_pristine()
             probe.bits[probe.index] = probe.values
 
     def breached(self) -> list[tuple[int, str]]:
@@ -187,29 +177,29 @@ class Arguments:
         sides = [(i, side) for i, block in enumerate(self.blocks) for side in block.guards]
         bands = [self.blocks[index].guards[side] for index, side in sides]
         touched = _values([(band != _GUARD_BYTE).any() for band in bands])
-        return [side for side, is_touched in zip(sides, touched, strict=True) if is_touched]
+        return list(itertools.compress(sides, touched))
 
     def unowned(self) -> list[int]:
         """Return the written blocks in which bytes have changed that no tensor covers."""
-        suspects = [i for i, block in enumerate(self.blocks) if block.written and self._gaps(i)]
-        return [index for index in suspects if self._gap_changed(index)]
+        written = [index for index, block in enumerate(self.blocks) if block.written]
+        return [index for index in written if self._gap_changed(index)]
 
-    def _views_of(self, block: int) -> Iterator[TensorSpec]:
-        return (view for view in self.views if view.block == block)
-
-    def _gaps(self, block: int) -> bool:
-        size = self.blocks[block].spec.size
-        return not any(_is_dense(view, size) for view in self._views_of(block))
+    def _is_poisoned(self, index: int) -> bool:
+        view = self.views[index]
+        return self.blocks[view.block].written and view.dtype in FLOATS
 
     def _gap_changed(self, index: int) -> bool:
         block = self.blocks[index]
+        views = [view for view in self.views if view.block == index]
+        if any(_is_dense(view, block.spec.size) for view in views):
+            return False
         uncovered = torch.ones(block.spec.size, dtype=torch.bool)
-        for view in self._views_of(index):
+        for view in views:
             itemsize = getattr(torch, view.dtype).itemsize
-            shape = (*view.shape, itemsize)
             stride = (*(step * itemsize for step in view.stride), 1)
-            if 0 not in shape:
-                uncovered.as_strided(shape, stride, view.byte_offset).fill_(False)
+            if 0 not in view.shape:
+                elements = uncovered.as_strided((*view.shape, itemsize), stride, view.byte_offset)
+                elements.fill_(False)
         changed = block.live != block.pristine().to(block.live.device)
         return bool((changed & uncovered.to(changed.device)).any())
 
@@ -231,16 +221,6 @@ def _aligned_memory(
     size = spec.size + 2 * guard + ALIGNMENT
     memory = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
     return memory, guard + (spec.misalignment - memory.data_ptr() - guard) % ALIGNMENT
-
-
-def _loader(file_bytes: torch.Tensor, spec: BlockSpec) -> Callable[[torch.Tensor], None]:
-    def load(target: torch.Tensor) -> None:
-        if spec.noise is not None:
-            random_inputs.draw(target, spec)
-        else:
-            target.copy_(file_bytes[spec.offset : spec.offset + spec.size])
-
-    return load
 
 
 def _is_dense(view: TensorSpec, size: int) -> bool:

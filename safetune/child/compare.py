@@ -32,12 +32,7 @@ _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8, tor
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a result is, and how well it repeats.
-
-    Attributes:
-        rms: root mean square of the finite elements.
-        spread: the largest difference between two runs of one config.
-    """
+    """The `rms` of a result, and the largest difference between two runs of one config."""
 
     rms: float = 0.0
     spread: float = 0.0
@@ -87,37 +82,27 @@ def agree(
         any_order: the same values in another order are the same result: an atomic counter hands
             out slots in the order in which programs come.
     """
-    if _agree_in_order(mine, theirs, scale, slice_size):
+    if scale.spread and not mine.dtype.is_floating_point and not mine.dtype.is_complex:
+        return True  # it differs from run to run, so it cannot be compared
+    parts = zip(_slices(mine, slice_size), _slices(theirs, slice_size), strict=True)
+    if all(_close(_real(a), _real(b.to(a.device)), mine.dtype, scale) for a, b in parts):
         return True
     if not any_order or mine.numel() > slice_size:
         return False
     a, b = (torch.sort(_real(tensor).flatten()).values for tensor in (mine, theirs.to(mine.device)))
-    return bool(_close(a, b, mine.dtype, scale).all())
+    return _close(a, b, mine.dtype, scale)
 
 
-def _agree_in_order(
-    mine: torch.Tensor, theirs: torch.Tensor, scale: Scale, slice_size: int
-) -> bool:
-    if scale.spread and not mine.dtype.is_floating_point and not mine.dtype.is_complex:
-        return True  # it differs from run to run, so it cannot be compared
-    return all(
-        bool(_close(_real(a), _real(b.to(a.device)), mine.dtype, scale).all())
-        for a, b in zip(_slices(mine, slice_size), _slices(theirs, slice_size), strict=True)
-    )
-
-
-def _close(
-    mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, scale: Scale
-) -> torch.Tensor:
-    same = _same(mine, theirs)
+def _close(mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, scale: Scale) -> bool:
+    close = _same(mine, theirs)
     if dtype in (torch.int8, torch.uint8):
-        return same | ((mine - theirs).abs() <= 1)  # a quantised value may round the other way
-    if not mine.dtype.is_floating_point:
-        return same
-    share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
-    limit = share * (theirs.abs() + scale.rms) + _SPREAD_FACTOR * scale.spread
-    difference = (mine - theirs).abs()
-    return same | (torch.isfinite(difference) & (difference <= limit))
+        close |= (mine - theirs).abs() <= 1  # a quantised value may round the other way
+    elif mine.dtype.is_floating_point:
+        share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
+        limit = share * (theirs.abs() + scale.rms) + _SPREAD_FACTOR * scale.spread
+        difference = (mine - theirs).abs()
+        close |= torch.isfinite(difference) & (difference <= limit)
+    return bool(close.all())
 
 
 def _same(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -146,11 +131,8 @@ def _slices(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         if tensor.numel():
             yield tensor
         return
-    rows = tensor.shape[0]
-    step = max(1, rows * size // tensor.numel())
-    for start in range(0, rows, step):
-        part = tensor[start : start + step]
-        if step == 1 and part.numel() > size:
+    for part in tensor.split(max(1, tensor.shape[0] * size // tensor.numel())):
+        if len(part) == 1 and part.numel() > size:
             yield from _slices(part[0], size)
         else:
             yield part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from safetune.child import failures
@@ -13,7 +13,7 @@ from safetune.isolation.protocol import DONE, Answer
 class Compiler:
     """Compiles one kernel, which is rebuilt when the first config needs it."""
 
-    def __init__(self, packed: bytes = b"") -> None:
+    def __init__(self, packed: bytes) -> None:
         self._packed = packed
         self._jit: Any = None
 
@@ -45,11 +45,11 @@ def _compile(jit: Any, spec: bytes) -> int:
     return int(compiled.metadata.shared)
 
 
+@dataclass(frozen=True)
 class _TargetOnly:
     """Stands for the driver where there is none: kernels may ask what they are compiled for."""
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
+    target: Any
 
     def get_current_target(self) -> Any:
-        return self._target
+        return self.target

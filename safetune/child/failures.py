@@ -18,15 +18,12 @@ def of_compile(error: BaseException) -> Outcome:
         Verdict.OUT_OF_RESOURCES if isinstance(error, OutOfResources) else Verdict.COMPILE_ERROR
     )
     outcome = _outcome(verdict, error)
-    if _of_memory(error):  # the compiler's own exception may not mention it
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MemoryError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:  # the compiler's own exception may not mention it
         return replace(outcome, message=f"{outcome.message}\n{MemoryError.__name__}".strip())
     return outcome
-
-
-def _of_memory(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, MemoryError):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def of_launch(error: BaseException) -> Outcome:
@@ -39,16 +36,12 @@ def of_launch(error: BaseException) -> Outcome:
         return _outcome(Verdict.OUT_OF_RESOURCES, error)
     if isinstance(error, (CompilationError, CompileTimeAssertionFailure, PTXASError)):
         return _outcome(Verdict.COMPILE_ERROR, error)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _is_out_of_memory(error):
+    refused = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    if refused or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return _outcome(Verdict.NO_MEMORY, error)
     if not backend.all_work():
         return _outcome(Verdict.ILLEGAL_ACCESS, error)
     return _outcome(Verdict.LAUNCH_ERROR, error)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether the driver refused memory for a context, a module or scratch."""
-    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
 
 
 def _outcome(verdict: Verdict, error: BaseException) -> Outcome:

@@ -15,8 +15,20 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from safetune import triton_internals
+from safetune.child import failures
 from safetune.isolation import protocol
-from safetune.isolation.protocol import DONE, Answer, Job, Prepare, Release, Resolve, Start
+from safetune.isolation.protocol import (
+    DONE,
+    Answer,
+    Compile,
+    Job,
+    Measure,
+    Prepare,
+    Release,
+    Resolve,
+    Start,
+)
 from safetune.outcome import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -27,17 +39,16 @@ if TYPE_CHECKING:
 def serve(pipe: socket.socket) -> None:
     """Do the jobs that come through `pipe`, until it closes or no job comes after a `Release`."""
     worker = _Worker()
-    idle_s: float | None = None
+    idle_ms: float | None = None
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    while poll.poll(None if idle_s is None else idle_s * 1000):
+    while poll.poll(idle_ms):
         try:
-            header, blob, fds = protocol.receive(pipe)
+            job, number, fds = protocol.receive_job(pipe)
         except EOFError:
             return
-        job, number = protocol.job_of(header)
-        answer, data = worker.do(job, blob, fds)
-        idle_s = job.idle_s if isinstance(job, Release) else None
+        answer, data = worker.do(job, fds)
+        idle_ms = job.idle_s * 1000 if isinstance(job, Release) else None
         sys.stdout.flush()
         protocol.send(pipe, protocol.answer_header(answer, number), data)
 
@@ -48,43 +59,42 @@ class _Worker:
     def __init__(self) -> None:
         self._session: Session | None = None
         self._compiler: Compiler | None = None
-        self._kernel = b""
 
-    def do(self, job: Job, blob: bytes, fds: list[int]) -> tuple[Answer, bytes]:
+    def do(self, job: Job, fds: list[int]) -> tuple[Answer, bytes]:
         """Return the answer to a job, and its bytes."""
-        if isinstance(job, Start):
-            _take_over(job)
-            self._compiler, self._kernel = None, blob
-        elif isinstance(job, Release):
-            self._session, self._compiler, self._kernel = None, None, b""
-        elif isinstance(job, Prepare):
-            return self._prepare(job, blob, fds), b""
-        elif isinstance(job, protocol.Compile):
-            return self._compile(blob), b""
-        elif self._session is None:
-            return Answer(Outcome(Verdict.PROTOCOL_ERROR, message="no call was prepared")), b""
-        elif isinstance(job, Resolve):
-            return self._session.resolve(job.config)
-        else:
-            return self._session.measure(job), b""
+        match job:
+            case Start():
+                _take_over(job)
+                self._compiler = _compiler(job.kernel)
+            case Release():
+                self._session = self._compiler = None
+            case Prepare():
+                return self._prepare(job, fds), b""
+            case Compile():
+                return (self._compiler or _compiler(b"")).compile(job.spec), b""
+            case Resolve() if self._session is not None:
+                return self._session.resolve(job.config)
+            case Measure() if self._session is not None:
+                return self._session.measure(job), b""
+            case _:
+                return Answer(Outcome(Verdict.PROTOCOL_ERROR, message="no call was prepared")), b""
         return DONE, b""
 
-    def _prepare(self, job: Prepare, packed: bytes, fds: list[int]) -> Answer:
-        from safetune.child import failures
+    def _prepare(self, job: Prepare, fds: list[int]) -> Answer:
         from safetune.child.session import Session
 
         self._session = None  # its memory is freed before the next one's is allocated
         try:
-            self._session = Session(job, packed, *fds)
+            self._session = Session(job, *fds)
         except BaseException as error:
             return Answer(failures.of_launch(error))
         return DONE
 
-    def _compile(self, spec: bytes) -> Answer:
-        from safetune.child.compilation import Compiler
 
-        self._compiler = self._compiler or Compiler(self._kernel)
-        return self._compiler.compile(spec)
+def _compiler(kernel: bytes) -> Compiler:
+    from safetune.child.compilation import Compiler
+
+    return Compiler(kernel)
 
 
 def _take_over(job: Start) -> None:
@@ -93,17 +103,9 @@ def _take_over(job: Start) -> None:
     os.environ.update(job.environment)
     sys.path[:] = job.path
     sys.argv[:] = job.argv
-    _limit_memory(job.memory_bytes)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (job.memory_bytes, most) if limit > 0]  # infinity is -1
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits, default=most), most))
     if os.path.isdir(job.directory):
         os.chdir(job.directory)
-    from safetune import triton_internals
-
     triton_internals.set_knobs(job.knobs)
-
-
-def _limit_memory(limit: int) -> None:
-    """Limit the memory of this process and of those that it starts; 0 removes the limit."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    if limit and most != resource.RLIM_INFINITY:
-        limit = min(limit, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit or most, most))

@@ -20,7 +20,7 @@ import torch
 
 from safetune.child import compare
 from safetune.child.arguments import Arguments
-from safetune.inputs.spans import aligned, view_of
+from safetune.inputs.spans import TensorSpec, aligned, view_of
 from safetune.isolation.protocol import MAX_GROUPS, Group, OutputReport
 
 #: Results up to this size in bytes stay on the device between configs.
@@ -65,13 +65,11 @@ class OutputCheck:
         self._written: list[int] = []
         sizes = [aligned(block.spec.size) for block in arguments.blocks]
         *self._offsets, self._slot = accumulate(sizes, initial=0)
-        seen = set()
-        self._compared = []
+        first: dict[TensorSpec, int] = {}
         for index, view in enumerate(arguments.views):
-            owners = set(filter(None, names[index].split(", ")))
-            if owners - set(scratch) and view not in seen:
-                seen.add(view)
-                self._compared.append(index)
+            if set(filter(None, names[index].split(", "))) - set(scratch):
+                first.setdefault(view, index)
+        self._compared = list(first.values())
 
     def expect(self, expected: Mapping[str, Any]) -> None:
         """Compare every later launch with these values, by argument name.
@@ -80,10 +78,10 @@ class OutputCheck:
             ValueError: a name is not a tensor argument's, or a shape is not its tensor's.
         """
         for name, value in expected.items():
-            owners = [index for index, names in enumerate(self._names) if name in names.split(", ")]
-            if not owners:
+            owners = enumerate(self._names)
+            index = next((i for i, names in owners if name in names.split(", ")), None)
+            if index is None:
                 raise ValueError(f"reference= returned {name!r}, which is not a tensor argument")
-            index = owners[0]
             mine = self._arguments.tensors[index]
             theirs = torch.as_tensor(value).detach().to(mine.dtype)
             if theirs.shape != mine.shape:
@@ -115,27 +113,24 @@ class OutputCheck:
             new_group = self._new_group(launch, len(groups))
             if new_group is not None and any(new_group.spread):
                 group = self._find(groups, new_group.spread)
+        report = OutputReport(None, unowned=unowned, difference=difference)
+        if group is not None:
+            report = OutputReport(group.number, unowned=unowned)
+        elif new_group is not None:
+            report = replace(report, group=new_group.number, new_group=new_group)
         same = group or new_group
-        depends = False
-        masks: tuple[int, ...] = ()
-        if same is not None and not slow:
-            depends, masks = self._with_poison(launch, same)
-        return OutputReport(
-            group=None if same is None else same.number,
-            new_group=new_group if group is None else None,
-            depends_on_prior_output=depends,
-            written_masks=masks,
-            unowned=unowned,
-            difference=difference if group is None else "",
-        )
+        if same is None or slow:
+            return report
+        depends, masks = self._with_poison(launch, same)
+        return replace(report, depends_on_prior_output=depends, written_masks=masks)
 
     def check_guards(self) -> None:
         """Raise `OutOfBounds` if a launch has written beside a storage."""
-        breached = self._arguments.breached()
-        if breached:
-            locations = [
-                f"{side} the storage of {self._names_in(block)}" for block, side in breached
-            ]
+        locations = [
+            f"{side} the storage of {self._names_in(block)}"
+            for block, side in self._arguments.breached()
+        ]
+        if locations:
             raise OutOfBounds(f"it wrote {' and '.join(locations)}")
 
     def _run(self, launch: Callable[[], object]) -> None:
@@ -205,20 +200,15 @@ class OutputCheck:
         """
         if number >= MAX_GROUPS or not self._keep(number):
             return None
-        blocks, nothing = tuple(self._written), (0.0,) * len(self._compared)
-        sizes = {position: mine for position, mine, _ in self._pairs(Group(number, blocks, (), ()))}
-        rms = [
-            compare.rms(sizes[position]) if position in sizes else 0.0
-            for position in range(len(nothing))
-        ]
-        group = Group(number, blocks, tuple(rms), nothing)
-        if not self._atomics:
-            return group
-        self._run(launch)
-        spread = list(nothing)
-        for position, mine, theirs in self._pairs(group):
-            spread[position] = compare.spread(mine, theirs)
-        return replace(group, spread=tuple(spread))
+        group = Group(number, tuple(self._written), (), ())
+        rms, spread = [0.0] * len(self._compared), [0.0] * len(self._compared)
+        for position, mine, _ in self._pairs(group):
+            rms[position] = compare.rms(mine)
+        if self._atomics:
+            self._run(launch)
+            for position, mine, theirs in self._pairs(group):
+                spread[position] = compare.spread(mine, theirs)
+        return replace(group, rms=tuple(rms), spread=tuple(spread))
 
     def _pairs(self, group: Group) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield (index among the compared tensors, the live tensor, the group's)."""
@@ -237,47 +227,37 @@ class OutputCheck:
         if number not in group.blocks:
             return block.pristine()
         with mmap.mmap(self._fd, 0, flags=mmap.MAP_PRIVATE) as memory:
-            kept = torch.frombuffer(
-                memory,
-                dtype=torch.uint8,
-                count=block.spec.size,
-                offset=self._offset(group.number, number),
-            )
+            kept = self._in_file(memory, group.number, number)
             bits = block.another().copy_(kept)
             del kept  # the mapping cannot be closed under a tensor
-        if (
-            sum(kept.numel() for kept in self._on_device.values()) + bits.numel()
-            <= _ON_DEVICE_BYTES
-        ):
+        on_device = sum(kept.numel() for kept in self._on_device.values())
+        if on_device + bits.numel() <= _ON_DEVICE_BYTES:
             self._on_device[group.number, number] = bits
         return bits
 
-    def _keep(self, number: int) -> bool:
+    def _keep(self, group: int) -> bool:
         """Copy the written blocks into the file; False where it cannot grow."""
-        end = (number + 1) * self._slot
+        end = (group + 1) * self._slot
         try:
             if os.fstat(self._fd).st_size < end:
                 os.ftruncate(self._fd, end)
-            for block in self._written:
+            for number in self._written:
                 # Memory that a mapping lacks is a SIGBUS; this fails before.
-                size = max(1, self._arguments.blocks[block].spec.size)
-                os.posix_fallocate(self._fd, self._offset(number, block), size)
+                size = max(1, self._arguments.blocks[number].spec.size)
+                os.posix_fallocate(self._fd, group * self._slot + self._offsets[number], size)
         except OSError:
             return False
         with mmap.mmap(self._fd, 0) as memory:
-            for number_of_block in self._written:
-                live = self._arguments.blocks[number_of_block].live
+            for number in self._written:
+                live = self._arguments.blocks[number].live
                 if live.numel():
-                    torch.frombuffer(
-                        memory,
-                        dtype=torch.uint8,
-                        count=live.numel(),
-                        offset=self._offset(number, number_of_block),
-                    ).copy_(live)
+                    self._in_file(memory, group, number).copy_(live)
         return True
 
-    def _offset(self, group: int, block: int) -> int:
-        return group * self._slot + self._offsets[block]
+    def _in_file(self, memory: mmap.mmap, group: int, number: int) -> torch.Tensor:
+        size = self._arguments.blocks[number].spec.size
+        offset = group * self._slot + self._offsets[number]
+        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
 
     def _names_in(self, block: int) -> str:
         views = enumerate(self._arguments.views)

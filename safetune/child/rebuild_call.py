@@ -17,8 +17,7 @@ from safetune.errors import InvalidSetting
 from safetune.inputs import kernel_pickle, pointers
 from safetune.inputs.call import Call
 from safetune.inputs.snapshot import Snapshot
-from safetune.inputs.spans import Absent
-from safetune.launch.call_shape import named_arguments
+from safetune.inputs.spans import Absent, Layout
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,14 @@ class Rebuilt:
     kept: Any = None
 
 
-def rebuild(header: dict[str, Any], blob: bytes, fd: int) -> Rebuilt:
-    """Rebuild a packed call from what `Inputs` says of its tensors.
+def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:
+    """Rebuild a packed call, with tensors from the memory file `fd`.
 
     Raises:
         InvalidSetting: the `inputs=` factory raised, or did not return what the call needs.
     """
-    arguments = Arguments(header, fd)
-    absent = {int(number): Absent(**data) for number, data in header["absent"].items()}
+    arguments = Arguments(layout, fd)
+    absent = layout.absent
     metas = {number: _meta(tensor) for number, tensor in absent.items()}
     call, configs = kernel_pickle.unpack(blob, _merged(arguments.tensors, metas))
     if call.hooks.inputs is None:
@@ -56,11 +55,12 @@ def rebuild(header: dict[str, Any], blob: bytes, fd: int) -> Rebuilt:
     snapshot = Snapshot(table.tensors)
     kept = (call, made) if _may_point(made, table.tensors) else None
     del arguments, call, made, table  # their memory is freed before the copies are made
-    arguments = Arguments(snapshot.header(), snapshot.fd)
+    arguments = Arguments(snapshot.layout, snapshot.fd)
     hooks = [arguments.tensors[number] for number in captured]
     call, configs = kernel_pickle.unpack(blob, _merged(hooks, metas))
     values = kernel_pickle.unpack(packed, arguments.tensors)
-    return Rebuilt(arguments, _with_values(call, values), configs, kept)
+    args, kwargs = call.with_values(values)
+    return Rebuilt(arguments, replace(call, args=args, kwargs=kwargs), configs, kept)
 
 
 def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:
@@ -92,8 +92,7 @@ def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:
 
 def _check_kind(name: str, expected: Absent, value: Any) -> None:
     """The kernel is compiled for the caller's types and runs on the caller's kind of device."""
-    wanted = f"torch.{expected.dtype} tensor on {expected.device}"
-    got = type(value).__name__
+    wanted, got = f"torch.{expected.dtype} tensor on {expected.device}", type(value).__name__
     if isinstance(value, torch.Tensor):
         got = f"{value.dtype} tensor on {value.device.type}"
     if got != wanted:
@@ -129,13 +128,3 @@ def _merged(
 def _meta(absent: Absent) -> torch.Tensor:
     dtype = getattr(torch, absent.dtype)
     return torch.empty_strided(absent.shape, absent.stride, dtype=dtype, device="meta")
-
-
-def _with_values(call: Call, values: Mapping[str, Any]) -> Call:
-    """The call with other values for some arguments."""
-    positional = named_arguments(call.arg_names, call.args)
-    return replace(
-        call,
-        args=tuple(values.get(name, value) for name, value in positional.items()),
-        kwargs={name: values.get(name, value) for name, value in call.kwargs.items()},
-    )

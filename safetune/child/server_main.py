@@ -19,6 +19,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
+from safetune import triton_internals
 from safetune.isolation import protocol
 
 #: Without a child and a request for this long the server exits; the next miss starts another.
@@ -47,8 +48,6 @@ def _hash_triton() -> None:
     compile or look into the disk cache, and that takes half a second.
     """
     with contextlib.suppress(Exception):
-        from safetune import triton_internals
-
         triton_internals.hash_own_files()
 
 
@@ -74,16 +73,14 @@ class _Server:
         signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
         while True:
             ready = {fd for fd, _ in self._poll.poll(_IDLE_EXIT_S * 1000)}
-            idle = not ready
             if self._ends[0] in ready:
-                ready.discard(self._ends[0])
                 os.read(self._ends[0], 4096)
-            if ready - {self._control.fileno()}:
+            if ready - {self._ends[0], self._control.fileno()}:  # the parent has ended
                 self._end()
-            if ready:
+            if self._control.fileno() in ready:
                 self._answer()
             self._collect()
-            if idle and not self._children:
+            if not ready and not self._children:
                 self._end()
 
     def _answer(self) -> None:
@@ -118,9 +115,7 @@ class _Server:
         """Wait for the children that have exited by themselves."""
         for pid in list(self._children):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                protocol.kill_group(pid)  # what it had started, while its number is still its own
-                self._children.discard(pid)
-                self._ended[pid] = os.waitpid(pid, 0)[1]
+                self._ended[pid] = self._wait(pid)
 
     def _reap(self, pid: int, kill: bool, wait_s: float) -> dict[str, Any]:
         """Wait for a child that is ending, but not forever: it may be stuck in a driver call."""
@@ -130,15 +125,16 @@ class _Server:
             protocol.kill_group(pid)
         handle = os.pidfd_open(pid)
         try:
-            poll = select.poll()
-            poll.register(handle, select.POLLIN)
-            if not poll.poll(wait_s * 1000):
+            if not protocol.has_ended(handle, wait_s):
                 return {"status": None}
-            protocol.kill_group(pid)  # what it had started
-            self._children.discard(pid)
-            return {"status": os.waitpid(pid, 0)[1]}
         finally:
             os.close(handle)
+        return {"status": self._wait(pid)}
+
+    def _wait(self, pid: int) -> int:
+        protocol.kill_group(pid)  # what it had started, while its number is still its own
+        self._children.discard(pid)
+        return os.waitpid(pid, 0)[1]
 
     def _end(self) -> NoReturn:
         for pid in self._children:

@@ -18,23 +18,30 @@ from safetune.launch import scratch_memory
 from safetune.launch.timing import DeviceTimer, InvalidTime, Timer, from_do_bench, measure
 from safetune.outcome import Outcome, Timing, Verdict
 
+_VERDICTS: dict[type[Exception], Verdict] = {
+    InvalidTime: Verdict.INVALID_TIME,
+    OutOfBounds: Verdict.OUT_OF_BOUNDS,
+    WrongResult: Verdict.WRONG_RESULT,
+}
+
 
 class Session:
     """The child's copy of a call: same kernel, same argument bits, memory of its own."""
 
-    def __init__(self, job: Prepare, packed: bytes, arguments_fd: int, results_fd: int) -> None:
+    def __init__(self, job: Prepare, arguments_fd: int, results_fd: int) -> None:
         self._uuid = ""
         if job.index >= 0:
             self._uuid = backend.named(job.backend).use(job.index)
             scratch_memory.serve_profiles()
-        rebuilt = rebuild_call.rebuild(job.arguments, packed, arguments_fd)
+        rebuilt = rebuild_call.rebuild(job.layout, job.packed, arguments_fd)
         self._arguments = rebuilt.arguments
         self._call = call = rebuilt.call
         self._configs: list[Config] = rebuilt.configs
         self._kept = rebuilt.kept
         self._grids = job.grids
         self._named = call.named()
-        self._restored = self._copies(call.hooks.restore_value)
+        restored = {name: self._named.get(name) for name in call.hooks.restore_value}
+        self._restored = {n: value.clone() for n, value in restored.items() if value is not None}
         self._timer: Timer = Timer() if call.interpreted else DeviceTimer()
         names = owners_of(self._named, self._arguments.tensors)
         self._outputs = OutputCheck(
@@ -71,12 +78,8 @@ class Session:
             timing = self._time(launch, job.budget)
             self._timer.synchronize()
             self._outputs.check_guards()
-        except InvalidTime as error:
-            return Answer(Outcome(Verdict.INVALID_TIME, message=str(error)))
-        except OutOfBounds as error:
-            return Answer(Outcome(Verdict.OUT_OF_BOUNDS, message=str(error)))
-        except WrongResult as error:
-            return Answer(Outcome(Verdict.WRONG_RESULT, message=str(error)))
+        except (InvalidTime, OutOfBounds, WrongResult) as error:
+            return Answer(Outcome(_VERDICTS[type(error)], message=str(error)))
         except BaseException as error:
             return Answer(failures.of_launch(error))
         return Answer(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid), report)
@@ -91,10 +94,6 @@ class Session:
             return from_do_bench(do_bench(launch.with_hooks, quantiles=(0.5, 0.2, 0.8)))
         return measure(launch, launch.before, launch.after, self._timer, budget)
 
-    def _copies(self, names: tuple[str, ...]) -> dict[str, Any]:
-        tensors = {name: self._named.get(name) for name in names}
-        return {name: value.clone() for name, value in tensors.items() if value is not None}
-
 
 class ConfigLaunch:
     """One config's launch: its hooks see the caller's values, the kernel sees the pinned ones."""
@@ -103,11 +102,10 @@ class ConfigLaunch:
         self, call: Call, config: Config, grid: Any, restored: dict[str, Any] | None = None
     ) -> None:
         options = config.all_kwargs()
-        named = {**call.named(), **options}
         self._run: Callable[..., object] = call.kernel.run
-        self._args, pinned_kwargs = call.pinned()
-        self._kwargs = {**pinned_kwargs, **options, "grid": tuple(grid), "warmup": False}
-        self._named = named
+        self._args, pinned = call.pinned()
+        self._kwargs = {**pinned, **options, "grid": grid, "warmup": False}
+        self._named = {**call.named(), **options}
         self._hooks = call.hooks
         self._config = config
         self._restored = restored or {}

@@ -84,10 +84,13 @@ class Call:
 
     def pinned(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments as the compiled kernel gets them."""
-        pins = self.pins
+        return self.with_values(self.pins)
+
+    def with_values(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments, with other values for some names."""
         positional = named_arguments(self.arg_names, self.args)
-        args = tuple(pins.get(name, value) for name, value in positional.items())
-        return args, {name: pins.get(name, value) for name, value in self.kwargs.items()}
+        args = tuple(values.get(name, value) for name, value in positional.items())
+        return args, {name: values.get(name, value) for name, value in self.kwargs.items()}
 
 
 def owners_of(named: dict[str, Any], tensors: Sequence[Any]) -> list[str]:
@@ -174,18 +177,12 @@ def grid_sizes(grid: Any) -> tuple[int, ...]:
 
 
 def meta_arguments(call: Call, config: Config) -> dict[str, Any]:
-    """Return all arguments as a grid function sees them: the defaults and the values of the call,
-    the config and the heuristics.
-    """
+    """Return all arguments as a grid function sees them, with defaults and heuristics."""
     arguments = {**default_values(call.kernel), **call.named(), **config.all_kwargs()}
     return arguments | heuristic_values(call.kernel, arguments)[1]
 
 
 def default_values(kernel: Any) -> dict[str, Any]:
     """Return the defaults of a kernel's parameters by name."""
-    _, function = base_function(kernel)
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
+    parameters = inspect.signature(base_function(kernel)[1]).parameters
+    return {n: p.default for n, p in parameters.items() if p.default is not p.empty}

@@ -25,6 +25,7 @@ from safetune.inputs.spans import (
     BlockSpec,
     Noise,
     TensorSpec,
+    dtype_name,
     merged_spans,
     tensor_spec,
     view_of,
@@ -72,9 +73,8 @@ def _laid_out(
         if not tensor.is_meta:
             views.append(tensor_spec(tensor, merged))
             continue
-        dtype = str(tensor.dtype).removeprefix("torch.")
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        views.append(TensorSpec(len(blocks), 0, dtype, shape, stride))
+        views.append(TensorSpec(len(blocks), 0, dtype_name(tensor), shape, stride))
         blocks.append(BlockSpec(device, 0, tensor.untyped_storage().nbytes(), 0))
     return blocks, views
 
@@ -119,7 +119,7 @@ def _memory(
     live.zero_()
     if views and random_inputs.is_drawable(views, block.misalignment):
         noise = Noise(dtype=random_inputs.real_dtype(views[0].dtype), seed=seed, **_NOISE)
-        random_inputs.draw(live, BlockSpec(target, 0, block.size, 0, asdict(noise)))
+        random_inputs.draw(live, noise, target)
     return live
 
 

@@ -119,10 +119,10 @@ class TensorTable:
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the tensor's number, the same for the same object."""
-        if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = len(self.tensors)
+        number = self._numbers.setdefault(id(tensor), len(self.tensors))
+        if number == len(self.tensors):
             self.tensors.append(tensor)
-        return self._numbers[id(tensor)]
+        return number
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
@@ -131,7 +131,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._tensors = tensors
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not _is_tensor(obj):
+        if not _is_instance(obj, "torch", "Tensor"):  # a compile child imports no torch for this
             return None
         if self._tensors is None:
             raise KernelNotTransferable(
@@ -142,17 +142,20 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         state: tuple[Any, ...]
-        if _is_interpreted(obj):
+        if _is_instance(obj, "triton.runtime.interpreter", "InterpretedFunction"):
             source = _source_lines(obj.fn)
-            names = {**_languages(obj.fn), **_signature_globals(obj.fn, source)}
+            # The interpreter needs one of the names of `triton.language`.
+            languages = (triton.language, triton.language.core)
+            names = {n: v for n, v in obj.fn.__globals__.items() if any(v is m for m in languages)}
+            names |= _signature_globals(obj.fn, source)
             state = (obj.fn, dict(obj.kwargs), source, None, names)
-            return _new, (type(obj),), state, None, None, _init
-        if isinstance(obj, JITCallable):
+        elif isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
             names = _signature_globals(obj.fn, source)
             state = (obj.fn, _jit_options(obj), source, (obj._src, obj.cache_key), names)
-            return _new, (type(obj),), state, None, None, _init
-        return super().reducer_override(obj)
+        else:
+            return super().reducer_override(obj)
+        return _new, (type(obj),), state, None, None, _init
 
 
 class _Unpacker(pickle.Unpickler):
@@ -164,28 +167,17 @@ class _Unpacker(pickle.Unpickler):
         return self._tensors[number]
 
 
-def _is_tensor(obj: Any) -> bool:
-    torch = sys.modules.get("torch")  # a compile child has none, and imports none for this
-    return torch is not None and isinstance(obj, torch.Tensor)
-
-
-def _is_interpreted(obj: Any) -> bool:
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    return interpreter is not None and isinstance(obj, interpreter.InterpretedFunction)
+def _is_instance(obj: Any, module: str, name: str) -> bool:
+    """Whether an object is of a class in a module that may not have been imported."""
+    return module in sys.modules and isinstance(obj, getattr(sys.modules[module], name))
 
 
 def _jit_options(jit: JITCallable) -> dict[str, Any]:
     if not isinstance(jit, JITFunction):
         return {}
-    return {
-        "version": jit.version,
-        "do_not_specialize": jit.do_not_specialize,
-        "do_not_specialize_on_alignment": jit.do_not_specialize_on_alignment,
-        "debug": jit.debug,
-        "noinline": jit.noinline,
-        "repr": jit._repr,
-        "launch_metadata": jit.launch_metadata,
-    }
+    same = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+    options = {name: getattr(jit, name) for name in same}
+    return {**options, "repr": jit._repr, "launch_metadata": jit.launch_metadata}
 
 
 def _source_lines(function: Callable[..., Any]) -> tuple[str, int] | None:
@@ -210,12 +202,6 @@ def _signature_globals(
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
-def _languages(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the names of `triton.language`: the interpreter needs one of them."""
-    modules = (triton.language, triton.language.core)
-    return {n: v for n, v in function.__globals__.items() if any(v is m for m in modules)}
-
-
 def _new(cls: Any) -> Any:
     return cls.__new__(cls)
 
@@ -236,8 +222,7 @@ def _init(obj: Any, state: tuple[Any, ...]) -> None:
 def _remember_source(filename: str, text: str, start: int) -> None:
     """Put the lines where `inspect` looks first, so that the file need not exist."""
     entry = linecache.cache.get(filename)
-    known = entry[2] if entry is not None and len(entry) == 4 and entry[1] is None else []
-    lines = list(known)
+    lines = list(entry[2]) if entry and len(entry) == 4 and entry[1] is None else []
     new = text.splitlines(keepends=True)
     end = start - 1 + len(new)
     lines.extend(_UNKNOWN_LINE for _ in range(end - len(lines)))

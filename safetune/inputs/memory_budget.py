@@ -26,11 +26,7 @@ def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
 
 
 def check_host(needed: int, arguments: Mapping[str, int]) -> None:
-    """Raise `NotReproducible` if the host has less than `needed` bytes left.
-
-    Args:
-        arguments: bytes behind each argument, for the message.
-    """
+    """Raise `NotReproducible`, which names the largest arguments, if the host has less left."""
     free = host_free()
     if needed > free:
         raise too_large("host memory", needed, free, arguments)
@@ -49,19 +45,15 @@ def check_device(
         NotReproducible: they are too large for the device.
     """
     enough = 2 * size + FLUSH + CONTEXT
-    free = device_free(index)
-    if free < enough:
+    device = backend.required()
+    if device_free(index) < enough:
         drop_idle(index)
-        free = device_free(index)
-    if free < enough and backend.required().memory(index).unused:
-        backend.required().release_unused(index)
-        free = device_free(index)
-    needed = size + CONTEXT
+    if device_free(index) < enough and device.memory(index).unused:
+        device.release_unused(index)
+    needed, free = size + CONTEXT, device_free(index)
     if free < needed:
         error = too_large(f"memory on device {index}", needed, free, arguments)
-        if needed > backend.required().memory(index).total:
-            raise error
-        raise NoMemory(str(error), needed)
+        raise error if needed > device.memory(index).total else NoMemory(str(error), needed)
 
 
 def too_large(
@@ -82,9 +74,9 @@ def too_large(
 
 def host_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the bytes that this process could still allocate, by the machine and its cgroups."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    info = {name: int(rest.split()[0]) << 10 for name, _, rest in (s.partition(":") for s in lines)}
-    return min(info["MemAvailable"] + info["SwapFree"], *_cgroup_free(root, own), 1 << 62)
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    info = {name: int(kib) << 10 for name, kib, *_ in lines}
+    return min(info["MemAvailable:"] + info["SwapFree:"], *_cgroup_free(root, own), 1 << 62)
 
 
 def _cgroup_free(root: Path, own: Path) -> Iterator[int]:

@@ -7,7 +7,8 @@ numbers are not addresses, so the driver is asked about each; without a driver, 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -31,12 +32,10 @@ def check_numbers(call: Call) -> None:
 
 def check(name: str, numbers: Iterable[int], interpreted: bool) -> None:
     """Raise `NotReproducible` for an argument with an address among these plausible numbers."""
-    candidates = list(numbers)
-    if candidates:  # else the memory map is not read
-        live = is_live(interpreted)
-        for number in candidates:
-            if live(number):
-                raise not_reproducible(name, number)
+    live = functools.cache(is_live)  # the memory map is read for the first number
+    for number in numbers:
+        if live(interpreted)(number):
+            raise not_reproducible(name, number)
 
 
 def plausible(values: torch.Tensor) -> list[int]:
@@ -58,14 +57,18 @@ def is_plausible(value: object) -> bool:
 
 def is_live(interpreted: bool) -> Callable[[int], bool]:
     """Return a function that tells whether an address is mapped in this process now."""
-    found = backend.current() if interpreted else backend.required()
-    if not interpreted and found is not None:
-        return found.is_known_pointer
-    regions = sorted(_writable())
-    starts = [start for start, _ in regions]
+    if not interpreted:
+        return backend.required().is_known_pointer
+    found = backend.current()
+    lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
+    regions = sorted(
+        tuple(int(bound, 16) for bound in region.split("-"))
+        for region, permissions, *_ in lines
+        if "w" in permissions
+    )
 
     def known(address: int) -> bool:
-        index = bisect.bisect_right(starts, address) - 1
+        index = bisect.bisect_right(regions, (address, 1 << 64)) - 1
         if index >= 0 and address < regions[index][1]:
             return True
         return found is not None and found.is_known_pointer(address)
@@ -80,12 +83,3 @@ def not_reproducible(name: str, address: int) -> NotReproducible:
         "process: give `inputs=` a function that makes such values there, or tune "
         'this kernel with isolation="inline"'
     )
-
-
-def _writable() -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of what this process may write to."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        region, permissions = line.split()[:2]
-        if "w" in permissions:
-            start, _, end = region.partition("-")
-            yield int(start, 16), int(end, 16)

@@ -6,12 +6,10 @@ Random values have the mean, spread and range of the sample, so positive inputs 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 import torch
 
-from safetune.inputs.spans import FLOATS, BlockSpec, Noise, TensorSpec, reading, storage_bytes
+from safetune.inputs.spans import FLOATS, Noise, TensorSpec, reading, storage_bytes
 
 #: The float type that the elements of each type consist of. Other types are never drawn.
 _REAL = {
@@ -55,8 +53,8 @@ def real_dtype(dtype: str) -> str:
     return _REAL[dtype]
 
 
-def noise_like(tensor: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Return the fields of a `Noise` with the mean, spread and range of a tensor's sample."""
+def noise_like(tensor: torch.Tensor, seed: int) -> Noise:
+    """Return noise with the mean, spread and range of a tensor's sample."""
     dtype = real_dtype(str(tensor.dtype).removeprefix("torch."))
     values = _sample(tensor).view(getattr(torch, dtype)).float().double()
     values = values[values.isfinite()]
@@ -64,20 +62,19 @@ def noise_like(tensor: torch.Tensor, seed: int) -> dict[str, Any]:
         values = torch.zeros(1, dtype=torch.float64)
     std, mean = torch.std_mean(values, correction=0)
     low, high = values.aminmax()
-    return asdict(Noise(dtype, mean.item(), std.item(), low.item(), high.item(), seed))
+    return Noise(dtype, mean.item(), std.item(), low.item(), high.item(), seed)
 
 
-def draw(target: torch.Tensor, block: BlockSpec) -> None:
-    """Fill `target`, the bytes of a block; it need not be on the block's device."""
-    noise = Noise(**(block.noise or {}))
+def draw(target: torch.Tensor, noise: Noise, device: str) -> None:
+    """Fill `target`, which holds bytes, with values drawn on `device`."""
     dtype = getattr(torch, noise.dtype)
-    used = block.size // dtype.itemsize * dtype.itemsize
+    used = target.numel() // dtype.itemsize * dtype.itemsize
     target[used:].zero_()
-    generator = torch.Generator(block.device)
+    generator = torch.Generator(device)
     generator.manual_seed(noise.seed)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     for part in target[:used].view(dtype).split(_CHUNK):
-        values = torch.empty(part.numel(), dtype=wide, device=block.device)
+        values = torch.empty(part.numel(), dtype=wide, device=device)
         values.normal_(noise.mean, noise.std, generator=generator).clamp_(noise.low, noise.high)
         part.copy_(values)
 

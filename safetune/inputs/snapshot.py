@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +21,8 @@ from safetune.inputs.spans import (
     ALIGNMENT,
     Absent,
     BlockSpec,
+    Layout,
+    Noise,
     Span,
     TensorSpec,
     aligned,
@@ -32,68 +33,40 @@ from safetune.inputs.spans import (
     storage_bytes,
     tensor_spec,
 )
-from safetune.outcome import Mark
 from safetune.settings import Settings
 
 
-class Inputs:
-    """The copies of a call's tensors that a child gets, besides the packed call.
+def copy_inputs(
+    call: Call, tensors: Sequence[torch.Tensor], free_memory: Callable[[int], None]
+) -> Snapshot:
+    """Return the copies of a call's tensors that a child gets, besides the packed call.
 
     Args:
         tensors: all of the call's, in the order of the packed call; also those of hooks.
         free_memory: ends the idle child of a device, where memory is short.
 
-    Attributes:
-        fd: the memory file.
-        header: the description of the file, as plain JSON data.
-        marks: for every outcome measured on these inputs.
-
     Raises:
         NotReproducible: an argument holds addresses, or the copies do not fit.
         KernelNotTransferable: a tensor has no plain storage.
     """
-
-    def __init__(
-        self, call: Call, tensors: Sequence[torch.Tensor], free_memory: Callable[[int], None]
-    ) -> None:
-        owners = owners_of(call.named(), tensors)
-        made = call.hooks.inputs is not None
-        kept = [i for i, owner in enumerate(owners) if not (made and owner)]
-        copied, names = [tensors[i] for i in kept], [owners[i] for i in kept]
-        if not made:
-            pointers.check_numbers(call)
-        if not call.interpreted:
-            _check_devices(copied, names, free_memory)
-        self._snapshot = Snapshot(copied, names, Settings.current().copy_limit)
-        self.fd = self._snapshot.fd
-        if not made:
-            try:
-                self._check_tables(names, call.interpreted)
-            except BaseException:
-                self.close()
-                raise
-        absent = {str(i): asdict(_absent(t)) for i, t in enumerate(tensors) if i not in kept}
-        self.header: dict[str, Any] = {**self._snapshot.header(), "absent": absent}
-        drawn = self._snapshot.regenerated
-        self.marks = (Mark.REGENERATED.of(", ".join(drawn)),) if drawn else ()
-
-    def close(self) -> None:
-        """Close the memory file; children that have mapped it keep their mapping."""
-        self._snapshot.close()
-
-    def _check_tables(self, owners: Sequence[str], interpreted: bool) -> None:
-        """Look for addresses among the integers that have been copied."""
-        with mmap.mmap(self.fd, 0) as memory:
-            for spec, owner in zip(self._snapshot.tensors, owners, strict=True):
-                block = self._snapshot.blocks[spec.block]
-                if not owner or spec.dtype not in ("int64", "uint64") or 0 in spec.shape:
-                    continue
-                begin = block.offset + spec.byte_offset
-                count = (block.size - spec.byte_offset) // 8
-                flat = torch.frombuffer(memory, dtype=torch.int64, count=count, offset=begin)
-                candidates = pointers.plausible(flat.as_strided(spec.shape, spec.stride))
-                del flat  # the mapping cannot be closed under a tensor
-                pointers.check(owner, candidates, interpreted)
+    owners = owners_of(call.named(), tensors)
+    made = call.hooks.inputs is not None
+    kept = [i for i, owner in enumerate(owners) if not (made and owner)]
+    copied, names = [tensors[i] for i in kept], [owners[i] for i in kept]
+    if not made:
+        pointers.check_numbers(call)
+    if not call.interpreted:
+        _check_devices(copied, names, free_memory)
+    snapshot = Snapshot(copied, names, Settings.current().copy_limit)
+    if not made:
+        try:
+            _check_tables(snapshot, names, call.interpreted)
+        except BaseException:
+            snapshot.close()
+            raise
+    absent = {i: Absent.of(tensor) for i, tensor in enumerate(tensors) if i not in kept}
+    snapshot.layout = replace(snapshot.layout, absent=absent)
+    return snapshot
 
 
 class Snapshot:
@@ -105,6 +78,8 @@ class Snapshot:
         limit: the bytes to copy before float blocks are drawn at random; None copies all.
 
     Attributes:
+        fd: the memory file.
+        layout: its description.
         regenerated: the arguments with a tensor that is not copied but drawn.
 
     Raises:
@@ -117,35 +92,30 @@ class Snapshot:
     ) -> None:
         names = tuple(owners) or ("",) * len(tensors)
         merged = merged_spans(tensors)
-        self.tensors = tuple(tensor_spec(tensor, merged) for tensor in tensors)
-        drawn = _drawn(self.tensors, names, merged, limit)
-        noises = {block: _noise(block, self.tensors, tensors) for block in drawn}
-        self.blocks = tuple(_lay_out(merged, noises))
-        self.regenerated = _owners(self.tensors, names, drawn)
-        self.fd = self._copy(
-            tensors,
-            merged,
-            memory_budget.sizes(names, [merged[spec.block].size for spec in self.tensors]),
-        )
-
-    def header(self) -> dict[str, Any]:
-        """Return what a child needs besides the memory file, as plain JSON data."""
-        return {
-            "blocks": [asdict(block) for block in self.blocks],
-            "tensors": [asdict(tensor) for tensor in self.tensors],
-        }
+        specs = tuple(tensor_spec(tensor, merged) for tensor in tensors)
+        drawn = _drawn(specs, names, merged, limit)
+        noises = {}
+        for block in drawn:  # like its largest view
+            views = [t for t, spec in zip(tensors, specs, strict=True) if spec.block == block]
+            noises[block] = random_inputs.noise_like(max(views, key=torch.numel), seed=block)
+        self.layout = Layout(tuple(_lay_out(merged, noises)), specs)
+        pairs = zip(specs, names, strict=True)
+        self.regenerated = tuple(dict.fromkeys(name for spec, name in pairs if spec.block in drawn))
+        sizes = memory_budget.sizes(names, [merged[spec.block].size for spec in specs])
+        self.fd = self._copy(tensors, merged, sizes)
 
     def close(self) -> None:
         """Close the memory file; children that have mapped it keep their mapping."""
         os.close(self.fd)
 
     def _copy(
-        self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: dict[str, int]
+        self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: Mapping[str, int]
     ) -> int:
         """Return a memory file with the blocks that are not drawn."""
-        size = max(1, sum(aligned(block.size) for block in self.blocks if block.noise is None))
+        blocks = self.layout.blocks
+        size = max(1, sum(aligned(block.size) for block in blocks if block.noise is None))
         # Tensors on the CPU are on the CPU in the child, too: once more, beside the file.
-        needed = size + sum(block.size for block in self.blocks if block.device == "cpu")
+        needed = size + sum(block.size for block in blocks if block.device == "cpu")
         memory_budget.check_host(needed, sizes)
         with contextlib.ExitStack() as on_error:
             try:
@@ -157,35 +127,35 @@ class Snapshot:
                 free = memory_budget.host_free()
                 raise memory_budget.too_large("host memory", needed, free, sizes, error) from error
             with memory:
-                self._fill(memory, tensors, merged)
+                for span, tensor in {span_of(tensor): tensor for tensor in tensors}.items():
+                    index = block_of(span, merged)
+                    if not span.size or blocks[index].noise is not None:
+                        continue
+                    offset = blocks[index].offset + span.start - merged[index].start
+                    target = torch.frombuffer(
+                        memory, dtype=torch.uint8, count=span.size, offset=offset
+                    )
+                    with reading(tensor.device):
+                        target.copy_(storage_bytes(tensor))
+                    del target  # the mapping cannot be closed under a tensor
             on_error.pop_all()
         return fd
 
-    def _fill(
-        self, memory: mmap.mmap, tensors: Iterable[torch.Tensor], merged: Sequence[Span]
-    ) -> None:
-        seen: set[Span] = set()
-        for tensor in tensors:
-            span = span_of(tensor)
-            index = block_of(span, merged)
-            block = self.blocks[index]
-            if span in seen or not span.size or block.noise is not None:
+
+def _check_tables(snapshot: Snapshot, owners: Sequence[str], interpreted: bool) -> None:
+    """Raise `NotReproducible` for an address among the integers that have been copied."""
+    layout = snapshot.layout
+    with mmap.mmap(snapshot.fd, 0) as memory:
+        for spec, owner in zip(layout.tensors, owners, strict=True):
+            block = layout.blocks[spec.block]
+            if not owner or spec.dtype not in ("int64", "uint64") or 0 in spec.shape:
                 continue
-            seen.add(span)
-            offset = block.offset + span.start - merged[index].start
-            target = torch.frombuffer(memory, dtype=torch.uint8, count=span.size, offset=offset)
-            with reading(tensor.device):
-                target.copy_(storage_bytes(tensor))
-            del target  # the mapping cannot be closed under a tensor
-
-
-def _absent(tensor: torch.Tensor) -> Absent:
-    return Absent(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        device=tensor.device.type,
-    )
+            begin = block.offset + spec.byte_offset
+            count = (block.size - spec.byte_offset) // 8
+            flat = torch.frombuffer(memory, dtype=torch.int64, count=count, offset=begin)
+            candidates = pointers.plausible(flat.as_strided(spec.shape, spec.stride))
+            del flat  # the mapping cannot be closed under a tensor
+            pointers.check(owner, candidates, interpreted)
 
 
 def _check_devices(
@@ -193,12 +163,12 @@ def _check_devices(
 ) -> None:
     """Raise if a device has no memory for another copy of the call's tensors there."""
     for index in sorted({tensor.get_device() for tensor in tensors} - {-1}):
-        here = [i for i, tensor in enumerate(tensors) if tensor.get_device() == index]
-        storages = [tensors[i].untyped_storage().nbytes() for i in here]
+        pairs = zip(tensors, owners, strict=True)
+        here, names = zip(*(pair for pair in pairs if pair[0].get_device() == index), strict=True)
         memory_budget.check_device(
             index,
-            sum(span.size for span in merged_spans([tensors[i] for i in here])),
-            memory_budget.sizes([owners[i] for i in here], storages),
+            sum(span.size for span in merged_spans(here)),
+            memory_budget.sizes(names, [tensor.untyped_storage().nbytes() for tensor in here]),
             free_memory,
         )
 
@@ -221,23 +191,7 @@ def _drawn(
     return random_inputs.chosen([span.size for span in merged], drawable, limit)
 
 
-def _noise(
-    block: int, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
-) -> dict[str, Any]:
-    """Return how to draw a block: like its largest view."""
-    views = [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.block == block]
-    return random_inputs.noise_like(max(views, key=torch.numel), seed=block)
-
-
-def _owners(
-    specs: Sequence[TensorSpec], owners: Sequence[str], blocks: Sequence[int]
-) -> tuple[str, ...]:
-    """Return the arguments that have a tensor in one of these blocks."""
-    pairs = zip(specs, owners, strict=True)
-    return tuple(dict.fromkeys(owner for spec, owner in pairs if spec.block in blocks))
-
-
-def _lay_out(merged: Sequence[Span], noises: dict[int, dict[str, Any]]) -> Iterator[BlockSpec]:
+def _lay_out(merged: Sequence[Span], noises: Mapping[int, Noise]) -> Iterator[BlockSpec]:
     offset = 0
     for index, span in enumerate(merged):
         noise = noises.get(index)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,14 +50,14 @@ class BlockSpec:
     an address that is `misalignment` past a multiple of 512.
 
     Attributes:
-        noise: the fields of the `Noise` to draw the bytes from; they are then not in the file.
+        noise: how to draw the bytes; they are then not in the file.
     """
 
     device: str
     offset: int
     size: int
     misalignment: int
-    noise: dict[str, Any] | None = None
+    noise: Noise | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,30 @@ class Absent:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     device: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Absent:
+        """Return the properties of a tensor."""
+        dtype = dtype_name(tensor)
+        return cls(dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.device.type)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The description of a memory file, by which a child finds a call's tensors in it.
+
+    Attributes:
+        absent: the tensors of the call that are not there, by their number in the call.
+    """
+
+    blocks: tuple[BlockSpec, ...]
+    tensors: tuple[TensorSpec, ...]
+    absent: dict[int, Absent] = field(default_factory=dict)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return the name that a tensor's type has in `torch`."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def aligned(size: int) -> int:
@@ -120,23 +144,19 @@ def span_of(tensor: torch.Tensor) -> Span:
         start = storage.data_ptr()
     except (RuntimeError, NotImplementedError) as error:
         raise _not_plain(tensor) from error
-    if tensor.device.type != "cpu" and tensor.device.type != _device_type():
-        raise _not_plain(tensor)
+    if tensor.device.type != "cpu":
+        found = backend.current()
+        if found is None or tensor.device.type != found.torch_type:
+            raise _not_plain(tensor)
     return Span(str(tensor.device), start, start + storage.nbytes())
-
-
-def _device_type() -> str | None:
-    found = backend.current()
-    return None if found is None else found.torch_type
 
 
 def merged_spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
     """Return the storages of tensors; storages that overlap are merged."""
     merged: list[Span] = []
     for span in sorted({span_of(tensor) for tensor in tensors}):
-        last = merged[-1] if merged else None
-        if last is not None and last.device == span.device and span.start < last.end:
-            merged[-1] = Span(last.device, last.start, max(last.end, span.end))
+        if merged and merged[-1].device == span.device and span.start < merged[-1].end:
+            merged[-1] = replace(merged[-1], end=max(merged[-1].end, span.end))
         else:
             merged.append(span)
     return merged
@@ -159,7 +179,7 @@ def tensor_spec(tensor: torch.Tensor, merged: Sequence[Span]) -> TensorSpec:
     return TensorSpec(
         block=block,
         byte_offset=begin - merged[block].start,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype_name(tensor),
         shape=tuple(tensor.shape),
         stride=tuple(tensor.stride()),
     )
@@ -167,33 +187,23 @@ def tensor_spec(tensor: torch.Tensor, merged: Sequence[Span]) -> TensorSpec:
 
 def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return a tensor as its view of a block's bytes."""
-    dtype = getattr(torch, spec.dtype)
-    offset = block_bytes.storage_offset() + spec.byte_offset
-    itemsize = dtype.itemsize
-    if offset % itemsize:
-        raise ValueError(f"a {spec.dtype} tensor at a byte offset of {offset}")
-    view = torch.empty(0, dtype=dtype, device=block_bytes.device)
-    return view.set_(block_bytes.untyped_storage(), offset // itemsize, spec.shape, spec.stride)
+    view = torch.empty(0, dtype=getattr(torch, spec.dtype), device=block_bytes.device)
+    offset, rest = divmod(block_bytes.storage_offset() + spec.byte_offset, view.itemsize)
+    if rest:
+        raise ValueError(f"a {spec.dtype} tensor at a byte offset of {spec.byte_offset}")
+    return view.set_(block_bytes.untyped_storage(), offset, spec.shape, spec.stride)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage behind a tensor, as bytes; no copy."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-@contextlib.contextmanager
-def reading(device: torch.device) -> Iterator[None]:
-    """Copy from `device` to the host in here, beside a graph that another thread captures.
-
-    What the current stream has queued is waited for; nothing is put on that stream.
-    """
+def reading(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Copy from a device to the host in here, see `Backend.reading`."""
     if device.type == "cpu":
-        yield
-        return
-    with backend.required().reading(device.index):
-        yield
+        return contextlib.nullcontext()
+    return backend.required().reading(device.index)
 
 
 def _not_plain(tensor: torch.Tensor) -> KernelNotTransferable:

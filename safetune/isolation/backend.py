@@ -161,17 +161,13 @@ def hidden_environment() -> dict[str, str]:
 
 def _find(name: str) -> Backend | BackendError:
     if name not in _made:
+        make = _factories.get(name)
         try:
-            _made[name] = _factory(name)()
+            if make is None and name in _MODULES:
+                make = importlib.import_module(_MODULES[name]).make
+            if make is None:
+                raise BackendError(f"there is no isolation for the {name} back end yet")
+            _made[name] = make()
         except BackendError as error:
             _made[name] = error
     return _made[name]
-
-
-def _factory(name: str) -> Callable[[], Backend]:
-    if name in _factories:
-        return _factories[name]
-    if name not in _MODULES:
-        raise BackendError(f"there is no isolation for the {name} back end yet")
-    make: Callable[[], Backend] = importlib.import_module(_MODULES[name]).make
-    return make

@@ -7,39 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
 
 from safetune import forks, triton_internals
 from safetune.errors import DeviceUnavailable, WorkerUnavailable
 from safetune.isolation import backend, protocol
 from safetune.isolation.fork_server import ForkServer, child_environment, server, tail_of
-from safetune.isolation.protocol import Answer, Job, Start
+from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.outcome import Outcome, Verdict
 
 #: How long a child may take to answer its first job, `Start` or `Prepare`.
 START_S = 60.0
 #: A child is not used again this shortly before it exits.
-IDLE_MARGIN_S = 1.0
+_IDLE_MARGIN_S = 1.0
 #: How long the kernel may take to end a child whose server has exited; it takes microseconds.
-_END_MS = 2000
+_END_S = 2.0
 
 #: For each device, a pidfd of a child on it that SIGKILL did not end.
 _stuck: dict[int, int] = {}
 
 
-def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
+def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> Start:
     """Return the job with the environment, the paths, the program's arguments and Triton's knobs
     that this process has now.
-
-    `memory_bytes` limits what the child, and each process that it starts, may allocate, if not 0.
     """
     environment = child_environment()
     if gpu_blind:
@@ -53,6 +48,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0) -> Start:
         directory=os.getcwd(),
         knobs=triton_internals.knobs_set_in_code(),
         memory_bytes=memory_bytes,
+        kernel=kernel,
     )
 
 
@@ -65,40 +61,25 @@ def check_device(index: int) -> None:
         DeviceUnavailable: a fault there could reach this process, or a killed child is stuck.
         BackendError: the driver does not answer.
     """
-    if _has_stuck_child(index):
-        where = "" if index < 0 else f" on device {index}"
-        raise DeviceUnavailable(
-            f"a tuning process{where} does not end though it was killed; it is probably stuck in a "
-            "call of the driver. Nothing is tuned there until it has ended"
-        )
-    if index < 0:
-        return
-    if reason := backend.required().why_not_shared(index):
+    if index in _stuck:
+        if not protocol.has_ended(_stuck[index], _END_S):
+            where = "" if index < 0 else f" on device {index}"
+            raise DeviceUnavailable(
+                f"a tuning process{where} does not end though it was killed; it is probably stuck "
+                "in a call of the driver. Nothing is tuned there until it has ended"
+            )
+        os.close(_stuck.pop(index))
+    if index >= 0 and (reason := backend.required().why_not_shared(index)):
         raise DeviceUnavailable(reason)
 
 
 def _note_stuck(index: int, pid: int) -> None:
     """Have `check_device` refuse a device until a killed child on it has ended."""
-    try:
+    with contextlib.suppress(OSError):  # it has ended after all
         handle = os.pidfd_open(pid)
-    except OSError:  # it has ended after all
-        return
-    previous = _stuck.pop(index, None)
-    if previous is not None:
-        os.close(previous)
-    _stuck[index] = handle
-
-
-def _has_stuck_child(index: int) -> bool:
-    handle = _stuck.get(index)
-    if handle is None:
-        return False
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    if not poll.poll(_END_MS):
-        return True
-    os.close(_stuck.pop(index))
-    return False
+        if index in _stuck:
+            os.close(_stuck[index])
+        _stuck[index] = handle
 
 
 class ChildFailed(Exception):
@@ -112,14 +93,20 @@ class ChildFailed(Exception):
         super().__init__(outcome.label)
         self.outcome = outcome
 
+    def __str__(self) -> str:
+        return f"{self.outcome.label} {self.outcome.message} {self.outcome.stderr}".strip()
+
 
 class Child:
     """One forked process and the private pipe to it.
 
     Args:
         device: the device that it uses, where nothing is tuned while a killed child has not ended.
-        forks: the server that forks it; `server` by default.
+        forks: the server that forks it.
         started: send `start_job` and wait for its answer; else `start_job` has to be the first job.
+
+    Attributes:
+        unanswered: how many jobs have no answer yet.
 
     Raises:
         WorkerUnavailable: it cannot be started.
@@ -129,16 +116,16 @@ class Child:
         self,
         gpu_blind: bool,
         device: int | None = None,
-        forks: ForkServer | None = None,
+        forks: ForkServer = server,
         started: bool = True,
     ) -> None:
         self._device = device
-        self._server = forks or server
+        self._server = forks
         self.pipe, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._mark = 0
-        self._jobs: deque[int] = deque()
         self._last_job = 0
+        self.unanswered = 0
         self._pidfd: int | None = None
         try:
             self.pid = self._server.fork(theirs, self._output)
@@ -150,40 +137,26 @@ class Child:
         self._alive = True
         with contextlib.suppress(OSError):  # it may have ended, which the pipe then shows
             self._pidfd = os.pidfd_open(self.pid)
-        if not started:
-            return
-        try:
-            self.ask(start_job(gpu_blind), timeout_s=START_S)
-        except ChildFailed as failure:
-            raise WorkerUnavailable(
-                f"a tuning process ended before its first job: {failure.outcome.label} "
-                f"{failure.outcome.stderr}"
-            ) from failure
+        if started:
+            try:
+                self.ask(start_job(gpu_blind), timeout_s=START_S)
+            except ChildFailed as failure:
+                raise WorkerUnavailable(
+                    f"a tuning process ended before its first job: {failure}"
+                ) from failure
 
     @property
     def ended(self) -> bool:
         """Whether the process has ended, or was abandoned."""
-        if not self._alive or self._pidfd is None:
-            return not self._alive
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return not self._alive or (self._pidfd is not None and protocol.has_ended(self._pidfd))
 
-    @property
-    def unanswered(self) -> int:
-        """How many jobs have no answer yet."""
-        return len(self._jobs)
-
-    def send(
-        self, job: Job, blob: bytes = b"", fds: tuple[int, ...] = (), timeout_s: float = START_S
-    ) -> None:
+    def send(self, job: Job, fds: tuple[int, ...] = (), timeout_s: float = START_S) -> None:
         """Send a job. That a child has died is found when its answer is read."""
         self._mark = os.fstat(self._output.fileno()).st_size
         self._last_job += 1
-        self._jobs.append(self._last_job)
-        header = protocol.job_header(job, self._last_job)
+        self.unanswered += 1
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            protocol.send(self.pipe, header, blob, fds=fds, timeout_s=timeout_s)
+            protocol.send_job(self.pipe, job, self._last_job, fds, timeout_s)
 
     def answer(self, timeout_s: float) -> tuple[Answer, bytes]:
         """Return the answer to the first job that has none yet, and its bytes.
@@ -193,21 +166,20 @@ class Child:
         """
         try:
             header, blob, _ = protocol.receive(self.pipe, timeout_s, self._pidfd)
-            answer = protocol.answer_of(header, self._jobs.popleft())
+            answer = protocol.answer_of(header, self._last_job - self.unanswered + 1)
         except TimeoutError:
             raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except (EOFError, ConnectionResetError):
             raise self._failed(Verdict.DIED, "") from None
         except protocol.ProtocolError as error:
             raise self._failed(Verdict.PROTOCOL_ERROR, str(error)) from None
+        self.unanswered -= 1
         return answer, blob
 
-    def ask(
-        self, job: Job, blob: bytes = b"", fds: tuple[int, ...] = (), *, timeout_s: float
-    ) -> tuple[Answer, bytes]:
+    def ask(self, job: Job, fds: tuple[int, ...] = (), *, timeout_s: float) -> tuple[Answer, bytes]:
         """Send a job and return its answer; raises `ChildFailed`."""
         try:
-            self.send(job, blob, fds, timeout_s)
+            self.send(job, fds, timeout_s)
         except TimeoutError:
             raise self._failed(Verdict.TIMEOUT, f"no job was read within {timeout_s:g} s") from None
         return self.answer(timeout_s)
@@ -216,7 +188,6 @@ class Child:
         """End the child and all that it started; return its wait status."""
         if not self._alive:
             return None
-        self._alive = False
         status = self._kill()
         self._close()  # not before: the child would exit by itself when it notices
         return status
@@ -230,14 +201,16 @@ class Child:
     def _failed(self, verdict: Verdict, message: str) -> ChildFailed:
         self._alive = False
         self.pipe.close()
-        died = verdict is Verdict.DIED
-        # A child whose pipe closed by itself is ending; killing it now would mask the cause.
-        status = self._server.reap(self.pid, kill=False) if died else self._kill()
-        if died and status is None:
+        detail = ""
+        if verdict is Verdict.DIED:
+            # A child whose pipe closed by itself is ending; killing it now would mask the cause.
+            status = self._server.reap(self.pid, kill=False)
+            if status is None:
+                self._kill()
+            detail = describe_exit(status)
+            message = f"the process ended with {detail}"
+        else:
             self._kill()
-        detail = describe_exit(status) if died else ""
-        if died:
-            message = message or f"the process ended with {detail}"
         stderr = tail_of(self._output, self._mark)  # after its end, which it may print about
         self._close()
         return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
@@ -267,19 +240,13 @@ def describe_exit(status: int | None) -> str:
     """Return a wait status in words: `SIGSEGV`, `exit code 3`."""
     if status is None:
         return "unknown"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        try:
-            return signal.Signals(number).name
-        except ValueError:
-            return f"signal {number}"
-    return f"exit code {os.waitstatus_to_exitcode(status)}"
-
-
-@dataclass(frozen=True)
-class _Kept:
-    child: Child
-    until: float
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 class IdleChildren:
@@ -287,18 +254,17 @@ class IdleChildren:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[str, list[_Kept]] = {}
+        self._kept: dict[str, list[tuple[Child, float]]] = {}
         forks.register("child processes", after_in_child=self._forget, at_exit=self.drop)
 
-    def keep(self, purpose: str, child: Child, for_s: float, most: int) -> None:
-        """Keep a released child for `for_s` seconds; beyond `most`, the oldest is killed."""
+    def keep(self, purpose: str, child: Child, most: int = 1) -> None:
+        """Keep a released child until shortly before it exits; beyond `most`, kill the oldest."""
         with self._lock:
             kept = self._kept.setdefault(purpose, [])
-            if full := len(kept) >= most:
-                oldest = kept.pop(0)
-            kept.append(_Kept(child, time.monotonic() + for_s))
-        if full:
-            oldest.child.kill()
+            kept.append((child, time.monotonic() + IDLE_EXIT_S - _IDLE_MARGIN_S))
+            oldest = kept.pop(0)[0] if len(kept) > most else None
+        if oldest is not None:
+            oldest.kill()
 
     def take(self, purpose: str) -> Child | None:
         """Return a kept child that has not ended, the last used first; None if there is none."""
@@ -307,18 +273,18 @@ class IdleChildren:
                 kept = self._kept.get(purpose)
                 if not kept:
                     return None
-                last = kept.pop()
-            if last.until > time.monotonic() and not last.child.ended:
-                return last.child
-            last.child.kill()
+                child, until = kept.pop()
+            if until > time.monotonic() and not child.ended:
+                return child
+            child.kill()
 
     def drop(self) -> None:
         """Close the pipes of all; the children then end by themselves."""
         with self._lock:
             kept, self._kept = self._kept, {}
         for children in kept.values():
-            for entry in children:
-                entry.child.abandon()
+            for child, _ in children:
+                child.abandon()
 
     def _forget(self) -> None:
         """In a forked copy of this process, where the children belong to the parent."""

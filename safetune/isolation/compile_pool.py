@@ -16,28 +16,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import protocol
-from safetune.isolation.child_handle import (
-    IDLE_MARGIN_S,
-    START_S,
-    Child,
-    ChildFailed,
-    idle,
-    start_job,
-)
+from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import compile_server
-from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Compile, Release
+from safetune.isolation.protocol import Answer, Compile, Release
 from safetune.outcome import Outcome, Verdict
 
 _PURPOSE = "compiles"
 
-#: What becomes of a verdict on a child when the child was compiling.
-_COMPILE_VERDICTS = {
-    Verdict.TIMEOUT: Verdict.COMPILE_TIMEOUT,
-    Verdict.DIED: Verdict.COMPILE_CRASH,
-}
 _DEPTH = 2
 #: A job larger than this is not put behind another: the pipe might not take it.
 _QUEUED_BYTES = 1 << 15
@@ -60,11 +49,15 @@ class Compiled:
 
 @dataclass
 class _Slot:
-    """A child and its unanswered jobs: a config, or None for `Start` and `Release`."""
+    """A child and its unanswered jobs: a config, or None for `Start` and `Release`.
+
+    Attributes:
+        used: whether an earlier tuning has used the child.
+    """
 
     child: Child
-    deadline: float
     used: bool
+    deadline: float
     jobs: deque[int | None]
 
 
@@ -72,16 +65,10 @@ def usable_cpus() -> int:
     """Return how many CPUs this process may use: its affinity, cut by its cgroup's quota."""
     cpus = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/cpu.max") as quota_file:
-            quota, period = quota_file.read().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
+            cpus = min(cpus, int(quota) // int(period))
     return max(1, cpus)
-
-
-def _pool_size(cpus: int) -> int:
-    """All cores, less one where there are enough for the measuring child to have its own."""
-    return cpus - 1 if cpus >= 4 else cpus
 
 
 class CompilePool:
@@ -90,15 +77,18 @@ class CompilePool:
     Args:
         kernel: the packed jit function (`compile_spec.pack_for_compiler`).
         timeout_s: for one config.
+        size: the most children; by default one for each core, less one where there are enough for
+            the measuring child to have its own.
         memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
     """
 
     def __init__(
         self, kernel: bytes, timeout_s: float, size: int | None = None, memory_bytes: int = 0
     ) -> None:
+        cpus = usable_cpus()
         self._kernel = kernel
         self._timeout_s = timeout_s
-        self._size = size or _pool_size(usable_cpus())
+        self._size = size or (cpus - 1 if cpus >= 4 else cpus)
         self._memory_bytes = memory_bytes
         self._specs: dict[int, bytes] = {}
         self._waiting: deque[int] = deque()
@@ -108,9 +98,6 @@ class CompilePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Give up what is not compiled yet."""
         self._waiting.clear()
         while self._slots:
@@ -144,30 +131,28 @@ class CompilePool:
             self._feed(slot)
 
     def _start(self) -> None:
-        child, used = _child()
-        child.send(start_job(gpu_blind=True, memory_bytes=self._memory_bytes), self._kernel)
-        slot = _Slot(
-            child,
-            deadline=time.monotonic() + START_S,
-            used=used,
-            jobs=deque([None] * child.unanswered),
-        )
+        kept = idle.take(_PURPOSE)  # it has not answered its `Release` yet
+        child = kept or Child(gpu_blind=True, forks=compile_server, started=False)
+        child.send(start_job(True, self._memory_bytes, self._kernel))
+        jobs: deque[int | None] = deque([None] * child.unanswered)
+        slot = _Slot(child, kept is not None, time.monotonic() + START_S, jobs)
         self._slots[child.pipe.fileno()] = slot
-        self._give(slot, self._waiting.popleft())
+        self._give(slot)
 
     def _feed(self, slot: _Slot) -> None:
         while self._waiting and len(slot.jobs) < _DEPTH:
             if slot.jobs and len(self._specs[self._waiting[0]]) > _QUEUED_BYTES:
                 return
-            self._give(slot, self._waiting.popleft())
+            self._give(slot)
 
-    def _give(self, slot: _Slot, config: int) -> None:
+    def _give(self, slot: _Slot) -> None:
+        config = self._waiting.popleft()
         if not slot.jobs:
             slot.deadline = time.monotonic() + self._timeout_s
         slot.jobs.append(config)
-        slot.child.send(Compile(), self._specs[config], timeout_s=self._timeout_s)
+        slot.child.send(Compile(self._specs[config]), timeout_s=self._timeout_s)
 
-    def _collect(self) -> Iterator[Compiled]:
+    def _collect(self) -> list[Compiled]:
         poll = select.poll()
         for fd in self._slots:
             poll.register(fd, select.POLLIN)
@@ -175,16 +160,21 @@ class CompilePool:
         wait_s = min(max(0.0, soonest - time.monotonic()), protocol.SIGNAL_S)
         ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
         now = time.monotonic()
-        done = []
-        for fd, slot in list(self._slots.items()):
-            if fd in ready or slot.deadline <= now:
-                done += self._advance(fd, slot)
-        yield from done
+        due = [fd for fd, slot in self._slots.items() if fd in ready or slot.deadline <= now]
+        return [compiled for fd in due if (compiled := self._advance(fd)) is not None]
 
-    def _advance(self, fd: int, slot: _Slot) -> list[Compiled]:
+    def _advance(self, fd: int) -> Compiled | None:
         """Read one answer, or find that there is none; return the result of its config, if any."""
+        slot = self._slots[fd]
         config = slot.jobs.popleft()
-        compiled, alive = self._result(slot.child, config, slot.deadline)
+        alive = True
+        try:
+            answer, _ = slot.child.answer(max(0.001, slot.deadline - time.monotonic()))
+        except ChildFailed as failure:
+            answer, alive = Answer(failure.outcome), False
+        outcome = self._outcome(answer.outcome)
+        # The memory that it still holds would be missing for the next config.
+        alive = alive and outcome.detail != "memory"
         slot.deadline = time.monotonic() + self._timeout_s
         if alive:
             self._feed(slot)
@@ -194,58 +184,30 @@ class CompilePool:
         if not slot.jobs:
             del self._slots[fd]
             if alive:
-                _release(slot.child)
+                slot.child.send(Release())  # the next tuning reads the answer
+                idle.keep(_PURPOSE, slot.child, most=usable_cpus())
             else:
                 slot.child.kill()
-        if config is None and not alive and not slot.used:
+        if config is not None:
+            return Compiled(config, outcome, answer.shared_bytes)
+        if not alive and not slot.used:
             self._size = len(self._slots)
             if not self._size:
-                outcome = compiled.outcome
-                raise WorkerUnavailable(
-                    "a compile process ended before its first job: "
-                    f"{outcome.message} {outcome.stderr}".strip()
-                )
-        return [] if config is None else [compiled]
+                reason = f"{outcome.message} {outcome.stderr}".strip()
+                raise WorkerUnavailable(f"a compile process ended before its first job: {reason}")
+        return None
 
-    def _result(self, child: Child, config: int | None, deadline: float) -> tuple[Compiled, bool]:
-        number = -1 if config is None else config
-        try:
-            answer, _ = child.answer(max(0.001, deadline - time.monotonic()))
-            alive = True
-        except ChildFailed as failure:
-            answer, alive = Answer(failure.outcome), False
-        outcome = answer.outcome
-        verdict = _COMPILE_VERDICTS.get(outcome.verdict, outcome.verdict)
-        outcome = replace(outcome, verdict=verdict)
-        if verdict is Verdict.COMPILE_TIMEOUT:
+    def _outcome(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of a child as that of the config which it was compiling."""
+        if outcome.verdict is Verdict.TIMEOUT:
             message = f"not compiled within {self._timeout_s:g} s"
-            outcome = replace(outcome, message=message)
-        elif self._is_of_memory(outcome):
-            gib = self._memory_bytes / (1 << 30)
-            message = f"{outcome.message}\nit may allocate {gib:g} GiB to compile one config"
-            outcome = replace(outcome, detail="memory", message=message.strip())
-            alive = False  # the memory that it still holds would be missing for the next config
-        return Compiled(number, outcome, answer.shared_bytes), alive
-
-    def _is_of_memory(self, outcome: Outcome) -> bool:
+            return replace(outcome, verdict=Verdict.COMPILE_TIMEOUT, message=message)
+        if outcome.verdict is Verdict.DIED:
+            outcome = replace(outcome, verdict=Verdict.COMPILE_CRASH)
         failed = outcome.verdict in (Verdict.COMPILE_ERROR, Verdict.COMPILE_CRASH)
         text = f"{outcome.detail} {outcome.message} {outcome.stderr}"
-        return bool(self._memory_bytes and failed and _NO_MEMORY.search(text))
-
-
-def _child() -> tuple[Child, bool]:
-    """Return a child that waits for a `Start`, and whether an earlier tuning has used it.
-
-    Raises:
-        WorkerUnavailable: none can be started.
-    """
-    child = idle.take(_PURPOSE)
-    if child is not None:
-        return child, True
-    return Child(gpu_blind=True, forks=compile_server, started=False), False
-
-
-def _release(child: Child) -> None:
-    """Leave a child to the next tuning, which reads its answer to this."""
-    child.send(Release())
-    idle.keep(_PURPOSE, child, for_s=IDLE_EXIT_S - IDLE_MARGIN_S, most=usable_cpus())
+        if not (self._memory_bytes and failed and _NO_MEMORY.search(text)):
+            return outcome
+        gib = self._memory_bytes / (1 << 30)
+        message = f"{outcome.message}\nit may allocate {gib:g} GiB to compile one config"
+        return replace(outcome, detail="memory", message=message.strip())

@@ -39,14 +39,15 @@ class ForkServer:
     """A process that has imported `modules` and forks children; one per parent process.
 
     Safe to use from several threads. A process forked from this one starts a server of its own.
+
+    Attributes:
+        reap_s: how long it waits for the end of a child, which a driver call may hold.
     """
 
-    def __init__(self, modules: tuple[str, ...], reap_s: float = 10.0) -> None:
+    def __init__(self, modules: tuple[str, ...]) -> None:
         self._modules = modules
-        #: How long the server waits for the end of a child, which a driver call may hold.
-        self.reap_s = reap_s
+        self.reap_s = 10.0
         self._lock = threading.Lock()
-        self._owner = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._output: IO[bytes] | None = None
@@ -67,8 +68,7 @@ class ForkServer:
         Raises:
             WorkerUnavailable: the server does not start, or the system refuses a process.
         """
-        fds = (pipe.fileno(), output.fileno())
-        reply = self._request({"op": "fork"}, fds)
+        reply = self._request({"op": "fork"}, (pipe.fileno(), output.fileno()))
         if "error" in reply:
             raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
         return int(reply["pid"])
@@ -83,21 +83,17 @@ class ForkServer:
         are killed first. None if it does not end.
         """
         with self._lock:
-            if self._control is None or self._owner != os.getpid():
+            if self._control is None:
                 return None  # its server has ended, and so has the child
-        try:
-            status = self._request({"op": "reap", "pid": pid, "kill": kill, "wait_s": self.reap_s})[
-                "status"
-            ]
-        except WorkerUnavailable:
-            return None
-        return None if status is None else int(status)
+        request = {"op": "reap", "pid": pid, "kill": kill, "wait_s": self.reap_s}
+        with contextlib.suppress(WorkerUnavailable):
+            status: int | None = self._request(request)["status"]
+            return status
+        return None
 
     def stop(self) -> None:
         """End the server and with it every child."""
-        started = self._process
-        if started is not None and self._owner == os.getpid() and started.returncode is None:
-            protocol.kill_group(started.pid)  # ends the wait of a thread that has the lock
+        self._kill()  # ends the wait of a thread that has the lock
         with self._lock:
             self._discard()
 
@@ -107,16 +103,16 @@ class ForkServer:
         self.stop()
 
     def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
+        forking = header["op"] == "fork"
         with self._lock:
-            for attempt in (1, 2):
-                control = self._running(anew=header["op"] == "fork")
+            for last in (not forking, True):  # it exits after an idle minute, which may be now
+                control = self._running(anew=forking)
                 try:
                     protocol.send(control, header, fds=fds, timeout_s=_ANSWER_S)
                     return protocol.receive(control, _ANSWER_S)[0]
                 except (OSError, EOFError, protocol.ProtocolError) as error:
-                    # It exits after an idle minute, which may be now.
                     self._discard()
-                    if attempt == 2 or header["op"] == "reap":
+                    if last:
                         raise WorkerUnavailable(f"the fork server is gone: {error}") from error
         raise AssertionError("unreachable")
 
@@ -128,7 +124,7 @@ class ForkServer:
         """
         if anew:
             self._collect()
-            if self._control is not None and self._interpret != _interpret():
+            if self._control is not None and self._interpret != os.environ.get("TRITON_INTERPRET"):
                 self._discard()
         control = self._launched()
         if not self._ready:
@@ -144,12 +140,13 @@ class ForkServer:
         return control
 
     def _launched(self) -> socket.socket:
-        if self._owner == os.getpid() and self._control is not None:
+        if self._control is not None:
             return self._control
         if self._closed:
             raise WorkerUnavailable("no tuning process is started: this process is ending")
-        ours, theirs = socket.socketpair()
+        self._control, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
+        self._ready, self._interpret = False, os.environ.get("TRITON_INTERPRET")
         command = [
             sys.executable or "python3",
             "-c",
@@ -170,46 +167,41 @@ class ForkServer:
                 start_new_session=True,
             )
         except OSError as error:
-            ours.close()
-            self._close_output()
+            self._discard()
             raise WorkerUnavailable(f"no tuning process could be started: {error}") from error
         finally:
             theirs.close()
-        self._owner, self._control = os.getpid(), ours
-        self._ready, self._interpret = False, _interpret()
-        return ours
+        return self._control
 
     def _collect(self) -> None:
         """Wait for a server that has exited after an idle minute; until then it is a zombie."""
-        started = self._process
-        if started is not None and self._owner == os.getpid() and started.poll() is not None:
+        if self._process is not None and self._process.poll() is not None:
             self._discard()
 
-    def _discard(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+    def _kill(self) -> subprocess.Popen[bytes] | None:
+        """Kill the server if it has not been waited for; then its pid may be another's."""
         started = self._process
-        # After a wait, the pid may be another process's.
-        if started is not None and self._owner == os.getpid() and started.returncode is None:
-            protocol.kill_group(started.pid)
+        if started is None or started.returncode is not None:
+            return None
+        protocol.kill_group(started.pid)
+        return started
+
+    def _discard(self) -> None:
+        if started := self._kill():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(_ANSWER_S)
-        self._process = None
-        self._close_output()
-
-    def _close_output(self) -> None:
-        if self._output is not None:
-            self._output.close()
-            self._output = None
+        self._forget_server()
 
     def _forget(self) -> None:
         """In a forked child: the server and the state of the lock are the parent's."""
         self._lock = threading.Lock()
-        if self._control is not None:
-            self._control.close()
-        self._control = self._process = None
-        self._close_output()
+        self._forget_server()
+
+    def _forget_server(self) -> None:
+        for held in (self._control, self._output):
+            if held is not None:
+                held.close()
+        self._process = self._control = self._output = None
 
 
 server = ForkServer(("triton", "torch", "safetune.child.job_loop", "safetune.child.session"))
@@ -243,10 +235,6 @@ def child_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not _RANK_VARIABLE.match(name) and name != "SAFETUNE_INSTALL"
     }
-
-
-def _interpret() -> str | None:
-    return os.environ.get("TRITON_INTERPRET")
 
 
 def tail_of(output: IO[bytes] | None, start: int = 0, limit: int = 2000) -> str:

@@ -11,16 +11,8 @@ from concurrent.futures import Future
 
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import child_handle
-from safetune.isolation.child_handle import (
-    IDLE_MARGIN_S,
-    START_S,
-    Child,
-    ChildFailed,
-    idle,
-    start_job,
-)
+from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.protocol import (
-    IDLE_EXIT_S,
     Answer,
     Budget,
     Group,
@@ -40,27 +32,20 @@ class MeasuringChild:
     """The measuring child of one call on one device, replaced after each outcome that is not clean.
 
     Args:
-        call: what the child rebuilds, with the packed call and the two files, see `Prepare`.
+        call: what the child rebuilds, from the two files whose descriptors are `fds`.
         run_timeout_s: for one job.
         fresh: take no child that an earlier tuning has left.
     """
 
     def __init__(
-        self,
-        call: Prepare,
-        packed: bytes,
-        fds: tuple[int, ...],
-        run_timeout_s: float,
-        fresh: bool = False,
+        self, call: Prepare, fds: tuple[int, ...], run_timeout_s: float, fresh: bool = False
     ) -> None:
         self._call = call
-        self._packed = packed
         self._fds = fds
         self._timeout_s = run_timeout_s
+        self._fresh = fresh
         self._child: Child | None = None
         self._coming: Future[Child] | None = None
-        self._index = call.index
-        self._fresh = fresh
         self._interrupted = ""
         _measuring.add(self)
 
@@ -88,9 +73,12 @@ class MeasuringChild:
         else:
             self._coming = coming
 
-    def wait(self) -> None:
-        """Return when the child is ready for a job; raises `WorkerUnavailable`."""
-        self._ready()
+    def wait(self) -> Child:
+        """Return the child when it is ready for a job; raises `WorkerUnavailable`."""
+        if self._child is None:
+            coming, self._coming = self._coming, None
+            self._child = self._prepared(self._fds) if coming is None else coming.result()
+        return self._child
 
     def resolve(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, if the outcome is ok."""
@@ -104,16 +92,15 @@ class MeasuringChild:
 
         With `groups`, its result is compared with theirs, and an outcome that is ok has a report.
         """
-        known = None if groups is None else tuple(groups)
-        answer, _ = self._ask(Measure(config, budget, known))
-        outcome = answer.outcome
+        answer, _ = self._ask(Measure(config, budget, None if groups is None else tuple(groups)))
+        outcome, report = answer.outcome, answer.report
         if not outcome.ok:
             return outcome, None
-        if outcome.timing is None or (known is not None and answer.report is None):
+        if outcome.timing is None or (groups is not None and report is None):
             self.replace()
             message = "the answer to a measurement has no time or no report"
             return Outcome(Verdict.PROTOCOL_ERROR, message=message), None
-        return outcome, answer.report
+        return outcome, report
 
     def replace(self) -> None:
         """Use a fresh child from here on."""
@@ -131,8 +118,7 @@ class MeasuringChild:
             return
         with contextlib.suppress(ChildFailed):
             self._child.ask(Release(), timeout_s=self._timeout_s)
-            for_s = IDLE_EXIT_S - IDLE_MARGIN_S
-            idle.keep(_measures_on(self._index), self._child, for_s, most=1)
+            idle.keep(_measures_on(self._call.index), self._child)
         self._child = None
 
     def interrupt(self, reason: str) -> None:
@@ -143,7 +129,7 @@ class MeasuringChild:
             child.interrupt()
 
     def _ask(self, job: Job) -> tuple[Answer, bytes]:
-        child = self._ready()
+        child = self.wait()
         try:
             answer, blob = child.ask(job, timeout_s=self._timeout_s)
         except ChildFailed as failure:
@@ -155,37 +141,24 @@ class MeasuringChild:
             self.replace()
         return answer, blob
 
-    def _ready(self) -> Child:
-        if self._child is None:
-            coming, self._coming = self._coming, None
-            self._child = self._prepared(self._fds) if coming is None else coming.result()
-        return self._child
-
     def _prepared(self, fds: tuple[int, ...]) -> Child:
-        child_handle.check_device(self._index)
-        child = (None if self._fresh else self._idle_child()) or Child(
-            gpu_blind=self._index < 0, device=self._index
-        )
-        timeout_s = max(START_S, self._timeout_s)
+        index = self._call.index
+        child_handle.check_device(index)
+        child = None if self._fresh else idle.take(_measures_on(index))
+        if child is not None:
+            try:  # the environment may have changed since
+                child.ask(start_job(gpu_blind=index < 0), timeout_s=START_S)
+            except ChildFailed:
+                child = None
+        child = child or Child(gpu_blind=index < 0, device=index)
         try:
-            outcome = child.ask(self._call, self._packed, fds, timeout_s=timeout_s)[0].outcome
-            reason = outcome.message
+            outcome = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))[0].outcome
+            reason = None if outcome.ok else outcome.message
         except ChildFailed as failure:
-            outcome = failure.outcome
-            reason = f"{outcome.label} {outcome.message} {outcome.stderr}".strip()
-        if not outcome.ok:
+            reason = str(failure)
+        if reason is not None:
             child.kill()
             raise WorkerUnavailable(f"a tuning process could not rebuild the call: {reason}")
-        return child
-
-    def _idle_child(self) -> Child | None:
-        """Return the child that the last tuning on this device has left, in this environment."""
-        child = idle.take(_measures_on(self._index))
-        if child is not None:
-            try:
-                child.ask(start_job(gpu_blind=self._index < 0), timeout_s=START_S)
-            except ChildFailed:
-                return None
         return child
 
 

@@ -1,9 +1,9 @@
 """What a parent and its children agree on; the only module of theirs that both import.
 
 A frame on the private pipe is a JSON header and an optional block of bytes, both with their length
-in front, and may carry file descriptors. A job goes to a child, an answer comes back. Answers are
-parsed as JSON and never unpickled, because a candidate config has had control of that process.
-Bytes from the parent may be a pickle: the child trusts the parent as it trusts its own code.
+in front, and may carry file descriptors. A job goes to a child as a pickle: the child trusts the
+parent as it trusts its own code. An answer comes back as JSON and is never unpickled, because a
+candidate config has had control of that process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import select
 import signal
 import socket
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from safetune.outcome import Outcome, Timing, Verdict
+from safetune.outcome import Outcome, Verdict
 
 #: A child without work exits after this time, so that its context does not occupy the caller's
 #: device memory. The parent stops reusing it a little earlier.
@@ -78,16 +79,6 @@ class Group:
     rms: tuple[float, ...]
     spread: tuple[float, ...]
 
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Group:
-        """Return the group in plain JSON data; raises what a missing or wrong field raises."""
-        return cls(
-            number=int(data["number"]),
-            blocks=tuple(int(block) for block in data["blocks"]),
-            rms=tuple(float(value) for value in data["rms"]),
-            spread=tuple(float(value) for value in data["spread"]),
-        )
-
 
 @dataclass(frozen=True)
 class OutputReport:
@@ -110,27 +101,15 @@ class OutputReport:
     unowned: tuple[str, ...] = ()
     difference: str = ""
 
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> OutputReport:
-        """Return the report in plain JSON data; raises what a missing or wrong field raises."""
-        new_group = data["new_group"]
-        return cls(
-            group=None if data["group"] is None else int(data["group"]),
-            new_group=None if new_group is None else Group.of(new_group),
-            depends_on_prior_output=bool(data["depends_on_prior_output"]),
-            written_masks=tuple(int(number) for number in data["written_masks"]),
-            unowned=tuple(str(name) for name in data["unowned"]),
-            difference=str(data["difference"]),
-        )
-
 
 @dataclass(frozen=True)
 class Start:
-    """Take over the parent's environment. The bytes are the kernel of a compile child.
+    """Take over the parent's environment.
 
     Attributes:
         knobs: Triton's knobs that were set in code, by group.
         memory_bytes: what the child, and each process that it starts, may allocate; 0: no limit.
+        kernel: for `Compile` jobs, see `compile_spec.pack_for_compiler`.
     """
 
     environment: dict[str, str]
@@ -139,24 +118,27 @@ class Start:
     directory: str
     knobs: dict[str, dict[str, Any]]
     memory_bytes: int = 0
+    kernel: bytes = b""
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Rebuild a call. The bytes are the packed call; the descriptors are the memory file with its
-    tensors and the file in which results are kept.
+    """Rebuild a call. The descriptors are the memory file with its tensors and the file in which
+    results are kept.
 
     Attributes:
+        packed: the call and its configs.
+        layout: the `spans.Layout` of the memory file.
         index: the device's index; -1 in the interpreter.
         grids: one for each config of the call.
-        arguments: what goes with the memory file, see `Inputs.header`.
         atomics: whether the kernel has atomic operations.
         backend: the name of the device's back end; empty in the interpreter.
     """
 
+    packed: bytes
+    layout: Any
     index: int
-    grids: list[Any]
-    arguments: dict[str, Any]
+    grids: list[tuple[int, ...]]
     atomics: bool
     backend: str = ""
 
@@ -179,7 +161,9 @@ class Measure:
 
 @dataclass(frozen=True)
 class Compile:
-    """Compile a config. The bytes are what `Resolve` answers with."""
+    """Compile a config from what `Resolve` answers with."""
+
+    spec: bytes
 
 
 @dataclass(frozen=True)
@@ -190,9 +174,6 @@ class Release:
 
 
 Job = Start | Prepare | Resolve | Measure | Compile | Release
-_JOBS: dict[str, type[Job]] = {
-    kind.__name__.lower(): kind for kind in (Start, Prepare, Resolve, Measure, Compile, Release)
-}
 
 
 @dataclass(frozen=True)
@@ -214,35 +195,22 @@ class Answer:
 DONE = Answer(Outcome(Verdict.OK))
 
 
-def job_header(job: Job, number: int) -> dict[str, Any]:
-    """Return a job as plain JSON data; its answer will have the same number."""
-    return {"op": type(job).__name__.lower(), "number": number, "job": asdict(job)}
+def send_job(
+    sock: socket.socket, job: Job, number: int, fds: Sequence[int], timeout_s: float
+) -> None:
+    """Send a job, whose answer will have the same number; raises as `send`."""
+    send(sock, {"number": number}, pickle.dumps(job), fds=fds, timeout_s=timeout_s)
 
 
-def job_of(header: dict[str, Any]) -> tuple[Job, int]:
-    """Return the job in a header that a parent sent, and its number."""
-    fields = dict(header["job"])
-    if header["op"] == "measure":
-        groups = fields["groups"]
-        fields["budget"] = Budget(**fields["budget"])
-        fields["groups"] = None if groups is None else tuple(map(Group.of, groups))
-    return _JOBS[header["op"]](**fields), int(header["number"])
+def receive_job(sock: socket.socket) -> tuple[Job, int, list[int]]:
+    """Return the next job, its number and its file descriptors; raises as `receive`."""
+    header, blob, fds = receive(sock)
+    return pickle.loads(blob), header["number"], fds
 
 
 def answer_header(answer: Answer, number: int) -> dict[str, Any]:
     """Return the answer to a job as plain JSON data."""
-    outcome = answer.outcome
-    return {
-        "number": number,
-        "verdict": outcome.verdict.value,
-        "timing": None if outcome.timing is None else vars(outcome.timing),
-        "detail": outcome.detail,
-        "message": outcome.message,
-        "gpu_uuid": outcome.gpu_uuid,
-        "marks": list(outcome.marks),
-        "report": None if answer.report is None else asdict(answer.report),
-        "shared_bytes": answer.shared_bytes,
-    }
+    return {"number": number, **asdict(answer)}
 
 
 def answer_of(header: dict[str, Any], number: int) -> Answer:
@@ -251,32 +219,16 @@ def answer_of(header: dict[str, Any], number: int) -> Answer:
     Raises:
         ProtocolError: it is anything but an answer to the job of this number.
     """
-    try:
-        if header["number"] != number:
-            raise ValueError("the number of another job")
-        timing, report = header["timing"], header["report"]
-        outcome = Outcome(
-            verdict=Verdict(header["verdict"]),
-            timing=None if timing is None else _timing(timing),
-            detail=str(header["detail"]),
-            message=str(header["message"]),
-            gpu_uuid=str(header["gpu_uuid"]),
-            marks=tuple(str(mark) for mark in header["marks"]),
-        )
-        return Answer(
-            outcome,
-            report=None if report is None else OutputReport.of(report),
-            shared_bytes=int(header["shared_bytes"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"not an answer to job {number}: {str(header)[:80]}") from error
+    import msgspec  # children do without it
 
-
-def _timing(data: dict[str, Any]) -> Timing:
-    times = {name: float(data[name]) for name in ("median_ms", "p20_ms", "p80_ms")}
-    if not all(math.isfinite(time) and time > 0 for time in times.values()):
-        raise ValueError(f"times of {times}")
-    return Timing(count=int(data["count"]), stage=str(data["stage"]), **times)
+    with contextlib.suppress(msgspec.ValidationError):
+        answer = msgspec.convert(header, Answer)
+        timing = answer.outcome.timing
+        times = (timing.median_ms, timing.p20_ms, timing.p80_ms) if timing is not None else ()
+        same = json.loads(json.dumps(answer_header(answer, number)))  # no field was filled in
+        if header == same and all(0 < time < math.inf for time in times):
+            return answer
+    raise ProtocolError(f"not an answer to job {number}: {str(header)[:80]}")
 
 
 def kill_group(pid: int) -> None:
@@ -286,10 +238,17 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
+def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
+    """Whether a process ends within this time."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
+
+
 def send(
     sock: socket.socket,
     header: dict[str, Any],
-    blob: bytes | memoryview = b"",
+    blob: bytes = b"",
     *,
     fds: Sequence[int] = (),
     timeout_s: float | None = None,
@@ -300,15 +259,11 @@ def send(
     """
     text = json.dumps(header).encode()
     prefix = _PREFIX.pack(len(text), len(blob))
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.settimeout(timeout_s)
-    if fds:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-        sent = sock.sendmsg([prefix], rights)
-        sock.sendall(prefix[sent:] + text)
-    else:
-        sock.sendall(prefix + text)
-    if blob:
-        sock.sendall(blob)
+    sent = sock.sendmsg([prefix], rights)
+    sock.sendall(prefix[sent:] + text)
+    sock.sendall(blob)
 
 
 def receive(
@@ -323,55 +278,47 @@ def receive(
         TimeoutError: no whole frame within `timeout_s`.
         ProtocolError: the bytes are not a frame, or the other end closed in the middle of one.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     if ended is not None:
         poll.register(ended, select.POLLIN)
-    source = _Source(sock, poll, deadline)
-    prefix = source.read(_PREFIX.size)
-    header_size, blob_size = _PREFIX.unpack(prefix)
+    frame = bytearray()
+    fds: list[int] = []
+
+    def read(size: int) -> bytes:
+        begin = len(frame)
+        while missing := begin + size - len(frame):
+            _wait(poll, sock, deadline)
+            data, new_fds, _, _ = socket.recv_fds(sock, min(missing, 1 << 20), _MAX_FDS)
+            fds.extend(new_fds)
+            if not data and frame:
+                raise ProtocolError(f"the pipe closed after {len(frame)} bytes of a frame")
+            if not data:
+                raise EOFError("the other end closed the pipe")
+            frame.extend(data)
+        return bytes(frame[begin:])
+
+    header_size, blob_size = _PREFIX.unpack(read(_PREFIX.size))
     if header_size > _MAX_HEADER or blob_size > _MAX_BLOB:
         raise ProtocolError(f"a frame of {header_size} + {blob_size} bytes was announced")
-    text = source.read(header_size)
+    text = read(header_size)
     try:
         header = json.loads(text)
     except ValueError as error:
         raise ProtocolError(f"not JSON: {text[:80]!r}") from error
     if not isinstance(header, dict):
         raise ProtocolError(f"not a JSON object: {text[:80]!r}")
-    return header, source.read(blob_size), source.fds
+    return header, read(blob_size), fds
 
 
-class _Source:
-    def __init__(self, sock: socket.socket, poll: select.poll, deadline: float | None) -> None:
-        self._sock = sock
-        self._poll = poll
-        self._deadline = deadline
-        self._received = 0
-        self.fds: list[int] = []
-
-    def read(self, size: int) -> bytes:
-        parts: list[bytes] = []
-        while size > 0:
-            self._wait()
-            data, new_fds, _, _ = socket.recv_fds(self._sock, min(size, 1 << 20), _MAX_FDS)
-            self.fds.extend(new_fds)
-            if not data and self._received:
-                raise ProtocolError(f"the pipe closed after {self._received} bytes of a frame")
-            if not data:
-                raise EOFError("the other end closed the pipe")
-            self._received += len(data)
-            parts.append(data)
-            size -= len(data)
-        return b"".join(parts)
-
-    def _wait(self) -> None:
-        ready: list[tuple[int, int]] = []
-        while not ready:
-            left = SIGNAL_S if self._deadline is None else self._deadline - time.monotonic()
-            ready = self._poll.poll(max(0.0, min(left, SIGNAL_S)) * 1000)
-            if not ready and left <= 0:
-                raise TimeoutError("no answer in time")
-        if all(fd != self._sock.fileno() for fd, _ in ready):
-            raise EOFError("the other end is gone")
+def _wait(poll: select.poll, sock: socket.socket, deadline: float) -> None:
+    """Return when there is something to read; raises `EOFError` where only the pidfd is ready."""
+    ready: list[tuple[int, int]] = []
+    while not ready:
+        left = deadline - time.monotonic()
+        ready = poll.poll(max(0.0, min(left, SIGNAL_S)) * 1000)
+        if not ready and left <= 0:
+            raise TimeoutError("no answer in time")
+    if all(fd != sock.fileno() for fd, _ in ready):
+        raise EOFError("the other end is gone")

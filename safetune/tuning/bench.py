@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
 from safetune import forks, triton_internals
 from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
 from safetune.inputs import compile_spec, kernel_pickle
-from safetune.inputs.call import Call, grid_of
-from safetune.inputs.snapshot import Inputs
+from safetune.inputs.call import grid_of
+from safetune.inputs.snapshot import copy_inputs
 from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild
 from safetune.isolation.protocol import Budget, Group, OutputReport, Prepare
 from safetune.keys.kernel_digest import base_function, inner_heuristics
-from safetune.outcome import Outcome, Verdict
+from safetune.outcome import Mark, Outcome, Verdict
 from safetune.tuning.requests import TuningRequest
 
 _device_locks: dict[int, threading.RLock] = {}
@@ -62,16 +61,16 @@ class LaunchBench:
         child_handle.check_device(call.index)
         self.phases: dict[str, float] = {}
         self._request = request
-        self._pool: CompilePool | None = None
+        self._exit = contextlib.ExitStack()
         self._fresh = request.limits.fresh_process
         name = request.key.kernel.name
         self._failures: dict[int, Outcome] = {}
-        grids = [self._grid(request, index, on_grid_read) for index in range(len(request.configs))]
-        if len(self._failures) == len(grids):
+        self.grids = [self._grid(index, on_grid_read) for index in range(len(request.configs))]
+        if len(self._failures) == len(self.grids):
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
             raise NoWorkingConfig(name, str(request.key), outcomes, measured=len(outcomes))
         tensors = kernel_pickle.TensorTable()
-        blob = kernel_pickle.pack(
+        packed = kernel_pickle.pack(
             (replace(call, grid=None), list(request.configs)),
             f"the call of {name}",
             tensors,
@@ -80,20 +79,22 @@ class LaunchBench:
         self._kernel = b""
         if not self.interpreted:
             self._kernel = compile_spec.pack_for_compiler(base_function(call.kernel)[0])
-        self._inputs = Inputs(call, tensors.tensors, measuring_child.drop_idle)
-        self._marks = (*self._inputs.marks, *request.marks)
-        self.grids = grids
-        self._results_fd = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
+        self._inputs = copy_inputs(call, tensors.tensors, measuring_child.drop_idle)
+        self._exit.callback(self._inputs.close)
+        drawn = ", ".join(self._inputs.regenerated)
+        self._marks = (*([Mark.REGENERATED.of(drawn)] if drawn else ()), *request.marks)
+        results_fd = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
+        self._exit.callback(os.close, results_fd)
         self._child = MeasuringChild(
             Prepare(
-                call.index,
-                grids,
-                self._inputs.header,
-                request.key.kernel.atomics,
-                "" if call.interpreted else triton_internals.target_name() or "",
+                packed=packed,
+                layout=self._inputs.layout,
+                index=call.index,
+                grids=self.grids,
+                atomics=request.key.kernel.atomics,
+                backend="" if call.interpreted else triton_internals.target_name() or "",
             ),
-            blob,
-            (self._inputs.fd, self._results_fd),
+            (self._inputs.fd, results_fd),
             request.limits.run_timeout_s,
             fresh=self._fresh,
         )
@@ -114,10 +115,7 @@ class LaunchBench:
             self._child.release()
         else:
             self._child.replace()
-        if self._pool is not None:
-            self._pool.close()
-        self._inputs.close()
-        os.close(self._results_fd)
+        self._exit.close()
 
     def compiled(
         self, configs: Sequence[int], timeout_s: float
@@ -132,13 +130,17 @@ class LaunchBench:
                 yield index, None
             return
         memory_bytes = self._request.limits.compile_memory_bytes
-        with CompilePool(self._kernel, timeout_s, memory_bytes=memory_bytes) as pool:
-            self._pool = pool
-            yield from self._resolved(alive, pool)
-            results = pool.results()
-            while (result := self._next(results)) is not None:
-                failure = self._failure(result)
-                yield result.config, failure and failure.with_marks(self._marks)
+        pool = CompilePool(self._kernel, timeout_s, memory_bytes=memory_bytes)
+        self._exit.push(pool)
+        yield from self._resolved(alive, pool)
+        results = pool.results()
+        while True:
+            with self._phase("compile"):
+                result = next(results, None)
+            if result is None:
+                return
+            failure = self._failure(result)
+            yield result.config, failure and failure.with_marks(self._marks)
 
     def _resolved(self, configs: Sequence[int], pool: CompilePool) -> Iterator[tuple[int, Outcome]]:
         """Give the pool each config that resolves; yield the others."""
@@ -160,10 +162,6 @@ class LaunchBench:
             if not outcome.ok:
                 yield index, outcome.with_marks(self._marks)
 
-    def _next(self, results: Iterator[Compiled]) -> Compiled | None:
-        with self._phase("compile"):
-            return next(results, None)
-
     def _failure(self, result: Compiled) -> Outcome | None:
         """Return why a config cannot be launched: it did not compile, or needs too much memory.
 
@@ -178,11 +176,6 @@ class LaunchBench:
         return Outcome(
             Verdict.OUT_OF_RESOURCES, detail=type(error).__name__, message=str(error).strip()
         )
-
-    def wait(self) -> None:
-        """Return when the measuring child is ready; raises `WorkerUnavailable`."""
-        with self._phase("start"):
-            self._child.wait()
 
     def measure(
         self, index: int, budget: Budget, groups: Sequence[Group] | None = None
@@ -199,6 +192,11 @@ class LaunchBench:
         """Measure with a fresh child from here on."""
         self._child.replace()
 
+    def wait(self) -> None:
+        """Return when the measuring child is ready; raises `WorkerUnavailable`."""
+        with self._phase("start"):
+            self._child.wait()
+
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         begin = time.monotonic()
@@ -207,17 +205,22 @@ class LaunchBench:
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - begin
 
-    def _grid(
-        self, request: TuningRequest, index: int, on_read: Callable[[set[str]], None]
-    ) -> tuple[int, ...]:
+    def _grid(self, index: int, on_read: Callable[[set[str]], None]) -> tuple[int, ...]:
         """Return the grid of a config's launch; where it has none, the config has failed.
 
         If all configs fail in this way the call is at fault, and nothing is stored.
         """
-        call, config = request.call, request.configs[index]
+        call, config = self._request.call, self._request.configs[index]
         try:
-            if missing := _missing(call, config):
-                raise TypeError(f"{request.key.kernel.name} gets no {', '.join(missing)}")
+            given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
+            signature = inspect.signature(base_function(call.kernel)[1])
+            missing = [
+                parameter.name
+                for parameter in signature.parameters.values()
+                if parameter.default is parameter.empty and parameter.name not in given
+            ]
+            if missing:
+                raise TypeError(f"{self._request.key.kernel.name} gets no {', '.join(missing)}")
             return grid_of(call, config, on_read)
         except Exception as error:
             self._failures[index] = Outcome(
@@ -226,13 +229,6 @@ class LaunchBench:
                 message=f"the grid cannot be computed: {type(error).__name__}: {error}",
             )
             return ()
-
-
-def _missing(call: Call, config: Config) -> list[str]:
-    """Return the parameters without a value in a launch with this config."""
-    given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
-    parameters = inspect.signature(base_function(call.kernel)[1]).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.name not in given]
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

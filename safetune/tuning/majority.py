@@ -66,8 +66,6 @@ class Votes:
         """
         groups = {config: self._reports[config].group for config in grids}
         majority = _majority(groups)
-        if majority is None:
-            return VoteResult(disputed=_disputed(groups))
         order_dependent = self._order_dependent(majority)
         voters = [config for config in majority if config not in order_dependent]
         if 2 * len(voters) <= len(groups):  # a config that is rejected itself has no vote
@@ -91,9 +89,8 @@ class Votes:
         """Whether another grid may explain that a config differs from those of one grid."""
         own, theirs = grids[config], grids[agreeing[0]]
         masks = self._reports[config].written_masks
-        same_elements = bool(masks) and masks in (
-            self._reports[other].written_masks for other in agreeing
-        )
+        their_masks = [self._reports[other].written_masks for other in agreeing]
+        same_elements = bool(masks) and masks in their_masks
         return own != theirs and not (same_elements and math.prod(own) != math.prod(theirs))
 
     def _order_dependent(self, agreeing: list[int]) -> dict[int, tuple[Verdict, str]]:
@@ -111,12 +108,13 @@ class Votes:
         return dict.fromkeys(stale, (Verdict.ORDER_DEPENDENT, reason))
 
 
-def _majority(groups: Mapping[int, int | None]) -> list[int] | None:
+def _majority(groups: Mapping[int, int | None]) -> list[int]:
+    """Return the configs of the group that has a majority; none where there is no majority."""
     known = Counter(group for group in groups.values() if group is not None)
-    group, size = max(known.items(), key=lambda item: item[1], default=(None, 0))
-    if size < MIN_MAJORITY or 2 * size <= len(groups):
-        return None
-    return [config for config in groups if groups[config] == group]
+    for group, size in known.most_common(1):
+        if size >= MIN_MAJORITY and 2 * size > len(groups):
+            return [config for config in groups if groups[config] == group]
+    return []
 
 
 def notes_of(result: VoteResult, unowned: Mapping[str, int]) -> list[str]:

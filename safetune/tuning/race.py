@@ -6,6 +6,7 @@ hits all alike.
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 import time
@@ -43,8 +44,7 @@ def finalists(
         return []
     limit = FINAL_RATIO * min(timing.median_ms for timing in rivals.values())
     near = [index for index, timing in rivals.items() if timing.median_ms <= limit]
-    near.sort(key=lambda index: rivals[index].median_ms)
-    return sorted(near[:MAX_FINALISTS])
+    return sorted(heapq.nsmallest(MAX_FINALISTS, near, key=lambda i: rivals[i].median_ms))
 
 
 def race(
@@ -79,7 +79,8 @@ def race(
         late = turn + 1 >= MIN_ROUNDS and time.perf_counter() - start > _LIMIT_S
         if not rounds or late or clear(rounds):
             break
-        running = [index for index in running if index not in beaten(rounds)]
+        slower = beaten(rounds)
+        running = [index for index in running if index not in slower]
     return {index: combine(timings) for index, timings in rounds.items()}, failed
 
 
@@ -100,18 +101,12 @@ def beaten(rounds: Mapping[int, Sequence[Timing]]) -> set[int]:
     A racer is compared with the leader round by round, because both run at the same clock there. It
     is beaten once it is slower by more than the noise of these ratios.
     """
-    leader = _leader(rounds)
-    return {index for index in rounds if index != leader and _ratio(rounds, index, leader)[0] > 1}
+    return {index for index, (low, _) in _ratios(rounds).items() if low > 1}
 
 
 def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
     """Whether more rounds would not change the winner: every other is beaten, or equally fast."""
-    leader = _leader(rounds)
-    for index in rounds:
-        low, high = _ratio(rounds, index, leader) if index != leader else (1.0, 1.0)
-        if low <= 1 and high > TIE_RATIO:
-            return False
-    return True
+    return all(low > 1 or high <= TIE_RATIO for low, high in _ratios(rounds).values())
 
 
 def combine(rounds: Sequence[Timing]) -> Timing:
@@ -137,16 +132,16 @@ def _budget(screened: Timing, short: bool) -> Budget:
     return Budget(estimate_launches=min(max(launches, least), most), time_ms=0.0)
 
 
-def _leader(rounds: Mapping[int, Sequence[Timing]]) -> int:
-    return min(rounds, key=lambda index: combine(rounds[index]).median_ms)
-
-
-def _ratio(rounds: Mapping[int, Sequence[Timing]], index: int, leader: int) -> tuple[float, float]:
-    """Return the bounds of a racer's time over the leader's, from their common rounds."""
-    pairs = zip(rounds[index], rounds[leader], strict=False)
-    ratios = [mine.median_ms / theirs.median_ms for mine, theirs in pairs]
-    if len(ratios) < MIN_ROUNDS:
-        return 0.0, math.inf
-    error = _CONFIDENCE * statistics.stdev(ratios) / math.sqrt(len(ratios))
-    middle = statistics.mean(ratios)
-    return middle - error, middle + error
+def _ratios(rounds: Mapping[int, Sequence[Timing]]) -> dict[int, tuple[float, float]]:
+    """Return the bounds of each other racer's time over the leader's, from their common rounds."""
+    leader = min(rounds, key=lambda index: combine(rounds[index]).median_ms)
+    bounds = {}
+    for index in rounds.keys() - {leader}:
+        pairs = zip(rounds[index], rounds[leader], strict=False)
+        ratios = [mine.median_ms / theirs.median_ms for mine, theirs in pairs]
+        if len(ratios) < MIN_ROUNDS:
+            bounds[index] = 0.0, math.inf
+            continue
+        error = _CONFIDENCE * statistics.stdev(ratios) / math.sqrt(len(ratios))
+        bounds[index] = statistics.mean(ratios) - error, statistics.mean(ratios) + error
+    return bounds

@@ -44,7 +44,7 @@ class TuningRequest:
     call: Call
     configs: tuple[Config, ...]
     declared: str
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = Limits()
     force: bool = False
     marks: tuple[str, ...] = ()
 

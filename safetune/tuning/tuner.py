@@ -88,29 +88,23 @@ class _Tuning:
 
     def timings(self) -> dict[int, Timing]:
         """Return the times of the configs that are ok, in order."""
-        return {
-            config: outcome.timing
-            for config, outcome in sorted(self.outcomes.items())
-            if outcome.ok and outcome.timing is not None
-        }
-
-    def finalists(self) -> list[int]:
-        """Return the configs whose order screening leaves open."""
-        return race.finalists(self.timings(), self.new, self.incumbent)
+        outcomes = sorted(self.outcomes.items())
+        return {i: o.timing for i, o in outcomes if o.ok and o.timing is not None}
 
     def settle(self, config: int, outcome: Outcome, stage: str = "screen") -> None:
         """Store and report the outcome of a config, which replaces an earlier one."""
         self.outcomes[config] = outcome
         self.measured.add(config)
-        trial = TrialRecord(
-            key=self.request.key.digest,
-            config_digest=self.digests[config],
-            config=config_record(self.request.configs[config]),
-            generation=self.generation,
-            outcome=outcome,
-            created=time.time(),
+        self.store.put_trial(
+            TrialRecord(
+                key=self.request.key.digest,
+                config_digest=self.digests[config],
+                config=config_record(self.request.configs[config]),
+                generation=self.generation,
+                outcome=outcome,
+                created=time.time(),
+            )
         )
-        self.store.put_trial(trial)
         self.announce(config, stage, outcome)
 
     def announce(self, config: int, stage: str, outcome: Outcome | None = None) -> None:
@@ -145,10 +139,8 @@ def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
     digests = tuple(config_digest(config) for config in request.configs)
     last = store.choice(key, request.declared) or store.choice(key)
     outcomes = {} if request.force else _lasting(request, store, digests)
-    incumbent = None
-    if last is not None and last.config_digest in digests:
-        known = outcomes.get(digests.index(last.config_digest))
-        incumbent = digests.index(last.config_digest) if known is not None and known.ok else None
+    works = {digests[config]: config for config, outcome in outcomes.items() if outcome.ok}
+    incumbent = None if last is None else works.get(last.config_digest)
     generation = 1 if last is None else last.generation
     return _Tuning(
         request,
@@ -193,8 +185,8 @@ def _measure(
             made or LaunchBench(tuning.request, on_grid_read) as bench,
         ):
             _screen(tuning, bench, tuning.new)
-            verdicts = {config: tuning.outcomes[config].verdict for config in tuning.new}
-            no_memory = [i for i, verdict in verdicts.items() if verdict is Verdict.NO_MEMORY]
+            outcomes = tuning.outcomes
+            no_memory = [i for i in tuning.new if outcomes[i].verdict is Verdict.NO_MEMORY]
             if no_memory:  # the memory of the other configs is free now
                 bench.replace()
                 _screen(tuning, bench, no_memory)
@@ -225,7 +217,7 @@ def _vote(tuning: _Tuning, bench: LaunchBench) -> None:
 
     Configs that could win but were measured by an earlier tuning are run again, to have a vote.
     """
-    finalists = tuning.finalists()
+    finalists = race.finalists(tuning.timings(), tuning.new, tuning.incumbent)
     if len(finalists) > 1:
         _screen(tuning, bench, [config for config in finalists if config not in tuning.votes])
     voters = [config for config in tuning.timings() if config in tuning.votes]
@@ -241,7 +233,8 @@ def _vote(tuning: _Tuning, bench: LaunchBench) -> None:
 
 def _race(tuning: _Tuning, bench: LaunchBench) -> None:
     """Measure the finalists again, in rounds."""
-    finalists = tuning.finalists()
+    timings = tuning.timings()
+    finalists = race.finalists(timings, tuning.new, tuning.incumbent)
     if len(finalists) < 2:
         return
 
@@ -252,7 +245,6 @@ def _race(tuning: _Tuning, bench: LaunchBench) -> None:
         tuning.outcomes[config] = tuning.outcomes[config].with_marks(outcome.marks)
         return outcome
 
-    timings = tuning.timings()
     short = bench.interpreted or tuning.request.call.hooks.do_bench is not None
     finals, failed = race.race({config: timings[config] for config in finalists}, run, short)
     for config, timing in finals.items():
@@ -265,15 +257,9 @@ def _best(tuning: _Tuning) -> int:
     """Return the fastest config; an incumbent is compared with the new configs only."""
     timings = tuning.timings()
     if not timings:
-        raise NoWorkingConfig(
-            tuning.request.key.kernel.name,
-            str(tuning.request.key),
-            [
-                (config_text(tuning.request.configs[i]), o)
-                for i, o in sorted(tuning.outcomes.items())
-            ],
-            measured=len(tuning.measured),
-        )
+        key, configs = tuning.request.key, tuning.request.configs
+        outcomes = [(config_text(configs[i]), o) for i, o in sorted(tuning.outcomes.items())]
+        raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.measured))
     if tuning.incumbent in timings:
         rivals = {*tuning.new, tuning.incumbent}
         timings = {config: timings[config] for config in timings if config in rivals}

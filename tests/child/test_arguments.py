@@ -14,7 +14,7 @@ from safetune.inputs.snapshot import Snapshot
 
 def rebuilt(*tensors: torch.Tensor) -> tuple[Arguments, list[torch.Tensor]]:
     snapshot = Snapshot(tensors)
-    arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
+    arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
     snapshot.close()
     return arguments, arguments.tensors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,9 @@ from safetune.child import output_check as output_check_module
 from safetune.child.arguments import Arguments
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs.snapshot import Snapshot
+from safetune.isolation import protocol
 from safetune.isolation.protocol import MAX_GROUPS, Group, OutputReport
+from safetune.outcome import Outcome, Verdict
 
 N = 100
 
@@ -24,7 +27,7 @@ class Trial:
 
     def __init__(self, *tensors: torch.Tensor, atomics: bool = False, scratch=()) -> None:
         snapshot = Snapshot(tensors)
-        self.arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
+        self.arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
         snapshot.close()
         self.file = os.memfd_create("results")
         self.names = ["out", "x", "part"][: len(tensors)]
@@ -247,8 +250,7 @@ class TestReference:
 
 
 def test_a_report_survives_json(trial: Trial) -> None:
-    import json
-    from dataclasses import asdict
-
     report = replace(trial.run(double), unowned=("x",))
-    assert OutputReport.of(json.loads(json.dumps(asdict(report)))) == report
+    answer = protocol.Answer(Outcome(Verdict.OK), report)
+    header = json.loads(json.dumps(protocol.answer_header(answer, 1)))
+    assert protocol.answer_of(header, 1) == answer

@@ -248,7 +248,7 @@ def test_copies_beside_a_capture(device: str, context_answers: Callable[[], None
     assert drawn.blocks[0].noise is not None
     assert (drawn.blocks[0].noise["low"], drawn.blocks[0].noise["high"]) == (201.0, 201.0)
     for each in (snapshot, drawn):
-        copies = Arguments(each.header(), os.dup(each.fd)).tensors
+        copies = Arguments(each.layout, os.dup(each.fd)).tensors
         each.close()
         assert all((copy == 201).all() for copy in copies)
     graph.replay()

@@ -196,7 +196,7 @@ def of_child(call: Call, config: triton.Config) -> bytes:
     tensors = kernel_pickle.TensorTable()
     blob = kernel_pickle.pack((replace(call, grid=None), config), "a call", tensors)
     with contextlib.closing(Snapshot(tensors.tensors)) as snapshot:
-        arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
+        arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
     rebuilt, config = kernel_pickle.unpack(blob, arguments.tensors)
     jit, _ = base_function(rebuilt.kernel)
     return capture_spec(jit, ConfigLaunch(rebuilt, config, (1,)), 0)

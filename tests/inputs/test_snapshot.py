@@ -33,7 +33,7 @@ def snapshot_of(limit: int | None, **tensors: torch.Tensor) -> Snapshot:
 
 
 def rebuilt(snapshot: Snapshot) -> list[torch.Tensor]:
-    tensors = Arguments(snapshot.header(), os.dup(snapshot.fd)).tensors
+    tensors = Arguments(snapshot.layout, os.dup(snapshot.fd)).tensors
     snapshot.close()
     return tensors
 
@@ -113,7 +113,7 @@ class TestLimit:
         storage = torch.full((4 * KIB + 3,), 255, dtype=torch.uint8).untyped_storage()
         tensor = torch.empty(0).set_(storage, 0, (KIB,), (1,)).fill_(2.0)
         snapshot = snapshot_of(0, x=tensor)
-        arguments = Arguments(snapshot.header(), os.dup(snapshot.fd))
+        arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
         snapshot.close()
         assert torch.equal(arguments.tensors[0], tensor)
         assert arguments.blocks[0].live[-3:].tolist() == [0, 0, 0]

@@ -65,10 +65,10 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     tensors = kernel_pickle.TensorTable()
     blob = kernel_pickle.pack((call, configs), "a call", tensors, by_value=hooks)
     snapshot = Snapshot(tensors.tensors)
-    arguments = {**snapshot.header(), "absent": {}}
-    job = Prepare(index=-1, grids=[(1,)] * len(hooks), arguments=arguments, atomics=False)
+    grids = [(1,)] * len(hooks)
+    job = Prepare(blob, snapshot.layout, index=-1, grids=grids, atomics=False)
     results = os.memfd_create("results")
-    made = MeasuringChild(job, blob, (snapshot.fd, results), timeout_s)
+    made = MeasuringChild(job, (snapshot.fd, results), timeout_s)
     try:
         yield made
     finally:
@@ -145,7 +145,7 @@ class TestAChild:
         """A blob larger than the socket's buffer, and nobody who reads it."""
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ChildFailed) as caught:
-            child.ask(Compile(), bytes(1 << 24), timeout_s=0.2)
+            child.ask(Compile(bytes(1 << 24)), timeout_s=0.2)
         assert caught.value.outcome.verdict is Verdict.TIMEOUT
         assert "0.2 s" in caught.value.outcome.message
         assert ended(child.pid)
@@ -157,7 +157,7 @@ class TestAChild:
     def test_a_child_answers_in_order(self, child: Child) -> None:
         """Two jobs at once, as the compile pool sends them."""
         child.send(Release())
-        child.send(Compile(), b"of no kernel")
+        child.send(Compile(b"of no kernel"))
         assert child.answer(60)[0].outcome.ok
         outcome = child.answer(60)[0].outcome
         assert outcome.verdict is Verdict.COMPILE_ERROR
@@ -165,9 +165,9 @@ class TestAChild:
 
     def test_text_that_a_child_prints_at_its_end_is_in_the_outcome(self, child: Child) -> None:
         """Written after it closed its pipe, which is when its parent knows that it is ending."""
-        child.ask(start_job(gpu_blind=True), pickle.dumps(Dies()), timeout_s=60)
+        child.ask(start_job(True, kernel=pickle.dumps(Dies())), timeout_s=60)
         with pytest.raises(ChildFailed) as caught:
-            child.ask(Compile(), timeout_s=60)
+            child.ask(Compile(b""), timeout_s=60)
         outcome = caught.value.outcome
         assert outcome.stderr == "the last words"
         assert outcome.detail == "exit code 3"
@@ -188,8 +188,9 @@ class TestAChild:
         seen = tmp_path / "seen"
         for argv in (["train.py", "--depth", "3"], []):
             monkeypatch.setattr(sys, "argv", argv)
-            child.ask(start_job(gpu_blind=True), pickle.dumps(Notes(str(seen))), timeout_s=60)
-            child.ask(Compile(), timeout_s=60)
+            start = start_job(True, kernel=pickle.dumps(Notes(str(seen))))
+            child.ask(start, timeout_s=60)
+            child.ask(Compile(b""), timeout_s=60)
             assert seen.read_text() == repr(argv)
 
     def test_has_no_descriptor_of_ours(self, tmp_path: Path) -> None:

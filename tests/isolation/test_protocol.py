@@ -127,47 +127,72 @@ def test_an_answer_survives_the_pipe() -> None:
     "job",
     [
         Start({"A": "b"}, ["p"], ["a", "v"], "d", {"runtime": {"debug": True}}, 5),
-        Prepare(-1, [[1, 2]], {"blocks": []}, atomics=True),
+        Prepare(b"call", {"blocks": []}, -1, [(1, 2)], atomics=True),
         Resolve(3),
         Measure(3, Budget(best_ms=0.5), (REPORT.new_group,)),
         Measure(3),
-        Compile(),
+        Compile(b"spec"),
         Release(1.5),
     ],
     ids=lambda job: type(job).__name__,
 )
-def test_a_job_survives_the_pipe(job: Job) -> None:
-    assert protocol.job_of(json.loads(json.dumps(protocol.job_header(job, 4)))) == (job, 4)
+def test_a_job_survives_the_pipe(pipe, job: Job) -> None:
+    ours, theirs = pipe
+    protocol.send_job(ours, job, 4, (), timeout_s=10)
+    assert protocol.receive_job(theirs) == (job, 4, [])
+
+
+def answered(**changes: Any) -> dict[str, Any]:
+    """Return an answer with other fields for its outcome."""
+    answer = header(Outcome(Verdict.OK, timing=TIMING))
+    return answer | {"outcome": answer["outcome"] | changes}
 
 
 @pytest.mark.parametrize(
-    "change",
+    "answer",
     [
-        {"verdict": "fine"},
-        {"verdict": None},
-        {"timing": 3.0},
-        {"timing": {"median_ms": 1.0}},
-        {"marks": None},
-        {"number": 2},
-        {"shared_bytes": "many"},
-        {"report": 3.0},
-        *({"report": asdict(REPORT) | {name: 3.0}} for name in ("new_group", "written_masks")),
+        answered(verdict="fine"),
+        answered(verdict=None),
+        answered(timing=3.0),
+        answered(timing={"median_ms": 1.0}),
+        answered(marks=None),
+        answered() | {"number": 2},
+        answered() | {"outcome": None},
+        answered() | {"shared_bytes": "many"},
+        answered() | {"report": 3.0},
         *(
-            {"timing": vars(TIMING) | {name: value}}
+            answered() | {"report": asdict(REPORT) | {name: 3.0}}
+            for name in ("new_group", "written_masks")
+        ),
+        *(
+            answered(timing=vars(TIMING) | {name: value})
             for name in ("median_ms", "p20_ms", "p80_ms")
             for value in (0.0, -1.0, float("nan"), float("inf"), "soon", None)
         ),
     ],
     ids=str,
 )
-def test_anything_else_is_a_protocol_error(change: dict[str, Any]) -> None:
+def test_anything_else_is_a_protocol_error(answer: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="not an answer to job 1"):
-        protocol.answer_of(header(Outcome(Verdict.OK, timing=TIMING)) | change, 1)
+        protocol.answer_of(answer, 1)
 
 
-@pytest.mark.parametrize("name", sorted(protocol.answer_header(Answer(Outcome(Verdict.OK)), 1)))
-def test_a_missing_field_is_a_protocol_error(name: str) -> None:
-    answer = header(Outcome(Verdict.OK, timing=TIMING))
-    del answer[name]
+@pytest.mark.parametrize(
+    "path",
+    [
+        *((name,) for name in sorted(answered())),
+        *(("outcome", name) for name in sorted(answered()["outcome"])),
+        *(("outcome", "timing", name) for name in sorted(vars(TIMING))),
+        *(("report", name) for name in sorted(asdict(REPORT))),
+    ],
+    ids=".".join,
+)
+def test_a_missing_field_is_a_protocol_error(path: tuple[str, ...]) -> None:
+    answer = answered()
+    *above, name = path
+    holder = answer
+    for step in above:
+        holder = holder[step]
+    del holder[name]
     with pytest.raises(ProtocolError, match="not an answer to job 1"):
         protocol.answer_of(answer, 1)
