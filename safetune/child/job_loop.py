@@ -13,26 +13,18 @@ import resource
 import select
 import socket
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from safetune import triton_internals
 from safetune.child import failures
+from safetune.inputs import kernel_pickle
 from safetune.isolation import protocol
-from safetune.isolation.protocol import (
-    DONE,
-    Answer,
-    Compile,
-    Job,
-    Measure,
-    Prepare,
-    Release,
-    Resolve,
-    Start,
-)
+from safetune.isolation.protocol import DONE, Answer, Job, Prepare, Release, Start
 from safetune.outcome import Outcome, Verdict
 
 if TYPE_CHECKING:
-    from safetune.child.compilation import Compiler
     from safetune.child.session import Session
 
 
@@ -48,33 +40,34 @@ def serve(pipe: socket.socket) -> None:
         except EOFError:
             return
         answer, data = worker.do(job, fds)
-        idle_ms = job.idle_s * 1000 if isinstance(job, Release) else None
+        idle_ms = protocol.IDLE_EXIT_S * 1000 if isinstance(job, Release) else None
         sys.stdout.flush()
         protocol.send(pipe, protocol.answer_header(answer, number), data)
 
 
 class _Worker:
-    """What a child keeps from one job to the next: the call it measures, or its compiler."""
+    """What a child keeps from one job to the next: a call, or a kernel to compile."""
 
     def __init__(self) -> None:
         self._session: Session | None = None
-        self._compiler: Compiler | None = None
+        self._kernel = b""
+        self._jit: Any = None
 
     def do(self, job: Job, fds: list[int]) -> tuple[Answer, bytes]:
         """Return the answer to a job, and its bytes."""
         match job:
             case Start():
                 _take_over(job)
-                self._compiler = _compiler(job.kernel)
+                self._kernel, self._jit = job.kernel, None
             case Release():
-                self._session = self._compiler = None
+                self._kernel, self._jit, self._session = b"", None, None
             case Prepare():
                 return self._prepare(job, fds), b""
-            case Compile():
-                return (self._compiler or _compiler(b"")).compile(job.spec), b""
-            case Resolve() if self._session is not None:
+            case protocol.Compile():
+                return self._compile(job.spec), b""
+            case protocol.Resolve() if self._session is not None:
                 return self._session.resolve(job.config)
-            case Measure() if self._session is not None:
+            case protocol.Measure() if self._session is not None:
                 return self._session.measure(job), b""
             case _:
                 return Answer(Outcome(Verdict.PROTOCOL_ERROR, message="no call was prepared")), b""
@@ -90,11 +83,33 @@ class _Worker:
             return Answer(failures.of_launch(error))
         return DONE
 
+    def _compile(self, spec: bytes) -> Answer:
+        """Compile a config into Triton's disk cache."""
+        try:
+            if self._jit is None:
+                self._jit = kernel_pickle.unpack(self._kernel)
+            return replace(DONE, shared_bytes=_shared_bytes(self._jit, spec))
+        except BaseException as error:
+            return Answer(failures.of_compile(error))
 
-def _compiler(kernel: bytes) -> Compiler:
-    from safetune.child.compilation import Compiler
 
-    return Compiler(kernel)
+def _shared_bytes(jit: Any, spec: bytes) -> int:
+    """Compile a config, and return the bytes of shared memory that a launch needs."""
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as triton_compile
+    from triton.runtime import driver
+
+    signature, constexprs, attrs, options, target = kernel_pickle.unpack(spec)
+    # In place of the driver: kernels may ask what they are compiled for.
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    source_type = ASTSource
+    if jit.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    source = source_type(jit, signature, constexprs, attrs)
+    compiled = triton_compile(source, target=target, options=options)
+    return int(compiled.metadata.shared)
 
 
 def _take_over(job: Start) -> None:

@@ -17,28 +17,11 @@ import torch
 import triton.language as tl
 
 from safetune.errors import KernelNotTransferable
-from safetune.inputs import pointers, random_inputs
+from safetune.inputs import pointers, random_inputs, spans
 from safetune.inputs.call import Call
-from safetune.inputs.spans import (
-    ALIGNMENT,
-    FLOATS,
-    BlockSpec,
-    Noise,
-    TensorSpec,
-    dtype_name,
-    merged_spans,
-    tensor_spec,
-    view_of,
-)
+from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
 from safetune.isolation import backend
 from safetune.launch.call_shape import named_arguments
-
-#: A standard normal distribution, cut at four standard deviations.
-_NOISE = {"mean": 0.0, "std": 1.0, "low": -4.0, "high": 4.0}
-
-
-def _device_type(call: Call) -> str:
-    return "cpu" if call.interpreted else backend.required().torch_type
 
 
 def describe(call: Call) -> dict[str, Any]:
@@ -53,7 +36,8 @@ def describe(call: Call) -> dict[str, Any]:
     names = named_arguments(call.arg_names, call.args)
     args = [_encode(value, name, tensors, call) for name, value in names.items()]
     kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
-    blocks, views = _laid_out(tensors, _device_type(call))
+    device = "cpu" if call.interpreted else backend.required().torch_type
+    blocks, views = _laid_out(tensors, device)
     return {
         "args": args,
         "kwargs": kwargs,
@@ -66,15 +50,15 @@ def _laid_out(
     tensors: Sequence[torch.Tensor], device: str
 ) -> tuple[list[BlockSpec], list[TensorSpec]]:
     """Return the layout of tensors; meta tensors get memory on `device`."""
-    merged = merged_spans([tensor for tensor in tensors if not tensor.is_meta])
+    merged = spans.merged_spans([tensor for tensor in tensors if not tensor.is_meta])
     blocks = [BlockSpec(s.device, 0, s.size, s.start % ALIGNMENT) for s in merged]
     views = []
     for tensor in tensors:
         if not tensor.is_meta:
-            views.append(tensor_spec(tensor, merged))
+            views.append(spans.tensor_spec(tensor, merged))
             continue
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        views.append(TensorSpec(len(blocks), 0, dtype_name(tensor), shape, stride))
+        views.append(TensorSpec(len(blocks), 0, spans.dtype_name(tensor), shape, stride))
         blocks.append(BlockSpec(device, 0, tensor.untyped_storage().nbytes(), 0))
     return blocks, views
 
@@ -94,7 +78,7 @@ def rebuild(
         _memory(block, [view for view in views if view.block == index], device, index, filled)
         for index, block in enumerate(blocks)
     ]
-    tensors = [view_of(memory[view.block], view) for view in views]
+    tensors = [spans.view_of(memory[view.block], view) for view in views]
     args = tuple(_decode(value, tensors) for value in data["args"])
     return args, {name: _decode(value, tensors) for name, value in data["kwargs"].items()}
 
@@ -118,7 +102,9 @@ def _memory(
         return live
     live.zero_()
     if views and random_inputs.is_drawable(views, block.misalignment):
-        noise = Noise(dtype=random_inputs.real_dtype(views[0].dtype), seed=seed, **_NOISE)
+        # A standard normal distribution, cut at four standard deviations.
+        dtype = random_inputs.real_dtype(views[0].dtype)
+        noise = Noise(dtype, mean=0.0, std=1.0, low=-4.0, high=4.0, seed=seed)
         random_inputs.draw(live, noise, target)
     return live
 
@@ -162,10 +148,8 @@ def _decode(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def _numbers(value: Any) -> list[int]:
     """Return the numbers of the tensors in an encoded value."""
-    if not isinstance(value, dict):
-        return []
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return [content]
-    items = content if isinstance(content, list) else [content]
-    return [number for item in items for number in _numbers(item)]
+    if isinstance(value, list):
+        return [number for item in value for number in _numbers(item)]
+    if isinstance(value, dict):
+        return [value["tensor"]] if "tensor" in value else _numbers(list(value.values()))
+    return []

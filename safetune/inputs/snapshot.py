@@ -15,24 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from safetune.inputs import memory_budget, pointers, random_inputs
+from safetune.inputs import memory_budget, pointers, random_inputs, spans
 from safetune.inputs.call import Call, owners_of
-from safetune.inputs.spans import (
-    ALIGNMENT,
-    Absent,
-    BlockSpec,
-    Layout,
-    Noise,
-    Span,
-    TensorSpec,
-    aligned,
-    block_of,
-    merged_spans,
-    reading,
-    span_of,
-    storage_bytes,
-    tensor_spec,
-)
+from safetune.inputs.spans import ALIGNMENT, Absent, BlockSpec, Layout, Noise, Span, TensorSpec
 from safetune.settings import Settings
 
 
@@ -91,8 +76,8 @@ class Snapshot:
         self, tensors: Sequence[torch.Tensor], owners: Sequence[str] = (), limit: int | None = None
     ) -> None:
         names = tuple(owners) or ("",) * len(tensors)
-        merged = merged_spans(tensors)
-        specs = tuple(tensor_spec(tensor, merged) for tensor in tensors)
+        merged = spans.merged_spans(tensors)
+        specs = tuple(spans.tensor_spec(tensor, merged) for tensor in tensors)
         drawn = _drawn(specs, names, merged, limit)
         noises = {}
         for block in drawn:  # like its largest view
@@ -113,7 +98,7 @@ class Snapshot:
     ) -> int:
         """Return a memory file with the blocks that are not drawn."""
         blocks = self.layout.blocks
-        size = max(1, sum(aligned(block.size) for block in blocks if block.noise is None))
+        size = max(1, sum(spans.aligned(block.size) for block in blocks if block.noise is None))
         # Tensors on the CPU are on the CPU in the child, too: once more, beside the file.
         needed = size + sum(block.size for block in blocks if block.device == "cpu")
         memory_budget.check_host(needed, sizes)
@@ -127,16 +112,16 @@ class Snapshot:
                 free = memory_budget.host_free()
                 raise memory_budget.too_large("host memory", needed, free, sizes, error) from error
             with memory:
-                for span, tensor in {span_of(tensor): tensor for tensor in tensors}.items():
-                    index = block_of(span, merged)
+                for span, tensor in {spans.span_of(tensor): tensor for tensor in tensors}.items():
+                    index = spans.block_of(span, merged)
                     if not span.size or blocks[index].noise is not None:
                         continue
                     offset = blocks[index].offset + span.start - merged[index].start
                     target = torch.frombuffer(
                         memory, dtype=torch.uint8, count=span.size, offset=offset
                     )
-                    with reading(tensor.device):
-                        target.copy_(storage_bytes(tensor))
+                    with spans.reading(tensor.device):
+                        target.copy_(spans.storage_bytes(tensor))
                     del target  # the mapping cannot be closed under a tensor
             on_error.pop_all()
         return fd
@@ -167,7 +152,7 @@ def _check_devices(
         here, names = zip(*(pair for pair in pairs if pair[0].get_device() == index), strict=True)
         memory_budget.check_device(
             index,
-            sum(span.size for span in merged_spans(here)),
+            sum(span.size for span in spans.merged_spans(here)),
             memory_budget.sizes(names, [tensor.untyped_storage().nbytes() for tensor in here]),
             free_memory,
         )
@@ -196,4 +181,4 @@ def _lay_out(merged: Sequence[Span], noises: Mapping[int, Noise]) -> Iterator[Bl
     for index, span in enumerate(merged):
         noise = noises.get(index)
         yield BlockSpec(span.device, offset, span.size, span.start % ALIGNMENT, noise)
-        offset += 0 if noise else aligned(span.size)
+        offset += 0 if noise else spans.aligned(span.size)

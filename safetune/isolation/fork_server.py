@@ -206,9 +206,7 @@ class ForkServer:
 
 server = ForkServer(("triton", "torch", "safetune.child.job_loop", "safetune.child.session"))
 #: Importing torch takes seconds, and nothing that compiles needs it.
-compile_server = ForkServer(
-    ("triton.compiler", "safetune.child.job_loop", "safetune.child.compilation")
-)
+compile_server = ForkServer(("triton.compiler", "safetune.child.job_loop"))
 
 
 def start_servers(compiling: bool) -> None:

@@ -10,19 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import child_handle
+from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
-from safetune.isolation.protocol import (
-    Answer,
-    Budget,
-    Group,
-    Job,
-    Measure,
-    OutputReport,
-    Prepare,
-    Release,
-    Resolve,
-)
+from safetune.isolation.protocol import Answer, Budget, Group, OutputReport, Prepare
 from safetune.outcome import CLEAN, Outcome, Verdict
 
 _measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
@@ -82,7 +72,7 @@ class MeasuringChild:
 
     def resolve(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, if the outcome is ok."""
-        answer, blob = self._ask(Resolve(config))
+        answer, blob = self._ask(protocol.Resolve(config))
         return answer.outcome, blob
 
     def measure(
@@ -92,11 +82,12 @@ class MeasuringChild:
 
         With `groups`, its result is compared with theirs, and an outcome that is ok has a report.
         """
-        answer, _ = self._ask(Measure(config, budget, None if groups is None else tuple(groups)))
+        known = None if groups is None else tuple(groups)
+        answer, _ = self._ask(protocol.Measure(config, budget, known))
         outcome, report = answer.outcome, answer.report
         if not outcome.ok:
             return outcome, None
-        if outcome.timing is None or (groups is not None and report is None):
+        if outcome.timing is None or (known is not None and report is None):
             self.replace()
             message = "the answer to a measurement has no time or no report"
             return Outcome(Verdict.PROTOCOL_ERROR, message=message), None
@@ -117,7 +108,7 @@ class MeasuringChild:
             self.replace()
             return
         with contextlib.suppress(ChildFailed):
-            self._child.ask(Release(), timeout_s=self._timeout_s)
+            self._child.ask(protocol.Release(), timeout_s=self._timeout_s)
             idle.keep(_measures_on(self._call.index), self._child)
         self._child = None
 
@@ -128,7 +119,7 @@ class MeasuringChild:
             self._interrupted = reason
             child.interrupt()
 
-    def _ask(self, job: Job) -> tuple[Answer, bytes]:
+    def _ask(self, job: protocol.Job) -> tuple[Answer, bytes]:
         child = self.wait()
         try:
             answer, blob = child.ask(job, timeout_s=self._timeout_s)

@@ -168,9 +168,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget the call or kernel, and exit if no job comes for `idle_s` seconds."""
-
-    idle_s: float = IDLE_EXIT_S
+    """Forget the call or kernel, and exit if no job comes for `IDLE_EXIT_S`."""
 
 
 Job = Start | Prepare | Resolve | Measure | Compile | Release

@@ -132,7 +132,7 @@ def test_an_answer_survives_the_pipe() -> None:
         Measure(3, Budget(best_ms=0.5), (REPORT.new_group,)),
         Measure(3),
         Compile(b"spec"),
-        Release(1.5),
+        Release(),
     ],
     ids=lambda job: type(job).__name__,
 )
