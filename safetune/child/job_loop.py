@@ -9,6 +9,7 @@ hang is found by the parent.
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import select
 import socket
@@ -36,13 +37,14 @@ def serve(pipe: socket.socket) -> None:
     poll.register(pipe, select.POLLIN)
     while poll.poll(idle_ms):
         try:
-            job, number, fds = protocol.receive_job(pipe)
+            header, pickled, fds = protocol.receive(pipe)
         except EOFError:
             return
+        job: Job = pickle.loads(pickled)
         answer, data = worker.do(job, fds)
         idle_ms = protocol.IDLE_EXIT_S * 1000 if isinstance(job, Release) else None
         sys.stdout.flush()
-        protocol.send(pipe, protocol.answer_header(answer, number), data)
+        protocol.send(pipe, protocol.answer_header(answer, header["number"]), data)
 
 
 class _Worker:

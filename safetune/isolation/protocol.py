@@ -196,14 +196,8 @@ DONE = Answer(Outcome(Verdict.OK))
 def send_job(
     sock: socket.socket, job: Job, number: int, fds: Sequence[int], timeout_s: float
 ) -> None:
-    """Send a job, whose answer will have the same number; raises as `send`."""
+    """Send a pickled job, whose answer will have the same number; raises as `send`."""
     send(sock, {"number": number}, pickle.dumps(job), fds=fds, timeout_s=timeout_s)
-
-
-def receive_job(sock: socket.socket) -> tuple[Job, int, list[int]]:
-    """Return the next job, its number and its file descriptors; raises as `receive`."""
-    header, blob, fds = receive(sock)
-    return pickle.loads(blob), header["number"], fds
 
 
 def answer_header(answer: Answer, number: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import threading
 from dataclasses import asdict
@@ -139,7 +140,8 @@ def test_an_answer_survives_the_pipe() -> None:
 def test_a_job_survives_the_pipe(pipe, job: Job) -> None:
     ours, theirs = pipe
     protocol.send_job(ours, job, 4, (), timeout_s=10)
-    assert protocol.receive_job(theirs) == (job, 4, [])
+    header, pickled, fds = protocol.receive(theirs)
+    assert (header, pickle.loads(pickled), fds) == ({"number": 4}, job, [])
 
 
 def answered(**changes: Any) -> dict[str, Any]:
