@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from safetune import safetune
 from safetune.launch import fast_path_codegen
+from tests.backends import FakeBackend, launching_on
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -117,6 +118,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, machine_type: type[Machine]) -> Ite
     monkeypatch.setattr(fast_path_codegen, "ON_DEVICE", "is_cpu")
     yield made
     made.unload()
+
+
+@pytest.fixture
+def back_end(machine: Machine) -> Iterator[FakeBackend]:
+    """The back end of the machine; a test may replace its answers."""
+    made = FakeBackend()
+    with launching_on(made, TARGET.backend, active=machine):
+        yield made
 
 
 @pytest.fixture(scope="session")

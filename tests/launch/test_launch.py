@@ -23,12 +23,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from safetune import TracingError, prepare, safetune, triton_internals
-from safetune.isolation import backend
 from safetune.keys import tuning_key
 from safetune.keys.key_names import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
 from safetune.launch.call_shape import PIN
 from safetune.miss import reporting
+from tests.backends import FakeBackend
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Machine, Tuned
@@ -531,12 +531,12 @@ class TestChanges:
             assert kernel.tuner.best_config is CONFIGS[n == 64]
 
     def test_a_fallback_under_capture_is_not_remembered(
-        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+        self, kernel: Tuned, back_end: FakeBackend
     ) -> None:
         running = [7]
         choose = kernel.tuner._miss
         kernel.tuner._miss = lambda *call: CONFIGS[3] if running[0] else choose(*call)
-        monkeypatch.setattr(backend, "capture_under_way", lambda: running[0])
+        back_end.capture_id = lambda stream: running[0]
         collecting = []
         kernel.jit.add_pre_run_hook(lambda *_, **__: collecting.append(gc.isenabled()))
         call(kernel)
@@ -565,10 +565,10 @@ def test_a_launch_of_prepare_is_known_afterwards(
 
 class TestUnderCapture:
     @pytest.fixture
-    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    def asked(self, back_end: FakeBackend) -> list[int]:
         """Gets a line each time that the driver is asked for a capture; there is one."""
         asked: list[int] = []
-        monkeypatch.setattr(backend, "capture_under_way", lambda: asked.append(7) or 7)
+        back_end.capture_id = lambda stream: asked.append(7) or 7
         return asked
 
     def test_a_known_launch_asks_the_driver_nothing(self, kernel: Tuned, asked: list[int]) -> None:

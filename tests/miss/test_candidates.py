@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune, sync
-from safetune.inputs import memory_budget
+from safetune.isolation import backend
 from safetune.miss import candidates, retry
 from safetune.miss.candidates import distance
 from safetune.miss.resolve import Miss
@@ -23,6 +23,7 @@ from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.tuner import tune
+from tests.backends import FakeBackend, launching_on
 from tests.conftest import stop_servers
 
 BLOCKS = (16, 32, 64)
@@ -318,18 +319,19 @@ def test_a_tuning_whose_process_cannot_start_is_tried_again(
 
 
 def test_tuning_waits_until_the_memory_it_needs_is_free(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock,
 ) -> None:
     free = [10]
-    monkeypatch.setattr(memory_budget, "device_free", lambda index: free[0])
+    device = FakeBackend(memory=lambda index: backend.Memory(free[0], 20, 0))
     settings = Settings.current()
     postponed = retry.Retry(index=0, needed_bytes=11)
     clock.now += retry.RETRY_S
-    assert not postponed.due(settings)
-    free[0] = 11
-    assert not postponed.due(settings), "asked the driver a moment ago"
-    clock.now += retry.RETRY_S
-    assert postponed.due(settings)
+    with launching_on(device):
+        assert not postponed.due(settings)
+        free[0] = 11
+        assert not postponed.due(settings), "asked the driver a moment ago"
+        clock.now += retry.RETRY_S
+        assert postponed.due(settings)
     later = postponed
     for _ in range(20):
         later = later.again(0)
