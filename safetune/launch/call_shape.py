@@ -135,13 +135,13 @@ class CallForm:
     """
 
     def __init__(self, tuner: Tuner, positional: int, keywords: tuple[str, ...]) -> None:
+        self._positions = {name: i for i, name in enumerate(tuner.arg_names[:positional])}
         self._where = {
-            **{name: f"a[{i}]" for i, name in enumerate(tuner.arg_names[:positional])},
+            **{name: f"a[{i}]" for name, i in self._positions.items()},
             **{name: f"k[{name!r}]" for name in keywords if name not in LAUNCH_KEYWORDS},
         }
         self._parameters = tuner.arg_names
         self._constexprs = constexpr_names(tuner.fn)
-        self._positions = {name: i for i, name in enumerate(tuner.arg_names[:positional])}
         self.pins = tuple(name for name in tuner.key_report.pinned if name in self._where)
         self.key = self._key_function(tuple(tuner.keys))
 
@@ -154,14 +154,10 @@ class CallForm:
         new_args, new_kwargs = list(args), dict(kwargs)
         for name in self.pins:
             position = self._positions.get(name)
-            value = new_kwargs[name] if position is None else new_args[position]
-            if not self.pinnable(name, value):
-                continue
-            originals[name] = value
-            if position is None:
-                new_kwargs[name] = PIN
-            else:
-                new_args[position] = PIN
+            holder: Any = new_kwargs if position is None else new_args
+            index: Any = name if position is None else position
+            if self.pinnable(name, holder[index]):
+                originals[name], holder[index] = holder[index], PIN
         grid = new_kwargs.get("grid")
         if originals and callable(grid):
             new_kwargs["grid"] = lambda arguments: grid({**arguments, **originals})
@@ -206,22 +202,18 @@ class Forms:
         shape = (len(args), *kwargs)
         form = self._known.get(shape)
         if form is None:
-            form = self._known[shape] = self._new(len(args), tuple(kwargs))
+            tuner = self._tuner
+            options = [frozenset(config.all_kwargs()) for config in tuner.configs]
+            set_by_all = Config(dict.fromkeys(sorted(frozenset.intersection(*options))))
+            passed = {*tuner.arg_names[: len(args)], *kwargs}
+            check_conflicts(tuner.base_fn.__name__, set_by_all, passed)
+            form = self._known[shape] = CallForm(tuner, len(args), tuple(kwargs))
         return form
-
-    def _new(self, positional: int, keywords: tuple[str, ...]) -> CallForm:
-        tuner = self._tuner
-        passed = {*tuner.arg_names[:positional], *keywords}
-        options = [frozenset(config.all_kwargs()) for config in tuner.configs]
-        set_by_all = Config(dict.fromkeys(sorted(frozenset.intersection(*options))))
-        check_conflicts(tuner.base_fn.__name__, set_by_all, passed)
-        return CallForm(tuner, positional, keywords)
 
 
 def constexpr_names(kernel: Any) -> frozenset[str]:
     """Return the parameters annotated as `tl.constexpr`."""
-    _, function = base_function(kernel)
-    annotations = getattr(function, "__annotations__", {})
+    annotations = base_function(kernel)[1].__annotations__
     return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
 
 

@@ -112,18 +112,17 @@ class FastPath:
 
 def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPath | None:
     """Return the fast path for calls like this one; None where Triton's own path is needed."""
-    if not Settings.current().fast_launch:
-        return None
     jit, heuristics = _below(tuner.fn)
-    if type(jit) is not JITFunction or any(config.pre_hook for config in tuner.configs):
-        return None
-    if tuner.states.tuner is not tuner:  # a copy does not get to know when a choice changes
-        return None
-    if _nvidia_driver() is None:
-        return None
-    if not triton_internals.has_hook_chains():
-        return None
-    if any(each.kind is each.VAR_POSITIONAL for each in jit.signature.parameters.values()):
+    if (
+        not Settings.current().fast_launch
+        or type(jit) is not JITFunction
+        or any(config.pre_hook for config in tuner.configs)
+        or tuner.states.tuner is not tuner  # a copy does not get to know when a choice changes
+        # Another back end may specialise a binary on more of a tensor than the code here reads.
+        or triton_internals.target_name() != "cuda"
+        or not triton_internals.has_hook_chains()
+        or any(each.kind is each.VAR_POSITIONAL for each in jit.signature.parameters.values())
+    ):
         return None
     names = [parameter.name for parameter in jit.params]
     if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
@@ -143,18 +142,6 @@ def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:
         found.update(kernel.values)
         kernel = kernel.fn
     return kernel, found
-
-
-def _nvidia_driver() -> Any:
-    """Triton's active driver; None for another back end.
-
-    Another one may specialise a binary on more properties of a tensor than the code here reads.
-    """
-    try:
-        active = driver.active
-    except RuntimeError:  # no device: the launch by Triton raises an error that says so
-        return None
-    return active if active.get_current_target().backend == "cuda" else None
 
 
 #: As it was before a tool could replace it.

@@ -88,7 +88,6 @@ def launch(grid, a, k):
         return None
 {self._unpack()}
     key = {self._key()}
-{self._look_choice_up()}
 {self._set_by_heuristics()}
     found = known.get(key)
     if found is None:
@@ -119,15 +118,6 @@ def launch(grid, a, k):
             each for each in self._names if not (self._given(each) or each in set_by_heuristics)
         ]
 
-    def _look_choice_up(self) -> str:
-        if not self._heuristics:
-            return ""
-        return """
-    options = chosen.get(key)
-    if options is None:
-        return None
-"""
-
     def _set_by_heuristics(self) -> str:
         """Write what `Heuristics.run` does, after the choice and before Triton's part."""
         if not self._heuristics:
@@ -138,7 +128,12 @@ def launch(grid, a, k):
             if self._given(name)
         ]
         extra = "**options, 'grid': grid, 'warmup': False"
-        lines = [f"named = {{{', '.join([*given, extra])}}}"]
+        lines = [
+            "options = chosen.get(key)",
+            "if options is None:",
+            "    return None",
+            f"named = {{{', '.join([*given, extra])}}}",
+        ]
         variables = [variable for _, variable in self._heuristics]
         for number, (name, variable) in enumerate(self._heuristics):
             lines.append(f"{variable} = named[{name!r}] = heuristics[{number}]({{**named}})")
