@@ -108,7 +108,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.tuning_phases: dict[str, float] = {}
         hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
         self.hooks = replace(hooks, scratch=tuple(scratch), reference=reference, inputs=inputs)
-        self.forms = call_shape.Forms(self)
+        self.shapes = call_shape.CallShapes(self)
         self._topics: set[str] = set()
         self._take_pruning()
 
@@ -188,14 +188,14 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         Returns:
             What Triton returns, and the config; None if it had to be replaced for this launch.
         """
-        form = self.forms.of(args, kwargs)
+        shape = self.shapes.of(args, kwargs)
         with _no_collection_under_capture():  # Triton may compile, even for a known choice
             if len(self.configs) == 1:
                 only = self.configs[0]
-                return relaunch.launch(self, None, form, only, args, kwargs, values)
-            key = form.key(args, kwargs)
-            config = self.states.hits.get(key) or self._miss(key, form, args, kwargs)
-            return relaunch.launch(self, key, form, config, args, kwargs, values)
+                return relaunch.launch(self, None, shape, only, args, kwargs, values)
+            key = shape.key(args, kwargs)
+            config = self.states.hits.get(key) or self._miss(key, shape, args, kwargs)
+            return relaunch.launch(self, key, shape, config, args, kwargs, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Forget every launch when anything is changed that one may depend on."""
@@ -301,9 +301,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def warmup(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Compile every config left by pruning in this process, as `triton.autotune` does."""
-        form = self.forms.of(args, kwargs)
+        shape = self.shapes.of(args, kwargs)
         named = call_shape.named_arguments(self.arg_names, args)
-        pinned_args, pinned_kwargs = form.pinned(args, kwargs)
+        pinned_args, pinned_kwargs = shape.pinned(args, kwargs)
         return [
             self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
             for config in self.pruned_for(named, kwargs)
@@ -347,7 +347,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         )
 
     def _miss(
-        self, key: Any, form: call_shape.CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Any, shape: call_shape.CallShape, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Config:
         from safetune.miss import resolve as miss_resolve  # imports the store and the tuning
 
@@ -358,10 +358,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
             from safetune.miss import under_capture
 
-            return under_capture.resolve(self, state, form, args, kwargs, running)
+            return under_capture.resolve(self, state, shape, args, kwargs, running)
         with state.lock:  # of threads that miss the same key, the others find what the first found
             known = self.states.hits.get(key)
-            return known or miss_resolve.resolve(self, state, form, args, kwargs)
+            return known or miss_resolve.resolve(self, state, shape, args, kwargs)
 
 
 _run = Autotuner.run

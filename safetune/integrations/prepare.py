@@ -163,7 +163,7 @@ class _Launches(observers.Observer):
     def launch(
         self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None]:
-        memory_key = tuner.forms.of(args, kwargs).key(args, kwargs)
+        memory_key = tuner.shapes.of(args, kwargs).key(args, kwargs)
         with self._lock:
             launched = self.seen.get((tuner, memory_key))
             if launched is None:

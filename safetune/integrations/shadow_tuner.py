@@ -69,7 +69,7 @@ class Shadow:
     def settle(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
         tuner = self.tuner
-        choice = tuner.cache.get(tuner.forms.of(args, kwargs).key(args, kwargs))
+        choice = tuner.cache.get(tuner.shapes.of(args, kwargs).key(args, kwargs))
         if choice is None:
             return
         self._settled[key] = kernel.cache[key] = choice

@@ -1,7 +1,7 @@
 """How a kernel is called: its arguments by name, its memory key, and what its binary depends on.
 
-A `CallForm` is made once for each way of calling (positionally, by keyword, with which options) and
-turned into straight-line code, so that a hit reads the arguments it needs and nothing else.
+A `CallShape` is made once for each way of calling (positionally, by keyword, with which options):
+straight-line code, so that a hit reads the arguments it needs and nothing else.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class Tuner(Protocol):
     configs: list[Config]
     key_report: KeyReport
     states: KeyStates
-    forms: Forms
+    shapes: CallShapes
     best_config: Config
     needs_scratch: bool
 
 
-class CallForm:
+class CallShape:
     """One way of calling one kernel.
 
     Attributes:
@@ -186,29 +186,29 @@ class CallForm:
         return eval(source, {"plain": _plain, "device": device_index})  # type: ignore[no-any-return]
 
 
-class Forms:
-    """The forms in which one kernel has been called so far."""
+class CallShapes:
+    """The shapes of the calls of one kernel so far."""
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
-        self._known: dict[Any, CallForm] = {}
+        self._known: dict[Any, CallShape] = {}
 
-    def of(self, args: Args, kwargs: Kwargs) -> CallForm:
-        """Return the form of a call, made at the first call of its kind.
+    def of(self, args: Args, kwargs: Kwargs) -> CallShape:
+        """Return the shape of a call, made at the first call of its kind.
 
         Raises:
             InvalidConfig: the call passes what every config sets.
         """
-        shape = (len(args), *kwargs)
-        form = self._known.get(shape)
-        if form is None:
+        kind = (len(args), *kwargs)
+        shape = self._known.get(kind)
+        if shape is None:
             tuner = self._tuner
             options = [frozenset(config.all_kwargs()) for config in tuner.configs]
             set_by_all = Config(dict.fromkeys(sorted(frozenset.intersection(*options))))
             passed = {*tuner.arg_names[: len(args)], *kwargs}
             check_conflicts(tuner.base_fn.__name__, set_by_all, passed)
-            form = self._known[shape] = CallForm(tuner, len(args), tuple(kwargs))
-        return form
+            shape = self._known[kind] = CallShape(tuner, len(args), tuple(kwargs))
+        return shape
 
 
 def constexpr_names(kernel: Any) -> frozenset[str]:
@@ -217,12 +217,14 @@ def constexpr_names(kernel: Any) -> frozenset[str]:
     return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
 
 
-def specialisation(tuner: Tuner, form: CallForm, config: Config, args: Args, kwargs: Kwargs) -> Any:
+def specialisation(
+    tuner: Tuner, shape: CallShape, config: Config, args: Args, kwargs: Kwargs
+) -> Any:
     """Return what decides which binary of a config a call needs: at least what Triton tells apart.
 
     The tuner's heuristics see the config, and the values that they set are a part of that.
     """
-    args, kwargs = form.pinned(args, kwargs)
+    args, kwargs = shape.pinned(args, kwargs)
     named = named_arguments(tuner.arg_names, args, kwargs)
     _, values = heuristic_values(tuner.fn, {**named, **config.all_kwargs()}, exact=True)
     constants = constexpr_names(tuner.fn)

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from safetune import triton_internals
 from safetune.launch import fast_path_codegen, scratch_memory
-from safetune.launch.call_shape import PIN, CallForm, Tuner, named_arguments
+from safetune.launch.call_shape import PIN, CallShape, Tuner, named_arguments
 from safetune.settings import Settings
 
 #: The most compiled kernels that one kind of call remembers. After that all are forgotten at once,
@@ -46,11 +46,11 @@ class FastPath:
         tuner: Tuner,
         jit: Any,
         heuristics: Mapping[str, Any],
-        form: CallForm,
+        shape: CallShape,
         source: fast_path_codegen.Source,
     ) -> None:
         self._tuner = tuner
-        self._form = form
+        self._shape = shape
         self._single = source.single
         defaults = {parameter.name: parameter.default for parameter in jit.params}
         self._absent = {name: defaults[name] for name in source.absent}
@@ -89,7 +89,7 @@ class FastPath:
             return
         if (len(tuner.configs) == 1) is not self._single:
             return  # configs were added or removed in place
-        if not self._single and tuner.states.hits.get(self._form.key(args, kwargs)) is not config:
+        if not self._single and tuner.states.hits.get(self._shape.key(args, kwargs)) is not config:
             return  # for this call only: another one was rejected, or a graph captured it
         options = config.all_kwargs()
         rest = [options.get(name, default) for name, default in self._absent.items()]
@@ -130,9 +130,9 @@ def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPat
     values = named_arguments(names, args, kwargs)
     if heuristics.keys() & values.keys():
         return None
-    form = tuner.forms.of(args, kwargs)
-    source = fast_path_codegen.Source(tuner, jit, tuple(heuristics), form, len(args), values)
-    return FastPath(tuner, jit, heuristics, form, source) if source.possible else None
+    shape = tuner.shapes.of(args, kwargs)
+    source = fast_path_codegen.Source(tuner, jit, tuple(heuristics), shape, len(args), values)
+    return FastPath(tuner, jit, heuristics, shape, source) if source.possible else None
 
 
 def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 
 from safetune import triton_internals
-from safetune.launch.call_shape import CallForm, Tuner
+from safetune.launch.call_shape import CallShape, Tuner
 
 #: The attribute that is true for a tensor whose address a kernel can use. It is false for a tensor
 #: in pinned host memory, which is left to Triton: Triton asks the driver.
@@ -34,7 +34,7 @@ class Source:
         tuner: Tuner,
         jit: Any,
         heuristics: Sequence[str],
-        form: CallForm,
+        shape: CallShape,
         positional: int,
         values: Mapping[str, Any],
     ) -> None:
@@ -54,7 +54,7 @@ class Source:
             if parameter.name not in values:
                 continue
             value, variable = values[parameter.name], f"v{index}"
-            if parameter.name in form.pins and form.pinnable(parameter.name, value):
+            if parameter.name in shape.pins and shape.pinnable(parameter.name, value):
                 self._pinned.append(index)
             elif parameter.is_constexpr or parameter.name in tuner.keys:
                 self._parts.append(variable)

@@ -21,7 +21,7 @@ from safetune.config import config_text
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
 from safetune.launch.call_shape import (
-    CallForm,
+    CallShape,
     named_arguments,
     refuse_vmap,
     run_below_heuristics,
@@ -43,7 +43,7 @@ Kwargs = dict[str, Any]
 def launch(
     tuner: Tuner,
     key: Any,
-    form: CallForm,
+    shape: CallShape,
     config: Config,
     args: Args,
     kwargs: Kwargs,
@@ -62,7 +62,7 @@ def launch(
     options = config.all_kwargs()
     if config.pre_hook is not None:
         config.pre_hook({**named_arguments(tuner.arg_names, args, kwargs), **options})
-    pinned, named = form.pinned(args, kwargs) if form.pins else (args, kwargs)
+    pinned, named = shape.pinned(args, kwargs) if shape.pins else (args, kwargs)
     run = functools.partial(run_below_heuristics, tuner.fn, values)
     try:
         if tuner.needs_scratch:
@@ -79,13 +79,13 @@ def launch(
         if off or _is_callers(error, tuner.fn, kwargs):
             raise
         state = tuner.states.of(key)
-        return _relaunch(tuner, state, form, config, error, args, kwargs), None
+        return _relaunch(tuner, state, shape, config, error, args, kwargs), None
 
 
 def _relaunch(
     tuner: Tuner,
     state: KeyState,
-    form: CallForm,
+    shape: CallShape,
     config: Config,
     error: Exception,
     args: Args,
@@ -97,14 +97,14 @@ def _relaunch(
         Exception: the last error, where no config can be launched; an error of the caller's own
             grid or heuristic at once.
     """
-    special = specialisation(tuner, form, config, args, kwargs)
+    special = specialisation(tuner, shape, config, args, kwargs)
     rejected = state.reject(special, config)
     reason = _text(error)
     for other in _candidates(tuner, args, kwargs):
         if other in rejected:
             continue
         try:
-            result, _ = launch(tuner, None, form, other, args, kwargs, {})
+            result, _ = launch(tuner, None, shape, other, args, kwargs, {})
         except _CLEAN_FAILURES as next_error:
             if _is_callers(next_error, tuner.fn, kwargs):
                 raise

@@ -41,7 +41,7 @@ from safetune.store.lookup import Lookup, open_lookup
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
-    from safetune.launch.call_shape import CallForm
+    from safetune.launch.call_shape import CallShape
     from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
 
@@ -62,7 +62,7 @@ class Miss:
         self._named = call_shape.named_arguments(tuner.arg_names, args)
         self._passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
         self._kwargs = kwargs
-        form = call_shape.CallForm(tuner, len(args), tuple(kwargs))
+        shape = call_shape.CallShape(tuner, len(args), tuple(kwargs))
         arguments = {**self._named, **self._passed}
         self.call = Call(
             kernel=tuner.fn,
@@ -70,7 +70,7 @@ class Miss:
             args=args,
             kwargs=self._passed,
             grid=kwargs.get("grid"),
-            pins={n: call_shape.PIN for n in form.pins if form.pinnable(n, arguments[n])},
+            pins={n: call_shape.PIN for n in shape.pins if shape.pinnable(n, arguments[n])},
             hooks=tuner.hooks,
             index=self._device_index(index),
         )
@@ -116,7 +116,7 @@ class Miss:
 def resolve(
     tuner: Tuner,
     state: KeyState,
-    form: CallForm,
+    shape: CallShape,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Config:
@@ -133,7 +133,9 @@ def resolve(
         config = known.config
     else:
         config = _find(tuner, state, args, kwargs)
-    specialise = functools.partial(call_shape.specialisation, tuner, form, args=args, kwargs=kwargs)
+    specialise = functools.partial(
+        call_shape.specialisation, tuner, shape, args=args, kwargs=kwargs
+    )
     return state.allowed(config, specialise)
 
 

@@ -30,7 +30,7 @@ from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
 
 if TYPE_CHECKING:
-    from safetune.launch.call_shape import CallForm
+    from safetune.launch.call_shape import CallShape
     from safetune.miss.tuner import Tuner
     from safetune.store.local.store import Store
     from safetune.store.lookup import Lookup
@@ -79,7 +79,7 @@ def no_collection() -> Iterator[None]:
 def resolve(
     tuner: Tuner,
     state: KeyState,
-    form: CallForm,
+    shape: CallShape,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     capture: int,
@@ -93,10 +93,12 @@ def resolve(
         CaptureMiss: there is no choice, and the policy is `error`.
     """
     if Settings.current().mode is Mode.OFF:
-        return miss_resolve.resolve(tuner, state, form, args, kwargs)
+        return miss_resolve.resolve(tuner, state, shape, args, kwargs)
     known = state.decision(capture)
     config = known.config if known else _find(tuner, state, args, kwargs, capture)
-    specialise = functools.partial(call_shape.specialisation, tuner, form, args=args, kwargs=kwargs)
+    specialise = functools.partial(
+        call_shape.specialisation, tuner, shape, args=args, kwargs=kwargs
+    )
     return state.allowed(config, specialise)
 
 

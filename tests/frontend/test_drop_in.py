@@ -16,7 +16,7 @@ from torch import Tensor
 
 from safetune import PhantomKey, safetune
 from safetune.keys.key_names import PhantomKeyWarning
-from safetune.launch.call_shape import CallForm
+from safetune.launch.call_shape import CallShape
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 
@@ -206,9 +206,9 @@ class TestKeyValues:
     def test_equal_numbers_inside_tuples_too(self) -> None:
         """A hashable tuple went into the memory key as it was, and (1,) == (True,)."""
         kernel = safetune(configs=CONFIGS, key=["FACTOR"])(scale_kernel)
-        form = CallForm(kernel, 3, ())
+        shape = CallShape(kernel, 3, ())
 
-        keys = {form.key((None, value, N), {}) for value in ((1,), (True,), (1.0,), [1])}
+        keys = {shape.key((None, value, N), {}) for value in ((1,), (True,), (1.0,), [1])}
 
         assert len(keys) == 4
 
@@ -285,10 +285,10 @@ class TestKeyValues:
         kernel = safetune(configs=CONFIGS, key=["N"])(scale_kernel)
         options = {"grid": grid, "warmup": False, "extern_libs": {"libdevice": "a.bc"}}
         other = {**options, "extern_libs": {"libdevice": "b.bc"}}
-        form = CallForm(kernel, 3, tuple(options))
+        shape = CallShape(kernel, 3, tuple(options))
 
-        assert form.key((x, 2, N), options) == form.key((x, 2, N), dict(options))
-        assert form.key((x, 2, N), options) != form.key((x, 2, N), other)
+        assert shape.key((x, 2, N), options) == shape.key((x, 2, N), dict(options))
+        assert shape.key((x, 2, N), options) != shape.key((x, 2, N), other)
 
 
 class TestPhantoms:

@@ -154,10 +154,10 @@ def hashes(kernel: Any, jit: JITFunction, keywords: bool, **more: Any) -> list[s
     for t, nb in calls():
         extra = dict(kernel.configs[0].all_kwargs()) if hasattr(kernel, "configs") else more
         with device_zero():
-            if hasattr(kernel, "forms"):
+            if hasattr(kernel, "shapes"):
                 args, kwargs = _arguments(x, t, nb, keywords)
-                form = kernel.forms.of(args, kwargs)
-                args, kwargs = form.pinned(args, kwargs)
+                shape = kernel.shapes.of(args, kwargs)
+                args, kwargs = shape.pinned(args, kwargs)
             else:
                 args, kwargs = _arguments(x, t, nb, keywords)
             jit.run(*args, grid=(1,), warmup=False, **kwargs, **extra)
@@ -196,7 +196,7 @@ def test_a_child_compiles_the_specialisation_that_the_caller_launches(
     x = torch.zeros(16, D)
     for t, nb in calls():
         args, kwargs = _arguments(x, t, nb, keywords)
-        pinned, pinned_kwargs = kernel.forms.of(args, kwargs).pinned(args, kwargs)
+        pinned, pinned_kwargs = kernel.shapes.of(args, kwargs).pinned(args, kwargs)
         for config in kernel.configs:
             with device_zero():
                 call = Miss(kernel, args, {**kwargs, "grid": (1,)}).call

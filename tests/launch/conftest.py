@@ -156,7 +156,7 @@ class Tuned:
         self.by_triton = 0
         self.watch()
 
-    def _choose(self, key: Any, form: Any, args: Any, kwargs: Any) -> triton.Config:
+    def _choose(self, key: Any, shape: Any, args: Any, kwargs: Any) -> triton.Config:
         return self.tuner.states.of(key).set_choice(next(self._turn))
 
     def watch(self) -> None:

@@ -896,4 +896,4 @@ def test_threads_launch_their_own(kernel: Tuned, machine: Machine) -> None:
 
 def kernel_key(kernel: Tuned) -> Any:
     args, kwargs = (X, OUT, 32, 0.5, 7), {"D": 4}
-    return kernel.tuner.forms.of(args, kwargs).key(args, kwargs)
+    return kernel.tuner.shapes.of(args, kwargs).key(args, kwargs)

@@ -182,7 +182,7 @@ def _compare(call: Call, kernel: Tuned, reference: Any, machine: Machine) -> Non
         ours = [(type(error), str(error))]
     machine.launches.clear()
     config = kernel.tuner.best_config
-    key = kernel.tuner.forms.of(args, kwargs).key(args, kwargs)
+    key = kernel.tuner.shapes.of(args, kwargs).key(args, kwargs)
     assert config is kernel.tuner.cache[key]
     values = {**call.values}
     for name in ("T", "U"):

@@ -263,8 +263,8 @@ def test_calls_that_triton_compiles_again_have_other_specialisations(copies: Any
 
     def kind(dst: Any, n: Any, flag: Any = 0, **options: Any) -> Any:
         kwargs = {"FLAG": flag, "grid": (1,), **options}
-        form = tuner.forms.of((dst, memory, n), kwargs)
-        return specialisation(tuner, form, tuner.configs[0], (dst, memory, n), kwargs)
+        shape = tuner.shapes.of((dst, memory, n), kwargs)
+        return specialisation(tuner, shape, tuner.configs[0], (dst, memory, n), kwargs)
 
     assert kind(memory, 100) == kind(memory.clone(), 116)
     different = [
