@@ -114,10 +114,9 @@ def _recorded(
 ) -> tuple[int, Iterator[Task]]:
     """Return the tasks of the recorded calls, of the named kernels if any, and their number."""
     from safetune.offline import replay, tasks
-    from safetune.store.local.recorded_calls import calls
 
     names = {kernel.name for kernel in named}
-    stored = [call for call in calls(tasks.open_tuning_store()) if not named or call.name in names]
+    stored = [call for call in tasks.open_tuning_store().calls() if not named or call.name in names]
     if not stored:
         raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
     found = replay.sort_out(stored, named, zeros, left_out)

@@ -17,9 +17,8 @@ from safetune.inputs import call_description
 from safetune.inputs.call import grid_of
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
-from safetune.store.local.recorded_calls import RecordedCall, put_call
 from safetune.store.local.store import Store
-from safetune.store.records import KeyRecord
+from safetune.store.records import KeyRecord, RecordedCall
 from safetune.tuning.requests import TuningRequest
 
 logger = logging.getLogger("safetune")
@@ -52,7 +51,7 @@ def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
         if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
             raise ValueError(f"its description takes over {_MOST_BYTES >> 20} MiB")
         store.put_key(KeyRecord.of(request.key))
-        if put_call(store, call):
+        if store.put_call(call):
             logger.info("%s is recorded for %s", call.name, request.key)
     except Exception as error:
         _log_once(request.key.kernel.name, f"{type(error).__name__}: {error}")

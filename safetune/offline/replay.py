@@ -16,7 +16,7 @@ from safetune.inputs import call_description
 from safetune.keys.tuning_key import describe_call
 from safetune.offline.tasks import OfflineKernel, Task, find_kernels
 from safetune.outcome import Mark
-from safetune.store.local.recorded_calls import RecordedCall
+from safetune.store.records import RecordedCall
 from safetune.workload import Workload
 
 

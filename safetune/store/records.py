@@ -92,6 +92,24 @@ class ChoiceRecord:
 
 
 @dataclass(frozen=True)
+class RecordedCall:
+    """A launch that was not tuned, described so that it can be tuned offline.
+
+    Attributes:
+        key: `TuningKey.digest`.
+        name: the kernel's name.
+        place: `module:qualname` of the kernel's function.
+        arguments: the description of the call that `miss.record` makes, as plain JSON data.
+    """
+
+    key: str
+    name: str
+    place: str
+    arguments: dict[str, Any]
+    created: float
+
+
+@dataclass(frozen=True)
 class RelatedChoice:
     """A choice for a key of the same kernel on the same device, with that key's call and toolchain.
 

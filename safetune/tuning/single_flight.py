@@ -49,7 +49,15 @@ COMPILING = "compile pool"
 _PAUSES_S = (0.02, 0.25)
 _NODE_PAUSES_S = (0.1, 2.0)
 
-_of_thread = threading.local()
+
+class _OfThread(threading.local):
+    """The names that a thread tunes or has locked."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+
+_of_thread = _OfThread()
 
 
 class Waited:
@@ -154,7 +162,7 @@ def elect_local(
     Where there are no locks, every process may tune. Raises as `elect` does.
     """
     name = request.key.digest
-    if name in _names():
+    if name in _of_thread.names:
         raise Busy("its tuning has launched it again with the same key")
     with _locked(store, name, budget, lambda: _choice(request, store)) as choice:
         yield choice
@@ -163,7 +171,7 @@ def elect_local(
 @contextlib.contextmanager
 def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
     """Be the only process of this machine that compiles; raises `Busy`."""
-    if COMPILING in _names():  # a tuning within a tuning
+    if COMPILING in _of_thread.names:  # a tuning within a tuning
         yield
         return
     with _locked(store, COMPILING, budget, lambda: None):
@@ -210,8 +218,8 @@ def _locked(
                 if locked or choice is not None:
                     break
         if choice is None:
-            _names().add(name)
-            held.callback(_names().discard, name)
+            _of_thread.names.add(name)
+            held.callback(_of_thread.names.discard, name)
         yield choice
 
 
@@ -293,17 +301,11 @@ def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
             threading.Thread(target=beat, name="safetune-shared-lease", daemon=True).start()
 
 
-def _names() -> set[str]:
-    """What this thread tunes or has locked."""
-    names: set[str] = _of_thread.__dict__.setdefault("names", set())
-    return names
-
-
 def _after_fork_in_child() -> None:
     """A forked child has not waited for any other process, and tunes nothing."""
     global _waited
     _waited = Waited()
-    _of_thread.__dict__.clear()
+    _of_thread.names.clear()
 
 
 forks.register("tuning", after_in_child=_after_fork_in_child)

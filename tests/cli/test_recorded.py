@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.store.local.recorded_calls import calls
 from safetune.store.local.store import Store
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def test_calls_are_tuned_as_they_were(
         ),
     ]
     store = Store.open(cache_dir)
-    assert {call.key for call in calls(store)} >= {each.key.digest for each in store.choices()}
+    assert {call.key for call in store.calls()} >= {each.key.digest for each in store.choices()}
     assert len(store.choices()) == 3, "the choices are for the keys of the recorded calls"
     marks = {
         key.kernel_name: {mark for trial in trials for mark in trial.outcome.marks}

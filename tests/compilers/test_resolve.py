@@ -24,7 +24,6 @@ from safetune.miss import reporting
 from safetune.miss import resolve as miss_resolve
 from safetune.offline.replay import LeftOut, sort_out
 from safetune.settings import Settings
-from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import open_lookup
 from tests.compilers import traced
 
@@ -187,7 +186,7 @@ class TestResolve:
         for given in ({}, {"grid": grid}):
             with pytest.raises(MissingChoice, match="safetune tune --recorded"):
                 tuner.resolve(abstract(100, "float16"), abstract(100, "float16"), 100, **given)
-            (call,) = calls(open_lookup(Settings.current()).store)
+            (call,) = open_lookup(Settings.current()).store.calls()
             left_out: list[LeftOut] = []
             found = sort_out([call], [], False, left_out)
             said = [each.reason for each in left_out]

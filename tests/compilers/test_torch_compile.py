@@ -15,7 +15,6 @@ from safetune import TracingError
 from safetune.miss import record, resolve
 from safetune.offline.replay import LeftOut, sort_out
 from safetune.settings import Settings
-from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import Lookup, open_lookup
 from tests.compilers import traced
 
@@ -133,7 +132,7 @@ def test_a_miss_a_resolved_and_a_compiled_call_have_one_digest(
     resolved = tuner.resolve(x, x, 64, **options)
     torch.compile(launch, backend=traced.Graphs(), fullgraph=True)(x)
 
-    recorded = [call.key for call in calls(lookup_now().store)]
+    recorded = [call.key for call in lookup_now().store.calls()]
     assert {missed.digest, resolved.key_digest, *recorded} == {missed.digest}
     assert recorded
 
@@ -224,7 +223,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     compiled(tuner, 100)
     compiled(tuner, 100)
 
-    (call,) = calls(lookup_now().store)
+    (call,) = lookup_now().store.calls()
     assert (call.name, call.place) == ("scale_kernel", "scale:scale_kernel")
     all_left_out: list[LeftOut] = []
     assert sort_out([call], [], False, all_left_out) == []
@@ -237,7 +236,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     for _ in range(2):
         record.remember(missed.request(), lookup_now().store)
         left_out: list[LeftOut] = []
-        (found,) = sort_out(calls(lookup_now().store), [], False, left_out)
+        (found,) = sort_out(lookup_now().store.calls(), [], False, left_out)
         assert left_out == []
         assert found.task("cpu").workload.args[2] == 100
         torch._dynamo.reset()
@@ -247,7 +246,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
 def test_frozen_records_nothing(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETUNE_MODE", "frozen")
     assert compiled(traced.kernel(module), 100).blocks() == [[64]]
-    assert calls(lookup_now().store) == []
+    assert lookup_now().store.calls() == []
 
 
 def test_a_new_choice_is_seen_after_a_reset(module: Any) -> None:

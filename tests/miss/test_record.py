@@ -19,8 +19,9 @@ from safetune.inputs.spans import ALIGNMENT
 from safetune.keys import encoding
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
-from safetune.store.local import recorded_calls as stored_calls
+from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup
+from safetune.store.records import RecordedCall
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +29,8 @@ def _record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETUNE_MODE", "record")
 
 
-def recorded() -> list[stored_calls.RecordedCall]:
-    return stored_calls.calls(open_lookup(Settings.current()).store)
+def recorded() -> list[RecordedCall]:
+    return open_lookup(Settings.current()).store.calls()
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ class TestRecording:
         assert recorded() == []
 
     def test_recorded_calls_have_a_limit(self, copies: Any, monkeypatch: Any) -> None:
-        monkeypatch.setattr(stored_calls, "_PUT", stored_calls._PUT.replace("10000", "2"))
+        monkeypatch.setattr(Store, "most_calls", 2)
         made = copies(blocks=(16, 32))
         for n in (100, 101, 102):
             made(n)

@@ -25,7 +25,6 @@ from safetune.isolation import backend
 from safetune.isolation.cuda import Cuda
 from safetune.miss import background, under_capture
 from safetune.settings import Settings
-from safetune.store.local.recorded_calls import calls
 from safetune.store.lookup import open_lookup
 from tests import capturing
 
@@ -313,7 +312,7 @@ class TestModes:
         assert copy(100) == 16
         (miss,) = under_capture.misses()
         assert (miss.capture, miss.outdated) == (7, False)
-        assert len(calls(open_lookup(Settings.current()).store)) == (mode == "record")
+        assert len(open_lookup(Settings.current()).store.calls()) == (mode == "record")
 
     @pytest.mark.parametrize("mode", ["frozen", "record"])
     def test_an_error_in_a_mode_that_never_tunes(

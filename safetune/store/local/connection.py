@@ -251,7 +251,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
     path.stat()  # SQLite's own message does not say that the file is missing
     log = path.with_name(f"{path.name}-wal")
     if not (log.exists() and log.stat().st_size):
-        return _readable(f"{path.as_uri()}?immutable=1")
+        return _readable(f"{path.as_uri()}?mode=ro&immutable=1")
     try:
         return _readable(f"{path.as_uri()}?mode=ro")
     except sqlite3.OperationalError:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from safetune.errors import StoreError
 from safetune.keys import encoding
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+from safetune.store.records import ChoiceRecord, KeyRecord, RecordedCall, TrialRecord
 
 if TYPE_CHECKING:
     import sqlite3
@@ -152,9 +152,11 @@ CHOICE = Table(
     lambda values: ChoiceRecord(**values),
 )
 
-#: Calls that were recorded to be tuned offline; see `recorded_calls`.
 CALL = Table(
-    "call", ("key",), {"key": str, "name": str, "place": str, "arguments": dict, "created": float}
+    "call",
+    ("key",),
+    {"key": str, "name": str, "place": str, "arguments": dict, "created": float},
+    lambda values: RecordedCall(**values),
 )
 
 TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE, CALL)

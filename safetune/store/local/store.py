@@ -17,8 +17,15 @@ from safetune.outcome import TRANSIENT, Outcome
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged
-from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Scalar, Table, text
-from safetune.store.records import ChoiceRecord, KeyRecord, RelatedChoice, StoredChoice, TrialRecord
+from safetune.store.local.rows import CALL, CHOICE, DEVICE, KERNEL, KEY, TRIAL, Scalar, Table, text
+from safetune.store.records import (
+    ChoiceRecord,
+    KeyRecord,
+    RecordedCall,
+    RelatedChoice,
+    StoredChoice,
+    TrialRecord,
+)
 
 if TYPE_CHECKING:
     import sqlite3
@@ -49,6 +56,13 @@ _RELATED_CHOICES = (
     f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_RELATED} {_BEST_FIRST}"
 )
 
+_PUT_CALL = (
+    f"INSERT OR IGNORE INTO call ({', '.join(CALL.columns)}, checksum) "
+    f"SELECT {', '.join('?' * (len(CALL.columns) + 1))} WHERE (SELECT count(*) FROM call) < ?"
+)
+#: Canonical JSON has no space there.
+_FORGET_PROBLEM = """DELETE FROM call WHERE key = ? AND arguments LIKE '%"problem":%'"""
+
 _CLEAR = (
     "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
     "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
@@ -65,6 +79,9 @@ class Store:
 
     #: What several nodes share, if anything.
     shared: SharedLayer | None = None
+
+    #: More keys than a program has; this bounds the file of a program whose keys never repeat.
+    most_calls = 10_000
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -226,6 +243,22 @@ class Store:
                 connection.execute(statement)
         return deleted
 
+    def put_call(self, call: RecordedCall) -> bool:
+        """Write a recorded call; return whether it is new and was kept.
+
+        One for each key: the first that can be rebuilt, else the first.
+        """
+        row = CALL.seal(vars(call))
+        with self.connection.transaction() as connection:
+            if "problem" not in call.arguments:
+                connection.execute(_FORGET_PROBLEM, (call.key,))
+            return connection.execute(_PUT_CALL, [*row.values(), self.most_calls]).rowcount > 0
+
+    def calls(self) -> list[RecordedCall]:
+        """Return the recorded calls in their order."""
+        with self.connection.reading() as connection:
+            return self._fetch(connection, CALL, f"{CALL.select} ORDER BY rowid")
+
     def _restore_key(self, database: Database, row: dict[str, Scalar]) -> None:
         """Write a key again that `safetune clear` deleted while this process was tuning it."""
         for table, of_key in self._put_keys.get(str(row["key"]), ()):
@@ -250,7 +283,7 @@ class Store:
         All rows at once: a half-read SELECT would pin an old snapshot and block a COMMIT.
         """
         found = connection.execute(statement, parameters).fetchall()
-        return list(table.sound(found, self.report_corrupt))
+        return list(table.sound(found, self._report_corrupt))
 
     def _checked(
         self, connection: sqlite3.Connection, table: Table, statement: str, *wanted: Scalar
@@ -266,7 +299,9 @@ class Store:
                 raise Damaged("an index leads to the wrong rows")
         return found
 
-    def report_corrupt(self, table: Table, row: Sequence[Any], error: rows.CorruptRowError) -> None:
+    def _report_corrupt(
+        self, table: Table, row: Sequence[Any], error: rows.CorruptRowError
+    ) -> None:
         """Log a corrupt row, once."""
         columns = list(table.columns)
         identity = tuple(row[columns.index(name)] for name in table.primary_key)

@@ -14,8 +14,8 @@ from safetune.cli import main
 from safetune.store.local import gc
 from safetune.store.local.gc import Rule
 from safetune.store.local.key_locks import try_lock
-from safetune.store.local.recorded_calls import RecordedCall, calls, put_call
 from safetune.store.local.store import Store
+from safetune.store.records import RecordedCall
 
 DAY = 86_400.0
 
@@ -57,14 +57,14 @@ def test_a_key_is_as_old_as_its_newest_row(filled, records) -> None:
 def test_recorded_calls_go_with_their_key_and_keep_it(filled, records) -> None:
     for number, created in ((0, 9 * DAY), (1, DAY)):
         call = RecordedCall(f"k{number}", "add", "module:add", {"n": number}, created)
-        assert put_call(filled, call)
+        assert filled.put_call(call)
     filled.put_key(records.key("recorded", kernel_digest="recorded"))
-    put_call(filled, RecordedCall("recorded", "add", "module:add", {}, 9 * DAY))
+    filled.put_call(RecordedCall("recorded", "add", "module:add", {}, 9 * DAY))
     assert gc.stats(filled)["recorded"] == 3
     swept = gc.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert (swept.keys, swept.calls) == (2, 1)
     assert left(filled) == [0, *range(3, 10)]
-    assert [call.key for call in calls(filled)] == ["k0", "recorded"]
+    assert [call.key for call in filled.calls()] == ["k0", "recorded"]
 
 
 def test_gc_removes_what_another_toolchain_measured(filled) -> None:

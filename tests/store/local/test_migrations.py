@@ -12,10 +12,9 @@ import pytest
 from safetune.keys.tuning_key import key_digest
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local import migrations
-from safetune.store.local.recorded_calls import RecordedCall, calls
 from safetune.store.local.store import Store
 from safetune.store.packs import exchange
-from safetune.store.records import ChoiceRecord, TrialRecord
+from safetune.store.records import ChoiceRecord, RecordedCall, TrialRecord
 
 STORES = Path(__file__).parent / "stores"
 KEY = "487a4014bd92112998b0545faab0b7b8"
@@ -54,7 +53,7 @@ def test_every_row_of_0_1_0_is_found(store: Store, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "safetune"):
         entries = store.choices_of_lists("add")
         ((key, trials),) = store.trials_of("add")
-        recorded = calls(store)
+        recorded = store.calls()
     assert caplog.text == ""
 
     wide, narrow = "a0a0d8e9d59ba4142bdceb0d18e998aa", "a507d44283006b9455f2c094f04d7edb"
