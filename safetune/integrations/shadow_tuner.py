@@ -40,20 +40,17 @@ class Shadow:
 
     Attributes:
         tuner: safetune's tuner; None where the kernel is left to Triton with these settings.
+        made_from: the kernel's settings at that time.
+        settled: choices of the shadow tuner in the kernel's own cache, by Triton's key.
     """
 
     def __init__(self, kernel: Any, tuner: Any) -> None:
         self.tuner = tuner
-        self._made_from = _settings(kernel)
-        #: Choices of the shadow tuner in the kernel's own cache, by Triton's key.
-        self._settled: dict[Any, Config] = {}
+        self.made_from = _settings(kernel)
+        self.settled: dict[Any, Config] = {}
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a tuner that was pickled gets another
-
-    def is_of(self, kernel: Any) -> bool:
-        """Whether the kernel's settings are still those that this was made from."""
-        return self._made_from == _settings(kernel)
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch, tuning first if need be, and leave on `kernel` what Triton's `run` leaves."""
@@ -61,18 +58,13 @@ class Shadow:
         kernel.best_config = self.tuner.best_config
         return launched
 
-    def has_its_own(self, kernel: Any, key: Any) -> bool:
-        """Whether the kernel's cache has a config for Triton's key that the library put there."""
-        known = kernel.cache.get(key)
-        return known is not None and known is not self._settled.get(key)
-
     def settle(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
         tuner = self.tuner
         choice = tuner.cache.get(tuner.shapes.of(args, kwargs).key(args, kwargs))
         if choice is None:
             return
-        self._settled[key] = kernel.cache[key] = choice
+        self.settled[key] = kernel.cache[key] = choice
         for name in ("configs_timings", "bench_time"):
             if hasattr(tuner, name):
                 setattr(kernel, name, getattr(tuner, name))
@@ -95,7 +87,8 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
             return shadow.launch(self, args, kwargs)
         named = named_arguments(self.arg_names, args, kwargs)
         key = triton_key(self.keys, self.arg_names, named)
-        if shadow.has_its_own(self, key):
+        known = self.cache.get(key)
+        if known is not None and known is not shadow.settled.get(key):  # the library's own
             name = kernel_name(self)
             installation.given[name] = installation.given.get(name, 0) + 1
             return run(self, *args, **kwargs)
@@ -125,7 +118,7 @@ def _shadow(installation: Installation, kernel: Any, stock: type[Any]) -> Shadow
     shadow = kernel.__dict__.get(_ATTRIBUTE)
     if shadow is False:
         return None
-    if shadow is not None and not shadow.is_of(kernel):
+    if shadow is not None and shadow.made_from != _settings(kernel):
         kernel.__dict__.pop(_ATTRIBUTE, None)
         shadow = None
     if shadow is None:

@@ -144,10 +144,8 @@ def tune_meanwhile(
         return state.set_fallback(config)
     try:
         bench = BackgroundBench(request, functools.partial(reporting.warn_of_grid, tuner))
-    except KernelNotTransferable as error:
-        return state.set_fallback(retry.untuned(request, store, error))
-    except WorkerUnavailable as error:
-        return retry.postpone(state, request, config, error)
+    except (KernelNotTransferable, WorkerUnavailable) as error:
+        return retry.fall_back(state, request, config, error)
     state.set_fallback(config)
     _worker.submit(
         Job(
@@ -260,11 +258,11 @@ def _tune(job: Job) -> None:
         if not error.transient:
             logger.warning("%s", error)
             return
-        retry.postpone(job.state, request, job.fallback, error)
+        retry.fall_back(job.state, request, job.fallback, error)
     except (KernelNotTransferable, WorkerUnavailable) as error:
         if _worker.stopping:
             raise Stopped from error
-        retry.postpone(job.state, request, job.fallback, error)
+        retry.fall_back(job.state, request, job.fallback, error)
     else:
         if job.hold:
             job.state.held = result.choice

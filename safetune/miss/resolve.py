@@ -59,25 +59,25 @@ class Miss:
         index: int | None = None,
     ) -> None:
         self.tuner = tuner
-        self._named = call_shape.named_arguments(tuner.arg_names, args)
-        self._passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
         self._kwargs = kwargs
+        passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
+        named = call_shape.named_arguments(tuner.arg_names, args, passed)
         shape = call_shape.CallShape(tuner, len(args), tuple(kwargs))
-        arguments = {**self._named, **self._passed}
         self.call = Call(
             kernel=tuner.fn,
             arg_names=tuple(tuner.arg_names),
             args=args,
-            kwargs=self._passed,
+            kwargs=passed,
             grid=kwargs.get("grid"),
-            pins={n: call_shape.PIN for n in shape.pins if shape.pinnable(n, arguments[n])},
+            pins={n: call_shape.PIN for n in shape.pins if shape.pinnable(n, named[n])},
             hooks=tuner.hooks,
-            index=self._device_index(index),
+            index=_device_index(tuner, named, index),
         )
 
     def configs(self) -> tuple[Config, ...]:
         """Return the configs that pruning leaves for the call."""
-        return tuple(self.tuner.pruned_for(self._named, self._kwargs))
+        positional = call_shape.named_arguments(self.tuner.arg_names, self.call.args)
+        return tuple(self.tuner.pruned_for(positional, self._kwargs))
 
     def readable_key(self) -> tuple[Any, ...]:
         """Return the key as Triton writes it."""
@@ -88,7 +88,7 @@ class Miss:
         tuner = self.tuner
         configs = self.configs()
         for config in configs:
-            check_conflicts(tuner.base_fn.__name__, config, {**self._named, **self._passed})
+            check_conflicts(tuner.base_fn.__name__, config, self.call.named())
         return TuningRequest(
             key=self.key(),
             call=self.call,
@@ -100,17 +100,17 @@ class Miss:
 
     def key(self) -> TuningKey:
         """Return the tuning key of the call; raises `NoDevice`."""
-        tuner = self.tuner
-        arguments = {**self._named, **self._passed}
-        return tuning_key(tuner.identity, tuner.keys, tuner.arg_names, arguments, self.call.index)
+        tuner, call = self.tuner, self.call
+        return tuning_key(tuner.identity, tuner.keys, tuner.arg_names, call.named(), call.index)
 
-    def _device_index(self, given: int | None) -> int:
-        if is_interpreted(self.tuner.fn):
-            return -1
-        if given is not None:
-            return given
-        index = call_shape.device_index(tuple(self._named.values()), self._passed)
-        return index if index >= 0 else current_index()
+
+def _device_index(tuner: Tuner, named: Mapping[str, Any], given: int | None) -> int:
+    if is_interpreted(tuner.fn):
+        return -1
+    if given is not None:
+        return given
+    index = call_shape.device_index((), named)
+    return index if index >= 0 else current_index()
 
 
 def resolve(
@@ -240,12 +240,10 @@ def _tune(
             warn_of_grid = functools.partial(reporting.warn_of_grid, tuner)
             budget = WaitBudget(settings.wait_s)
             result = tune(request, store, observe, warn_of_grid, wait_budget=budget)
-    except KernelNotTransferable as error:
-        return state.set_fallback(retry.untuned(request, store, error))
-    except (WorkerUnavailable, NoWorkingConfig) as error:
+    except (KernelNotTransferable, WorkerUnavailable, NoWorkingConfig) as error:
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
-        return retry.postpone(state, request, candidates.fallback(request, store), error)
+        return retry.fall_back(state, request, candidates.fallback(request, store), error)
     tuner.tuning_phases = dict(result.phases)
     reporting.report_result(tuner, miss.readable_key(), request, result)
     return state.set_choice(result.choice)

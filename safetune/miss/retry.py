@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
-from safetune.miss.candidates import fallback
+from safetune.errors import KernelNotTransferable
 from safetune.settings import Settings
-from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
@@ -63,31 +62,25 @@ class Retry:
         return Retry(self.index, needed_bytes, min(2 * self.delay_s, MAX_RETRY_S))
 
 
-def untuned(request: TuningRequest, store: Store, error: Exception) -> Config:
-    """Return the fallback for a key that cannot be tuned at all, with a warning that says why."""
-    config = fallback(request, store)
-    _warn(request, config, error)
-    return config
+def fall_back(state: KeyState, request: TuningRequest, config: Config, error: Exception) -> Config:
+    """Launch `config`, as a tuning has failed; warns at the first failure for a key.
 
-
-def postpone(state: KeyState, request: TuningRequest, config: Config, error: Exception) -> Config:
-    """Launch `config` until tuning can be tried again; warns at the first failure for a key."""
-    needed_bytes = getattr(error, "needed_bytes", 0)
-    decision = state.decision()
-    if decision is not None and isinstance(decision.retry, Retry):
-        return state.set_fallback(config, decision.retry.again(needed_bytes))
-    state.set_fallback(config, Retry(request.call.index, needed_bytes))
-    _warn(request, config, error, "; it is tried again later")
-    return config
-
-
-def _warn(request: TuningRequest, config: Config, error: Exception, outlook: str = "") -> None:
+    It is for good if the call cannot be rebuilt in a child, else until the next attempt.
+    """
+    decision, retry, outlook = state.decision(), None, ""
+    if not isinstance(error, KernelNotTransferable):
+        needed_bytes = getattr(error, "needed_bytes", 0)
+        if decision is not None and isinstance(decision.retry, Retry):
+            return state.set_fallback(config, decision.retry.again(needed_bytes))
+        retry, outlook = Retry(request.call.index, needed_bytes), "; it is tried again later"
+    state.set_fallback(config, retry)
     which = "its first config" if config is request.configs[0] else "its fallback"
     warnings.warn(
         f"{request.key.kernel.name} is not tuned for {request.key} and runs with {which} "
         f"({config_text(config)}){outlook}: {error}",
-        stacklevel=3,
+        stacklevel=2,
     )
+    return config
 
 
 def count_sync() -> None:
