@@ -203,7 +203,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         if name not in _REPORTED:
             self.forget_launches()
         if name in ("fn", "hooks"):
-            self.__dict__.pop("_identity", None)
+            self.__dict__.pop("identity", None)
         elif name == "configs":
             self._show_one_config()
 
@@ -229,14 +229,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.isolation = isolation
         self.limits = replace(self.limits, fresh_process=isolation == "config")
 
-    @property
+    @functools.cached_property
     def identity(self) -> KernelIdentity:
         """The kernel's identity, with what runs around it; looked up once."""
-        found: KernelIdentity | None = self.__dict__.get("_identity")
-        if found is None:
-            found = kernel_identity(self.fn, self.hooks.identity_parts())
-            self.__dict__["_identity"] = found
-        return found
+        return kernel_identity(self.fn, self.hooks.identity_parts())
 
     def explain_key(self) -> KeyReport:
         """Return what each name in `key` was classed as and why; prints readably."""

@@ -90,14 +90,14 @@ class Watch:
         self._capture = backend.capture_under_way()
         self._name = self._name or f"capture {self._capture}"
         if self._capture:
-            under_capture.watch(self._capture, self._name)
+            under_capture.watched[self._capture] = self._name
             scratch_memory.reserve(self._capture, backend.required().launch_stream())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watchdog.cancel()
         report = self._final = self.report
         scratch_memory.release(self._capture)
-        under_capture.unwatch(self._capture)
+        under_capture.watched.pop(self._capture, None)
         if not (report.misses or report.tunings or report.scratch_allocations):
             return
         if kind is not None:  # a warning may be an error, which would take that one's place

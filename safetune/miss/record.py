@@ -6,6 +6,7 @@ for each key. A failure here is a line in the log, never an error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -72,11 +73,9 @@ def _grids(request: TuningRequest) -> dict[str, list[int]]:
     """Return the grid of each config by its digest: a grid function ends with its process."""
     grids = {}
     for config in request.configs:
-        try:
+        with contextlib.suppress(Exception):  # this config could not be tuned here either
             grid = grid_of(request.call, config, lambda names: None)
-        except Exception:
-            continue  # this config could not be tuned here either
-        grids[config_digest(config)] = list(grid)
+            grids[config_digest(config)] = list(grid)
     return grids
 
 

@@ -46,7 +46,7 @@ _lock = threading.Lock()
 _misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
 
 #: The captures whose misses `safetune.graph` reports in one warning, with their names.
-_watched: dict[int, str] = {}
+watched: dict[int, str] = {}
 
 
 _pause_lock = threading.Lock()
@@ -136,19 +136,25 @@ def _find(
         key=str(request.key),
         config=config,
         capture=capture,
-        graph=_watched.get(capture) or f"capture {capture}",
+        graph=watched.get(capture) or f"capture {capture}",
         state=weakref.ref(state),
     )
     state.captured = captured
     store = None if lookup is None or settings.mode is Mode.FROZEN else lookup.store
-    record(captured, request, store)
+    _keep(captured, request, store)
     if not tunes:  # the log has a line about it
         return state.set_fallback(config)
-    _warn(tuner, captured)
+    if capture not in watched and tuner.first_time("captured without a choice"):
+        warnings.warn(
+            f"{captured.kernel} has no choice for {captured.key} and is captured with "
+            f"{config_text(config)}, which the graph keeps: nothing is tuned under CUDA graph "
+            "capture. Call safetune.prepare with the captured function, before the capture",
+            stacklevel=2,
+        )
     return config
 
 
-def record(captured: CapturedMiss, request: TuningRequest, store: Store | None) -> None:
+def _keep(captured: CapturedMiss, request: TuningRequest, store: Store | None) -> None:
     """Keep a miss for the reports and, where there is a store, for `safetune tune --recorded`."""
     with _lock:
         _misses.append(captured)
@@ -167,25 +173,3 @@ def misses(capture: int | None = None) -> tuple[CapturedMiss, ...]:
     """Return the misses of one capture, or of all, oldest first."""
     with _lock:
         return tuple(miss for miss in _misses if capture in (None, miss.capture))
-
-
-def watch(capture: int, name: str) -> None:
-    """Do not warn of the misses of a capture: the caller reports all of them at its end."""
-    _watched[capture] = name
-
-
-def unwatch(capture: int) -> None:
-    """Undo `watch`."""
-    _watched.pop(capture, None)
-
-
-def _warn(tuner: Tuner, captured: CapturedMiss) -> None:
-    """Warn once for a kernel; the log has a line for every miss."""
-    if captured.capture in _watched or not tuner.first_time("captured without a choice"):
-        return
-    warnings.warn(
-        f"{captured.kernel} has no choice for {captured.key} and is captured with "
-        f"{config_text(captured.config)}, which the graph keeps: nothing is tuned under CUDA graph "
-        "capture. Call safetune.prepare with the captured function, before the capture",
-        stacklevel=2,
-    )
