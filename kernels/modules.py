@@ -75,16 +75,11 @@ class _Norm(nn.Module):
         residual_in_fp32: bool = False,
     ) -> Any:
         """Return the norm of `x`, and residual_out after it if `prenorm`: see `group_norm`."""
+        operands = (x, self.weight, self.bias, residual)
+        options = (self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
         return group_norm(
-            x,
-            self.weight,
-            self.bias,
-            residual,
-            self.eps,
-            prenorm,
-            residual_in_fp32,
-            self.is_rms_norm,
-            self.num_groups,
+            *operands,
+            *options,
             weight_offset=self.weight_offset,
             deterministic=self.deterministic,
         )
@@ -103,18 +98,11 @@ class _NormLinear(_Norm):
         residual_in_fp32: bool = False,
     ) -> Any:
         """Return the linear map of the norm of `x`, and residual_out after it if `prenorm`."""
+        operands = (x, self.weight, self.bias, weight, bias, residual)
+        options = (self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
         return group_norm_linear(
-            x,
-            self.weight,
-            self.bias,
-            weight,
-            bias,
-            residual,
-            self.eps,
-            prenorm,
-            residual_in_fp32,
-            self.is_rms_norm,
-            self.num_groups,
+            *operands,
+            *options,
             weight_offset=self.weight_offset,
             deterministic=self.deterministic,
         )

@@ -13,7 +13,7 @@ an output recomputed for a linear layer, an output in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +48,6 @@ GPU_SHAPES = (
     (32768, 16, 128),
 )
 INTERPRETER_SHAPES = ((33, 1, 50), (5, 3, 20))
-
-#: The outputs of each kernel, of which it writes every element.
-FORWARD_OUTPUTS = ("output", "residual_output", "mean", "rstd")
-BACKWARD_OUTPUTS = (
-    "input_gradient",
-    "residual_gradient",
-    "output",
-    "weight_partials",
-    "bias_partials",
-)
-FINALIZE_OUTPUTS = ("weight_gradient", "bias_gradient")
 
 
 @dataclass(frozen=True)
@@ -101,17 +90,17 @@ def problems(device: torch.device, dtype: torch.dtype) -> Iterator[Problem]:
                 yield Problem(*shape, is_rms_norm, with_residual, device, dtype)
 
 
-def _workload(problem: Problem, kernel: Any, launch: Launch, outputs: Sequence[str]) -> Workload:
-    given = dict(zip(kernel.arg_names, launch.args, strict=False))
-    names = [f"{name}_pointer" for name in outputs]
-    made = [name for name in names if given[name] is not None]
-    return Workload(problem.name, *launch, outputs=made)
+def _workload(problem: Problem, kernel: Any, outputs: Iterable[Any], launch: Launch) -> Workload:
+    """Return a launch as a workload; a kernel writes every element of its outputs."""
+    made = {id(output) for output in outputs if output is not None}
+    named = zip(kernel.arg_names, launch.args, strict=False)
+    return Workload(problem.name, *launch, outputs=[name for name, v in named if id(v) in made])
 
 
 @layer_norm_forward_kernel.workload
 def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for problem in problems(device, dtype):
-        _, launch = forward_launch(
+        made = forward_launch(
             problem.matrix(),
             *problem.parameters(),
             eps=1e-5,
@@ -121,14 +110,14 @@ def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Work
             is_rms_norm=problem.is_rms_norm,
             num_groups=problem.groups,
         )
-        yield _workload(problem, layer_norm_forward_kernel, launch, FORWARD_OUTPUTS)
+        yield _workload(problem, layer_norm_forward_kernel, *made)
 
 
 @layer_norm_backward_kernel.workload
 def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for problem in problems(device, dtype):
         x = problem.matrix()
-        _, launch = backward_launch(
+        made = backward_launch(
             backward_plan(x, problem.groups),
             problem.matrix(),
             x,
@@ -142,7 +131,7 @@ def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
             x_dtype=None,
             recompute_output=False,
         )
-        yield _workload(problem, layer_norm_backward_kernel, launch, BACKWARD_OUTPUTS)
+        yield _workload(problem, layer_norm_backward_kernel, *made)
 
 
 @layer_norm_finalize_kernel.workload
@@ -154,5 +143,5 @@ def _finalize_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
         weight, bias = problem.parameters()
         partials = torch.randn(plan.programs, problem.columns, device=device)
         bias_partials = torch.randn_like(partials) if bias is not None else None
-        _, launch = finalize_launch(plan, partials, bias_partials, weight, bias)
-        yield _workload(problem, layer_norm_finalize_kernel, launch, FINALIZE_OUTPUTS)
+        made = finalize_launch(plan, partials, bias_partials, weight, bias)
+        yield _workload(problem, layer_norm_finalize_kernel, *made)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,6 @@ from safetune.cli.tables import empty_table, stdout_console
 from safetune.errors import SafetuneError, TargetError
 
 if TYPE_CHECKING:
-    from triton.runtime.autotuner import Config
-
     from safetune.offline.tasks import OfflineKernel, Task
     from safetune.verify.report import OverlapReport
 
@@ -98,6 +98,7 @@ def _verify_all(
     dtypes: Sequence[str],
     max_elements: int,
 ) -> Iterator[_Verified]:
+    from safetune.inputs.call import leaves
     from safetune.offline import tasks
 
     console = Console(stderr=True)
@@ -108,11 +109,12 @@ def _verify_all(
             if shapes and task.workload.name not in shapes:
                 continue
             facts = {"kernel": kernel.name, "shape": task.workload.name, "dtype": task.dtype}
-            elements = _elements(task)
+            values = leaves((task.workload.args, dict(task.workload.kwargs)))
+            elements = sum(leaf.numel() for leaf in values if hasattr(leaf, "numel"))
             rows: tuple[_Row, ...] = ()
             if elements <= max_elements:
                 with console.status("  ".join(facts.values())):
-                    rows = tuple(_rows(task))
+                    rows = _rows(task)
                 checked += 1
             yield _Verified(facts, elements, rows)
     targets.check_shapes(shapes, seen)
@@ -123,40 +125,30 @@ def _verify_all(
         )
 
 
-def _rows(task: Task) -> Iterator[_Row]:
+def _rows(task: Task) -> tuple[_Row, ...]:
     from safetune.config import config_text
     from safetune.verify.overlap import check_overlap, configs_for
 
-    workload = task.workload
-    launch = (task.kernel.outer, workload.grid, *workload.args)
-    configs: Sequence[Config] = ()
-    # Functions of a target may raise anything, or exit: a hook, a heuristic, the grid, pruning.
+    kernel, workload = task.kernel.outer, task.workload
+    configs, error = _tried(configs_for, kernel, workload.args, workload.kwargs)
+    if error:
+        return (_Row("all configs", None, error),)
+    check = functools.partial(_tried, check_overlap, kernel, workload.grid, *workload.args)
+    options = {"outputs": workload.outputs, **workload.kwargs}
+    return tuple(_Row(config_text(config), *check(config=config, **options)) for config in configs)
+
+
+def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
+    """Return the result, or the reason why there is none.
+
+    Functions of a target may raise anything, or exit: a hook, a heuristic, the grid, pruning.
+    """
     try:
-        configs = configs_for(launch[0], workload.args, workload.kwargs)
+        return function(*args, **kwargs), ""
     except (Exception, SystemExit) as error:
-        yield _Row("all configs", None, _reason(error))
-    for config in configs:
-        try:
-            report = check_overlap(
-                *launch, config=config, outputs=workload.outputs, **workload.kwargs
-            )
-        except (Exception, SystemExit) as error:
-            yield _Row(config_text(config), None, _reason(error))
-        else:
-            yield _Row(config_text(config), report, "")
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, SafetuneError):
-        return describe(error)
-    return typed(error) + location_of(error)
-
-
-def _elements(task: Task) -> int:
-    from safetune.inputs.call import leaves
-
-    values = (task.workload.args, dict(task.workload.kwargs))
-    return sum(leaf.numel() for leaf in leaves(values) if hasattr(leaf, "numel"))
+        if isinstance(error, SafetuneError):
+            return None, describe(error)
+        return None, typed(error) + location_of(error)
 
 
 def _data(verified: Sequence[_Verified]) -> dict[str, Any]:
@@ -186,17 +178,19 @@ def _print(verified: Sequence[_Verified]) -> None:
             )
             continue
         table = empty_table(title, "config", "verdict", "grid", "notes")
+        reasons: dict[str, list[str]] = {}  # each with the configs that share it
         for row in one.rows:
-            notes, grid = "", ""
-            if row.report is not None:
-                notes = "; ".join(row.report.notes)
-                grid = " x ".join(map(str, row.report.grid))
+            grid = " x ".join(map(str, row.report.grid)) if row.report else ""
+            notes = "; ".join(row.report.notes) if row.report else ""
             style = "green" if row.ok else "red"
             table.add_row(row.config, row.verdict, grid, notes, style=style)
+            if not row.ok:
+                text = "\n".join(map(str, row.report.findings)) if row.report else row.error
+                reasons.setdefault(text, []).append(row.config)
         console.print(table)
-        for text, configs in _reasons(one.rows).items():
-            console.print(f"  {configs[0]}" + (f", {len(configs) - 1} more" * (len(configs) > 1)))
-            console.print("\n".join(f"    {line}" for line in text.splitlines()))
+        for text, (first, *others) in reasons.items():
+            console.print(f"  {first}, {len(others)} more" if others else f"  {first}")
+            console.print(textwrap.indent(text, "    "))
     rows = [row for one in verified for row in one.rows]
     reports = [row.report for row in rows if row.report is not None]
     found = sum(not report.ok for report in reports)
@@ -205,13 +199,3 @@ def _print(verified: Sequence[_Verified]) -> None:
         f"{len(reports)} launches checked, {found} with findings"
         + (f"; {missing} not checked" if missing else "")
     )
-
-
-def _reasons(rows: Sequence[_Row]) -> dict[str, list[str]]:
-    """Each reason as text, with the configs that share it."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        if not row.ok:
-            text = row.error if row.report is None else "\n".join(map(str, row.report.findings))
-            found.setdefault(text, []).append(row.config)
-    return found

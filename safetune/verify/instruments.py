@@ -89,16 +89,12 @@ class Instruments:
 
     def compare_and_swap(self, pointer: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
         """Compare and swap."""
-        orders = {"acquires": _acquires(sem), "releases": _releases(sem)}
-        real, allowed = self._watched(Access.ATOMIC, pointer, None, **orders)
-        real.data[~allowed.data] = self._nowhere.ctypes.data
+        real, _ = self._updated(pointer, None, sem)
         return self._cas(real, compare, value, sem, scope)
 
     def update(self, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         """Add, exchange and so on."""
-        orders = {"acquires": _acquires(sem), "releases": _releases(sem)}
-        real, allowed = self._watched(Access.ATOMIC, pointer, mask, **orders)
-        real.data[~allowed.data] = self._nowhere.ctypes.data
+        real, allowed = self._updated(pointer, mask, sem)
         return self._rmw(op, real, value, allowed, sem, scope)
 
     def reduce(self, kind: Any, block: Any, value: Any, offsets: Any) -> None:
@@ -110,6 +106,13 @@ class Instruments:
         )
         update = getattr(interpreter.interpreter_semantic, f"atomic_{kind.name.lower()}")
         update(*operands, sem="relaxed", scope="gpu")
+
+    def _updated(self, pointer: Any, mask: Any, sem: Any) -> tuple[Any, Any]:
+        """Record an atomic update; return the real pointer and mask."""
+        orders = {"acquires": _acquires(sem), "releases": _releases(sem)}
+        real, allowed = self._watched(Access.ATOMIC, pointer, mask, **orders)
+        real.data[~allowed.data] = self._nowhere.ctypes.data
+        return real, allowed
 
     def _watched(self, access: Access, pointer: Any, mask: Any, **orders: bool) -> tuple[Any, Any]:
         """Record an operation; return the real pointer and mask."""
