@@ -78,8 +78,7 @@ class _Norm(nn.Module):
         operands = (x, self.weight, self.bias, residual)
         options = (self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
         return group_norm(
-            *operands,
-            *options,
+            *(*operands, *options),
             weight_offset=self.weight_offset,
             deterministic=self.deterministic,
         )
@@ -101,8 +100,7 @@ class _NormLinear(_Norm):
         operands = (x, self.weight, self.bias, weight, bias, residual)
         options = (self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
         return group_norm_linear(
-            *operands,
-            *options,
+            *(*operands, *options),
             weight_offset=self.weight_offset,
             deterministic=self.deterministic,
         )
