@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetune.keys.body_usage import FRAME_READERS, Usage, parameter_lines
 from safetune.keys.kernel_digest import (
     base_function,
     definition_line,
-    inner_heuristics,
+    heuristics_below,
     option_of,
     source_lines,
 )
@@ -59,9 +60,10 @@ def usage_in_callbacks(
         ("repr", option_of(jit, "repr"), specialisation),
     ]
     found = Usage()
-    for name, heuristic in inner_heuristics(kernel).items():
+    heuristics = heuristics_below(kernel)
+    for name, heuristic in itertools.chain.from_iterable(map(dict.items, heuristics)):
         found.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
-    found.add(_decorating_heuristics(jit, below=_heuristics_count(kernel)))
+    found.add(_decorating_heuristics(jit, below=len(heuristics)))
     for label, callback, arguments in callbacks:
         found.add(usage_in_callback(label, callback, **arguments))
     return found
@@ -203,14 +205,6 @@ def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Us
     for callback in known.values() if isinstance(known, dict) else [known]:
         found.add(usage_in_callback(label, callback, position=0))
     return found
-
-
-def _heuristics_count(kernel: Any) -> int:
-    count = 0
-    while hasattr(kernel, "fn"):
-        count += isinstance(getattr(kernel, "values", None), dict)
-        kernel = kernel.fn
-    return count
 
 
 def _python_function(callback: Any) -> tuple[FunctionType | None, int]:

@@ -95,14 +95,17 @@ def option_of(jit: Any, name: str) -> Any:
 
 def inner_heuristics(kernel: Any) -> dict[str, Any]:
     """Return the heuristics between `kernel` and its jit function, by the name that each sets."""
+    return {name: found for values in heuristics_below(kernel) for name, found in values.items()}
+
+
+def heuristics_below(kernel: Any) -> list[dict[str, Any]]:
+    """Return the values of each `@triton.heuristics` between `kernel` and its jit function."""
     jit, _ = base_function(kernel)
-    found: dict[str, Any] = {}
+    found = []
     while kernel is not jit:
-        values = getattr(kernel, "values", None)
-        if isinstance(values, dict):
-            found.update(values)
+        found.append(getattr(kernel, "values", None))
         kernel = kernel.fn
-    return found
+    return [values for values in found if isinstance(values, dict)]
 
 
 def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:

@@ -80,11 +80,12 @@ def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:
     if module is None:
         return ()
     code = function.__code__
+    names, *stars = inspect.getargs(code)
+    expected = (*names, *filter(None, stars))
     found = tuple(
         node
         for node in _functions_by_line(module.text).get(code.co_firstlineno, ())
-        if getattr(node, "name", "<lambda>") == code.co_name
-        and _parameter_names(node) == code.co_varnames[: _parameter_count(code)]
+        if getattr(node, "name", "<lambda>") == code.co_name and parameters(node) == expected
     )
     if len(found) > 1:
         return tuple(node for node in found if _compiles_to(node, code)) or found
@@ -103,13 +104,8 @@ def _functions_by_line(text: str) -> dict[int, list[FunctionNode]]:
     return found
 
 
-def _parameter_count(code: CodeType) -> int:
-    stars = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    return code.co_argcount + code.co_kwonlyargcount + stars
-
-
-def _parameter_names(node: FunctionNode) -> tuple[str, ...]:
-    """The parameters in the order of `co_varnames`: the stars come last."""
+def parameters(node: FunctionNode) -> tuple[str, ...]:
+    """Return the names of all parameters; the stars come last."""
     args = node.args
     stars = [star for star in (args.vararg, args.kwarg) if star is not None]
     return tuple(arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs, *stars])
@@ -170,11 +166,6 @@ def dotted(node: ast.AST) -> str | None:
 def last_name(node: ast.AST) -> str:
     """Return `c` for the expression `a.b.c`, "" for any expression but a name or attribute."""
     return str(getattr(node, "attr", None) or getattr(node, "id", ""))
-
-
-def parameters(node: FunctionNode) -> frozenset[str]:
-    """Return the names of all parameters, stars included."""
-    return frozenset(_parameter_names(node))
 
 
 def body_of(node: FunctionNode) -> list[ast.AST]:
@@ -239,12 +230,12 @@ class RunOrder(ast.NodeVisitor):
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                 results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
                 steps = [part for g in node.generators for part in (g.iter, g.target, *g.ifs)]
-                self._visit_inner(frozenset(), [*steps, *results])
+                self._visit_inner((), [*steps, *results])
             case _:
                 self.generic_visit(node)
 
-    def _visit_inner(self, bound: frozenset[str], nodes: Iterable[ast.AST]) -> None:
-        outer, self.bound = self.bound, self.bound | bound
+    def _visit_inner(self, bound: Iterable[str], nodes: Iterable[ast.AST]) -> None:
+        outer, self.bound = self.bound, self.bound.union(bound)
         self.visit_all(nodes)
         self.bound = outer
 
