@@ -81,7 +81,7 @@ class Problem:
             x, weight, bias, 1e-5, added, None, None, rms, groups
         )
         yield from self._with_configs(layer_norm_forward_kernel, forward)
-        plan = launches.backward_plan(x, groups, 132)
+        plan = launches.backward_plan(x, groups, pinned=True)
         partials, backward = launches.backward_launch(
             plan,
             dy,

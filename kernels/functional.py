@@ -20,13 +20,14 @@ from safetune.kernels.launches import (
     check_operands,
     finalize_launch,
     forward_launch,
+    is_pinned,
+    run_launch,
 )
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
     layer_norm_forward_kernel,
 )
-from safetune.kernels.pinned import is_pinned, multiprocessors, run_launch
 
 
 def layer_norm_fwd(
@@ -100,7 +101,7 @@ def layer_norm_bwd(
     rstd = _checked_statistics(mean, rstd, is_rms_norm)
     operands = _contiguous(dy, x, weight, bias, mean, rstd, dres)
     pinned = is_pinned(deterministic)
-    plan = backward_plan(x, num_groups, multiprocessors(x, pinned))
+    plan = backward_plan(x, num_groups, pinned)
     arguments = (*operands, has_residual, is_rms_norm, x_dtype, recompute_output)
     outputs, launch = backward_launch(plan, *arguments)
     with torch.cuda.device_of(x):

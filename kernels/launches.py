@@ -1,7 +1,9 @@
 """The launch of each layer-norm kernel: it allocates outputs and builds the grid and arguments.
 
 `functional` and `workloads` both build their launches here, so offline tuning tunes the launches
-that run.
+that run. A pinned launch is not tuned: it runs the first config that is not pruned, and plans for
+the same number of multiprocessors on every GPU. The config and the number of programs decide the
+order of sums, and so their last bits; pinned, they depend on the shape and the constexprs only.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import Config
 
 from safetune.errors import InvalidOperand
+from safetune.frontend.autotuner import Autotuner
 from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 
@@ -23,6 +27,11 @@ MAX_COLUMNS = 2**18
 
 #: The interpreter runs programs one after another, so two are enough.
 INTERPRETER_SM_COUNT = 2
+
+#: The multiprocessors that a pinned plan assumes on every GPU: those of an H100.
+PINNED_SM_COUNT = 132
+
+_pinned_configs: dict[tuple[Any, ...], Config] = {}
 
 
 class Launch(NamedTuple):
@@ -147,10 +156,31 @@ def forward_launch(
     return outputs, Launch(grid, (*args, rows, eps), kwargs)
 
 
-def backward_plan(x: Tensor, num_groups: int, multiprocessors: int | None = None) -> GridPlan:
-    """Return the grid plan of the backward kernel for `x`; by default on the device of `x`."""
+def is_pinned(deterministic: bool | None) -> bool:
+    """Return whether a call is pinned: by its argument, or else by torch's global setting."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    return deterministic
+
+
+def run_launch(kernel: Autotuner, launch: Launch, pinned: bool) -> None:
+    """Launch on the current device."""
+    if not pinned:
+        kernel[launch.grid](*launch.args, **launch.kwargs)
+        return
+    key = (kernel, *launch.kwargs.values())  # all constexprs; pruning reads nothing else
+    config = _pinned_configs.get(key)
+    if config is None:
+        named = dict(zip(kernel.arg_names, launch.args, strict=False))
+        config = _pinned_configs[key] = kernel.pruned_for(named, launch.kwargs)[0]
+    kernel.fn[launch.grid](*launch.args, **launch.kwargs, **config.all_kwargs())
+
+
+def backward_plan(x: Tensor, num_groups: int, pinned: bool = False) -> GridPlan:
+    """Return the grid plan of the backward kernel for `x`."""
     rows, columns = x.shape
-    count = multiprocessors or sm_count(x.device)
+    on_gpu = x.device.type != "cpu"
+    count = PINNED_SM_COUNT if pinned and on_gpu else sm_count(x.device)
     return _plan(rows // num_groups, num_groups, count, columns, x.dtype)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from safetune.kernels.launches import is_pinned
 from safetune.kernels.operands import (
     in_shape,
     launches_directly,
@@ -20,7 +21,6 @@ from safetune.kernels.operands import (
     with_offset,
 )
 from safetune.kernels.ops import keep_options, norm_backward, norm_gradients, norm_rows, refuse
-from safetune.kernels.pinned import is_pinned
 
 
 class LayerNormFunction(torch.autograd.Function):

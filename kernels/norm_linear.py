@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from safetune.errors import InvalidOperand
-from safetune.kernels.launches import check_kind
+from safetune.kernels.launches import check_kind, is_pinned
 from safetune.kernels.operands import (
     as_rows,
     refuse_tangents,
@@ -22,7 +22,6 @@ from safetune.kernels.operands import (
     with_offset,
 )
 from safetune.kernels.ops import fake_forward, keep_norm, norm_forward, norm_gradients
-from safetune.kernels.pinned import is_pinned
 
 
 def _norm_linear(

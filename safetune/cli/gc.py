@@ -11,17 +11,9 @@ import click
 
 from safetune.cli.stored import json_option, open_store, print_json
 from safetune.cli.tables import counted
-from safetune.errors import InvalidSetting
 from safetune.settings import parse_size
 
 _DAY_S = 86_400.0
-
-
-def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else parse_size("--max-size", value)
-    except InvalidSetting as error:
-        raise click.BadParameter(str(error), param=parameter) from error
 
 
 @click.command("gc")
@@ -39,7 +31,6 @@ def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> in
 @click.option(
     "--max-size",
     metavar="SIZE",
-    callback=_size,
     help="Delete the oldest keys until the database has about this size.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
@@ -47,7 +38,7 @@ def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> in
 def gc(
     older_than: float | None,
     dead_toolchains: bool,
-    max_size: int | None,
+    max_size: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -62,7 +53,7 @@ def gc(
     rule = Rule(
         before=None if older_than is None else time.time() - older_than * _DAY_S,
         triton=metadata.version("triton") if dead_toolchains else None,
-        most_bytes=max_size,
+        most_bytes=None if max_size is None else parse_size("--max-size", max_size),
     )
     swept = sweep(open_store(), rule, dry_run)
     if as_json:

@@ -57,8 +57,9 @@ def _clash(clash: Kind, name: str, view: View, watch: Watch) -> Finding | None:
         return None
     mask = _elements(view, watch, times.clashes[clash])
     places = tuple(_clash_place(clash, view, index, watch) for index in _some(mask))
-    found = _finding(clash, name, mask, places)
-    return None if found is None else replace(found, most_programs=_most(clash, view, watch))
+    if not places:
+        return None  # the clash is in another view of the same storage
+    return replace(_finding(clash, name, mask, places), most_programs=_most(clash, view, watch))
 
 
 def _most(clash: Kind, view: View, watch: Watch) -> int:
@@ -190,8 +191,6 @@ def _some(mask: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(map(int, found[row])) for row in np.sort(first)[:_MOST_PLACES]]
 
 
-def _finding(kind: Kind, name: str, mask: np.ndarray, places: tuple[Place, ...]) -> Finding | None:
-    if not places:
-        return None  # the clash is in another view of the same storage
+def _finding(kind: Kind, name: str, mask: np.ndarray, places: tuple[Place, ...]) -> Finding:
     rows = int(mask.reshape(-1, mask.shape[-1]).any(axis=1).sum()) if mask.ndim > 1 else 1
     return Finding(kind, name, int(mask.sum()), rows, places)

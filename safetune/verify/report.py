@@ -30,6 +30,7 @@ _WORDS = {
     Kind.OVERLAP: "stored by several programs",
     Kind.MIXED: "stored and atomically updated by different programs",
     Kind.READ_WRITE: "read and written by different programs",
+    Kind.GAP: "written inside its storage, but outside every argument",
     Kind.UNWRITTEN: "never written",
 }
 
@@ -96,8 +97,6 @@ class Finding:
         if self.kind is Kind.OUTSIDE:
             what = {"read": "read", "poll": "read", "store": "stored"}.get(self.access, "updated")
             what += " outside its storage" if self.argument else " outside every argument"
-        elif self.kind is Kind.GAP:
-            what = "written inside its storage, but outside every argument"
         if self.most_programs > 2:
             what += f", up to {self.most_programs} of them"
         first = f"{self.argument or 'no argument'}: {count} {what}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from safetune.kernels import LayerNorm, group_norm_linear, launches, layer_norm, pinned
+from safetune.kernels import LayerNorm, group_norm_linear, launches, layer_norm
 from safetune.kernels.configs import BACKWARD_CONFIGS, FINALIZE_CONFIGS, FORWARD_CONFIGS
 from safetune.kernels.launches import Launch
 from safetune.kernels.layer_norm import (
@@ -93,8 +93,7 @@ def test_the_grid_is_the_same_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     plans = []
     for count in (108, 132, 188):
         monkeypatch.setattr(launches, "sm_count", lambda device, count=count: count)
-        counts = (None, pinned.multiprocessors(x, True))
-        plans.append([launches.backward_plan(x, 1, count) for count in counts])
+        plans.append([launches.backward_plan(x, 1, pinned) for pinned in (False, True)])
     free, fixed = zip(*plans, strict=True)
     assert len(set(free)) == 3
     assert set(fixed) == {free[1]}  # the H100's
@@ -114,7 +113,7 @@ def test_the_pinned_config_is_the_first_that_is_not_pruned(columns: int) -> None
             return {(1,): lambda *args, **options: chosen.append(options)}
 
     constexprs = {"COLUMNS": columns}
-    pinned.run_launch(Recorder(), Launch((1,), (), constexprs), True)
+    launches.run_launch(Recorder(), Launch((1,), (), constexprs), True)
     first = kernel.pruned_for({}, constexprs)[0]
     assert chosen == [{**constexprs, **first.all_kwargs()}]
 
