@@ -49,7 +49,7 @@ _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 _KEYS = f"{KEY.select} WHERE name = ifnull(?, name) ORDER BY name, rowid"
 _OF_NAME = "JOIN key ON key.digest = {0}.key WHERE key.name = ifnull(?, key.name)"
 _CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} {_BEST_FIRST}"
-_TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.rowid"
+_TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.generation, trial.rowid"
 _RELATED = "key.kernel = ? AND key.device = ?"
 _RELATED_KEYS = f"{KEY.select} WHERE {_RELATED} ORDER BY rowid"
 _RELATED_CHOICES = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import sqlite3
 
 _SQLITE = b"SQLite format 3\0"
-_generation = operator.attrgetter("generation")
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def of_store(store: Store) -> Collected:
     contended = {
         (key.digest, trial.config_digest)
         for key, trials in store.trials_of()
-        for trial in {t.config_digest: t for t in sorted(trials, key=_generation)}.values()
+        for trial in {t.config_digest: t for t in trials}.values()  # the latest
         if trial.outcome.marked(Mark.CONTENDED)
     }
     found = Collected()
