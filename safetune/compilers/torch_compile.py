@@ -168,11 +168,11 @@ def best_first(
     key = readable_key(tuner.keys, tuner.arg_names, _arguments(facts))
     choice = resolve.stored(tuner, request, lookup, key)
     if choice is None:
-        order = [found.config for found in candidates.fallbacks(request, lookup.store)]
+        order = list(candidates.best_first(request, lookup.store)) or [request.configs[0]]
         missed(tuner, request, order[0], lookup.store)
         return compilable(tuner, order)
     if lost_options(choice):
-        order = [choice, *candidates.next_best(request, lookup.store)]
+        order = [choice, *candidates.best_first(request, lookup.store, measured_first=True)]
         return (compilable(tuner, order)[0],)
     return compilable(tuner, [choice])
 

@@ -41,15 +41,8 @@ class Substitute:
 
 
 def fallback(request: TuningRequest, store: Store) -> Config:
-    """Return the config to launch with for now: the first of `fallbacks`."""
-    return fallbacks(request, store)[0].config
-
-
-def fallbacks(request: TuningRequest, store: Store) -> list[Substitute]:
-    """Return the configs that an untuned key can launch, best first; at least one."""
-    outcomes = known_outcomes(request, store)
-    found = list(ranked(request, outcomes, _related_in(store, request)))
-    return found or [first_config(request)]
+    """Return the config to launch with for now."""
+    return next(best_first(request, store), request.configs[0])
 
 
 def best_known(request: TuningRequest, lookup: Lookup) -> Config:
@@ -70,12 +63,18 @@ def best_known(request: TuningRequest, lookup: Lookup) -> Config:
     return best.config
 
 
-def next_best(request: TuningRequest, store: Store) -> Iterator[Config]:
-    """Yield the configs to launch instead of a choice that cannot be launched, best first."""
-    outcomes = known_outcomes(request, store)
-    related = _related_in(store, request)
-    for substitute in ranked(request, outcomes, related, measured_first=True):
-        yield substitute.config
+def best_first(
+    request: TuningRequest, store: Store, measured_first: bool = False
+) -> Iterator[Config]:
+    """Yield the configs that a key without a choice can launch, as `ranked` orders them.
+
+    The related choices are those of the store for the same toolchain.
+    """
+    key, toolchain = request.key, request.key.toolchain.record()
+    stored = store.related(key.kernel.digest, key.device.digest)
+    related = [source for source in stored if source.toolchain == toolchain]
+    for found in ranked(request, known_outcomes(request, store), related, measured_first):
+        yield found.config
 
 
 def ranked(
@@ -161,14 +160,6 @@ def comparable(
         same = (source.call.get("dtypes"), source.call.get("options"))
         if config is not None and same == (record["dtypes"], record["options"]):
             yield config, source
-
-
-def _related_in(store: Store, request: TuningRequest) -> list[RelatedChoice]:
-    """Return the choices in a store for the request's kernel, device and toolchain."""
-    key = request.key
-    found = store.related(key.kernel.digest, key.device.digest)
-    toolchain = key.toolchain.record()
-    return [source for source in found if source.toolchain == toolchain]
 
 
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:

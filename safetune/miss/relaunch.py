@@ -8,6 +8,7 @@ shared memory for the next.
 from __future__ import annotations
 
 import functools
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -126,24 +127,20 @@ def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> boo
     """Whether the caller's grid or a heuristic raised `error`, or a function that they called."""
     functions = [kwargs.get("grid"), *inner_heuristics(kernel).values()]
     codes = {code for function in functions for code in _codes(function)}
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code in codes:
-            return True
-        trace = trace.tb_next
-    return False
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _candidates(tuner: Tuner, args: Args, kwargs: Kwargs) -> Iterator[Config]:
     """Return the configs to try instead, best first."""
-    from safetune.miss.candidates import next_best
+    from safetune.miss.candidates import best_first
     from safetune.miss.resolve import Miss, why_not_isolated
     from safetune.store.lookup import open_lookup
 
     miss = Miss(tuner, args, kwargs)
     if tuner.isolation == "inline" or why_not_isolated(miss.call):
         return iter(miss.configs())
-    return next_best(miss.request(), open_lookup(Settings.current()).store)
+    store = open_lookup(Settings.current()).store
+    return best_first(miss.request(), store, measured_first=True)
 
 
 def _codes(function: Any) -> Iterator[Any]:

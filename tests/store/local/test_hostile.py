@@ -132,7 +132,7 @@ def test_a_run_gets_a_declared_config(opened, rows_of) -> None:
     assert found is None or found in REQUEST.configs
     assert candidates.fallback(REQUEST, opened.store) in REQUEST.configs
     assert all(config in REQUEST.configs for config in itertools.islice(
-        candidates.next_best(REQUEST, opened.store), 20))  # fmt: skip
+        candidates.best_first(REQUEST, opened.store, measured_first=True), 20))  # fmt: skip
     assert 0 <= opened.store.generation(REQUEST.key.digest) <= 10**12
     for stored_choice in opened.store.choices():
         assert isinstance(stored_choice.choice, ChoiceRecord)
