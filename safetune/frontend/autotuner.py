@@ -37,11 +37,12 @@ from safetune.settings import (
     parse_optional,
 )
 from safetune.tuning.requests import Limits
+from safetune.workload import DeclaredWorkload
 
 if TYPE_CHECKING:
     from safetune.compilers.resolve import Resolved
     from safetune.keys.tuning_key import KernelIdentity
-    from safetune.workload import DeclaredWorkload, WorkloadFunction
+    from safetune.workload import WorkloadFunction
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -239,10 +240,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self.key_report
 
     def workload(
-        self,
-        function: WorkloadFunction | None = None,
-        *,
-        dtypes: Iterable[str] = (),
+        self, function: WorkloadFunction | None = None, *, dtypes: Iterable[str] = ()
     ) -> Any:
         """Declare what `safetune tune` runs for this kernel; a decorator.
 
@@ -252,8 +250,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             dtypes: names of the torch dtypes to tune for, e.g. `("float16", "float32")`. Default:
                 float32 in the interpreter, bfloat16 on a GPU.
         """
-
-        from safetune.workload import DeclaredWorkload
 
         def register(declared: WorkloadFunction) -> WorkloadFunction:
             self.workloads.append(DeclaredWorkload(declared, tuple(dtypes)))
