@@ -2,7 +2,7 @@
 
 Two kinds of child run this loop. A compile child sees no GPU, has no torch, and gets `Compile` jobs
 on the kernel that came with its `Start`. A measuring child gets a `Prepare`, which rebuilds a call,
-then `Resolve` and `Measure` jobs on its configs. An exception of a job is an answer; a crash or a
+then `Specify` and `Measure` jobs on its configs. An exception of a job is an answer; a crash or a
 hang is found by the parent.
 """
 
@@ -67,8 +67,8 @@ class _Worker:
                 return self._prepare(job, fds), b""
             case protocol.Compile():
                 return self._compile(job.spec), b""
-            case protocol.Resolve() if self._session is not None:
-                return self._session.resolve(job.config)
+            case protocol.Specify() if self._session is not None:
+                return self._session.spec_of(job.config)
             case protocol.Measure() if self._session is not None:
                 return self._session.measure(job), b""
             case _:

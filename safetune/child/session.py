@@ -50,7 +50,7 @@ class Session:
         if call.hooks.reference is not None:
             self._outputs.expect(call.hooks.reference(dict(self._named)))
 
-    def resolve(self, config: int) -> tuple[Answer, bytes]:
+    def spec_of(self, config: int) -> tuple[Answer, bytes]:
         """Return what a compiler needs for a config, after its heuristics and hooks have run."""
         launch = ConfigLaunch(self._call, self._configs[config], self._grids[config])
         jit, _ = base_function(self._call.kernel)

@@ -36,8 +36,8 @@ def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) ->
     return kernel_pickle.pack(spec, f"the constants of {jit.__name__}", by_value=[jit.fn])
 
 
-class CallerResolver:
-    """Resolves the configs of a call in the caller, if the result is certain to be the child's.
+class CallerSpecs:
+    """The specs of a call's configs, made in the caller if they are certain to be the child's.
 
     The caller's own objects are not changed, because other threads may be launching them.
     """
@@ -47,7 +47,7 @@ class CallerResolver:
         self._kernel, self._jit = triton_internals.private_copy(call.kernel)
         self._usable = self._jit is not None and _plain(call, self._jit)
 
-    def resolve(self, config: Config) -> bytes | None:
+    def spec_of(self, config: Config) -> bytes | None:
         """Return what `capture_spec` returns in the measuring child; None if only the child can."""
         jit = self._jit
         if not self._usable or jit is None or config.pre_hook is not None:

@@ -41,13 +41,13 @@ class Shadow:
     Attributes:
         tuner: safetune's tuner; None where the kernel is left to Triton with these settings.
         made_from: the kernel's settings at that time.
-        settled: choices of the shadow tuner in the kernel's own cache, by Triton's key.
+        published: choices of the shadow tuner in the kernel's own cache, by Triton's key.
     """
 
     def __init__(self, kernel: Any, tuner: Any) -> None:
         self.tuner = tuner
         self.made_from = _settings(kernel)
-        self.settled: dict[Any, Config] = {}
+        self.published: dict[Any, Config] = {}
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a tuner that was pickled gets another
@@ -58,13 +58,13 @@ class Shadow:
         kernel.best_config = self.tuner.best_config
         return launched
 
-    def settle(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def publish(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
         tuner = self.tuner
         choice = tuner.cache.get(tuner.shapes.of(args, kwargs).key(args, kwargs))
         if choice is None:
             return
-        self.settled[key] = kernel.cache[key] = choice
+        self.published[key] = kernel.cache[key] = choice
         for name in ("configs_timings", "bench_time"):
             if hasattr(tuner, name):
                 setattr(kernel, name, getattr(tuner, name))
@@ -88,13 +88,13 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
         named = named_arguments(self.arg_names, args, kwargs)
         key = triton_key(self.keys, self.arg_names, named)
         known = self.cache.get(key)
-        if known is not None and known is not shadow.settled.get(key):  # the library's own
+        if known is not None and known is not shadow.published.get(key):  # the library's own
             name = kernel_name(self)
             installation.given[name] = installation.given.get(name, 0) + 1
             return run(self, *args, **kwargs)
         launched = shadow.launch(self, args, kwargs)
         if self.cache.get(key) is not self.best_config:  # the first choice, or one by `sync`
-            shadow.settle(self, key, args, kwargs)
+            shadow.publish(self, key, args, kwargs)
         return launched
 
     @functools.wraps(bench)

@@ -70,9 +70,9 @@ class MeasuringChild:
             self._child = self._prepared(self._fds) if coming is None else coming.result()
         return self._child
 
-    def resolve(self, config: int) -> tuple[Outcome, bytes]:
+    def spec_of(self, config: int) -> tuple[Outcome, bytes]:
         """Return what the compiler needs for a config, if the outcome is ok."""
-        answer, blob = self._ask(protocol.Resolve(config))
+        answer, blob = self._ask(protocol.Specify(config))
         return answer.outcome, blob
 
     def measure(

@@ -144,7 +144,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Resolve:
+class Specify:
     """Answer with the bytes that a compiler needs for a config."""
 
     config: int
@@ -161,7 +161,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Compile:
-    """Compile a config from what `Resolve` answers with."""
+    """Compile a config from what `Specify` answers with."""
 
     spec: bytes
 
@@ -171,7 +171,7 @@ class Release:
     """Forget the call or kernel, and exit if no job comes for `IDLE_EXIT_S`."""
 
 
-Job = Start | Prepare | Resolve | Measure | Compile | Release
+Job = Start | Prepare | Specify | Measure | Compile | Release
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _jit_lines(jit: Any, known: dict[Any, dict[str, int] | None]) -> dict[str, i
         name = dotted(call.func)
         if name is None or name.partition(".")[0] in local:
             return set()
-        callee = scope.resolve(call.func)
+        callee = scope.value_of(call.func)
         inner = getattr(callee, "fn", None)
         if not inspect.isfunction(inner) or is_foreign(inner.__module__):
             return set()

@@ -198,7 +198,7 @@ def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Us
     location = f"{Path(function.__code__.co_filename).name}:{{}}"
     if isinstance(value, ast.Lambda):
         return _usage_of_argument(f"{label} ({location})", value, 0)
-    known = Scope(function).resolve(value)
+    known = Scope(function).value_of(value)
     if known is MISSING:
         return Usage(everything=f"{label} ({location.format(value.lineno)})")
     found = Usage()

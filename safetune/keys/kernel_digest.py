@@ -261,7 +261,7 @@ def _resolve(node: ast.AST, scope: Scope) -> Any:
         if owner is MISSING or (isinstance(owner, ModuleType) and is_foreign(owner.__name__)):
             return MISSING
         return getattr(owner, node.attr, MISSING)
-    return scope.resolve(node)
+    return scope.value_of(node)
 
 
 def is_foreign(module: str | None) -> bool:

@@ -143,12 +143,12 @@ class Scope:
             return self._closure[name]
         return self._globals.get(name, MISSING)
 
-    def resolve(self, node: ast.AST) -> Any:
+    def value_of(self, node: ast.AST) -> Any:
         """Return the value of a dotted name, or `MISSING` for any other expression."""
         if isinstance(node, ast.Name):
             return self.lookup(node.id)
         if isinstance(node, ast.Attribute):
-            owner = self.resolve(node.value)
+            owner = self.value_of(node.value)
             return MISSING if owner is MISSING else getattr(owner, node.attr, MISSING)
         return MISSING
 

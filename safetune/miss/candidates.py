@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -149,17 +149,20 @@ def _chosen_elsewhere(
 def comparable(
     request: TuningRequest, related: Iterable[RelatedChoice]
 ) -> Iterator[tuple[Config, RelatedChoice]]:
-    """Yield the choices that are one of a request's configs, for calls of its dtypes and options.
+    """Yield the choices that are one of a request's configs, each with that config.
 
-    Each with the config of the request.
+    Their calls differ from the request's in the values only.
     """
-    record = request.key.record()
+    call = _without_values(request.key.record())
     configs = {config_digest(config): config for config in request.configs}
     for source in related:
         config = configs.get(source.choice.config_digest)
-        same = (source.call.get("dtypes"), source.call.get("options"))
-        if config is not None and same == (record["dtypes"], record["options"]):
+        if config is not None and _without_values(source.call) == call:
             yield config, source
+
+
+def _without_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {part: value for part, value in call.items() if part != "values"}
 
 
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:

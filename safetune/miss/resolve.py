@@ -220,7 +220,7 @@ def stored(
             request.key,
         )
         return None
-    lookup.adopt(choice)
+    lookup.remember(choice)
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     found = lookup.store.outcomes(request.key.digest)
     known = [(configs[digest], found[digest]) for digest in found if digest in configs]

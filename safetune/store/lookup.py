@@ -126,7 +126,8 @@ class Lookup:
     """The choices of this process, and the stores in which it looks for missing ones.
 
     A choice that the process has launched stays in its memory: a newer generation of another
-    process is never picked up in the middle of a run.
+    process is never picked up in the middle of a run. `KeyState` knows this for one tuner; here it
+    holds for all tuners of a kernel, `torch.compile` and `resolve()`.
     """
 
     def __init__(self, store: Store, directories: Sequence[Path] | None = None) -> None:
@@ -146,8 +147,8 @@ class Lookup:
             declared: digest over the list of configs; a choice made from another one does not
                 count.
 
-        The caller looks for its config among the declared ones, and then calls `adopt`. The local
-        store is first brought up to date with the shared one, at most once a minute.
+        The caller looks for its config among the declared ones, and then calls `remember`. The
+        local store is first brought up to date with the shared one, at most once a minute.
         """
         known = self._memory.get((key.digest, declared))
         if known is not None:
@@ -169,7 +170,7 @@ class Lookup:
         stored = self.store.related(key.kernel.digest, key.device.digest)
         return [*stored, *self._packs.related(key)]
 
-    def adopt(self, choice: ChoiceRecord) -> None:
+    def remember(self, choice: ChoiceRecord) -> None:
         """Keep a valid choice in memory, in place of an earlier one."""
         self._memory[choice.key, choice.declared] = choice
 

@@ -146,9 +146,9 @@ class LaunchBench:
         """Give the pool each config that resolves; yield the others."""
         unknown = []
         with self._phase("resolve"):
-            resolver = compile_spec.CallerResolver(self._request.call)
+            in_caller = compile_spec.CallerSpecs(self._request.call)
             for index in configs:
-                spec = resolver.resolve(self._request.configs[index])
+                spec = in_caller.spec_of(self._request.configs[index])
                 if spec is None:
                     unknown.append(index)
                 else:
@@ -156,7 +156,7 @@ class LaunchBench:
         for index in unknown:
             self.wait()
             with self._phase("resolve"):
-                outcome, spec = self._child.resolve(index)
+                outcome, spec = self._child.spec_of(index)
                 if outcome.ok:
                     pool.add(index, spec)
             if not outcome.ok:

@@ -27,7 +27,7 @@ from safetune.child.session import ConfigLaunch
 from safetune.errors import WorkerUnavailable
 from safetune.inputs import compile_spec, kernel_pickle
 from safetune.inputs.call import Call, Hooks
-from safetune.inputs.compile_spec import CallerResolver, capture_spec
+from safetune.inputs.compile_spec import CallerSpecs, capture_spec
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import child_handle
 from safetune.keys.kernel_digest import base_function, kernel_identity
@@ -218,7 +218,7 @@ def test_the_caller_resolves_as_the_child_does(name: str) -> None:
     before = {key: (id(value), repr(value)) for key, value in vars(jit).items()}
     config = triton.Config(dict(case.options), **dict(case.config))
 
-    spec = CallerResolver(call).resolve(config)
+    spec = CallerSpecs(call).spec_of(config)
 
     assert spec is not None
     assert {key: (id(value), repr(value)) for key, value in vars(jit).items()} == before
@@ -227,8 +227,8 @@ def test_the_caller_resolves_as_the_child_does(name: str) -> None:
 
 def test_each_config_gets_its_own_spec() -> None:
     call = call_of(CASES["heuristics"])
-    resolver = CallerResolver(call)
-    specs = [resolver.resolve(triton.Config({}, num_warps=warps)) for warps in (1, 2, 4)]
+    in_caller = CallerSpecs(call)
+    specs = [in_caller.spec_of(triton.Config({}, num_warps=warps)) for warps in (1, 2, 4)]
     options = [kernel_pickle.unpack(spec)[3]["num_warps"] for spec in specs if spec]
     assert options == [1, 2, 4]
 
@@ -255,17 +255,17 @@ LEFT_TO_THE_CHILD: dict[str, Callable[[Call], Call]] = {
 def test_calls_with_hooks_are_resolved_in_the_child(why: str) -> None:
     call = call_of(CASES["positional"])
     config = triton.Config({"BLOCK": 64})
-    assert CallerResolver(call).resolve(config) is not None
-    assert CallerResolver(LEFT_TO_THE_CHILD[why](call)).resolve(config) is None
+    assert CallerSpecs(call).spec_of(config) is not None
+    assert CallerSpecs(LEFT_TO_THE_CHILD[why](call)).spec_of(config) is None
 
 
 def test_configs_and_kernels_with_hooks_are_left_to_the_child() -> None:
     call = call_of(CASES["positional"])
-    resolver = CallerResolver(call)
-    assert resolver.resolve(triton.Config({"BLOCK": 64}, pre_hook=HOOK)) is None
-    assert resolver.resolve(triton.Config({"BLOCK": 64})) is not None
+    in_caller = CallerSpecs(call)
+    assert in_caller.spec_of(triton.Config({"BLOCK": 64}, pre_hook=HOOK)) is None
+    assert in_caller.spec_of(triton.Config({"BLOCK": 64})) is not None
     call.kernel.add_pre_run_hook(HOOK)
-    assert CallerResolver(call).resolve(triton.Config({"BLOCK": 64})) is None
+    assert CallerSpecs(call).spec_of(triton.Config({"BLOCK": 64})) is None
 
 
 def test_interrupts_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_interrupts_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(CASES["positional"])
     call = replace(call, kernel=heuristic(call.kernel, FLAG=interrupted))
     with pytest.raises(KeyboardInterrupt):
-        CallerResolver(call).resolve(triton.Config({"BLOCK": 64}))
+        CallerSpecs(call).spec_of(triton.Config({"BLOCK": 64}))
 
 
 def matmul(x, y, out, BLOCK: tl.constexpr):

@@ -24,7 +24,7 @@ from safetune.isolation.protocol import (
     Prepare,
     ProtocolError,
     Release,
-    Resolve,
+    Specify,
     Start,
 )
 from safetune.outcome import Mark, Outcome, Timing, Verdict
@@ -129,7 +129,7 @@ def test_an_answer_survives_the_pipe() -> None:
     [
         Start({"A": "b"}, ["p"], ["a", "v"], "d", {"runtime": {"debug": True}}, 5),
         Prepare(b"call", {"blocks": []}, -1, [(1, 2)], atomics=True),
-        Resolve(3),
+        Specify(3),
         Measure(3, Budget(best_ms=0.5), (REPORT.new_group,)),
         Measure(3),
         Compile(b"spec"),

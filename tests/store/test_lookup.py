@@ -57,7 +57,7 @@ def test_memory_is_asked_before_the_store(store, records):
     assert lookup.find(KEY, "declared") is None
     store.put_choice(records.choice("stored", KEY.digest))
     assert lookup.find(KEY, "declared").config_digest == "stored"
-    lookup.adopt(records.choice("adopted", KEY.digest))
+    lookup.remember(records.choice("adopted", KEY.digest))
     assert lookup.find(KEY, "declared").config_digest == "adopted"
     lookup.forget(KEY.digest, "declared")
     lookup.forget(KEY.digest, "declared")
@@ -67,14 +67,14 @@ def test_memory_is_asked_before_the_store(store, records):
 def test_a_choice_from_another_list_of_configs_is_not_found(store, records):
     lookup = Lookup(store)
     store.put_choice(records.choice("stored", KEY.digest))
-    lookup.adopt(records.choice("adopted", KEY.digest))
+    lookup.remember(records.choice("adopted", KEY.digest))
     assert lookup.find(KEY, "another list") is None
 
 
 def test_a_newer_generation_is_not_picked_up_in_the_middle_of_a_run(store, records):
     lookup = Lookup(store)
     store.put_choice(records.choice("c1", KEY.digest))
-    lookup.adopt(lookup.find(KEY, "declared"))
+    lookup.remember(lookup.find(KEY, "declared"))
     store.put_choice(records.choice("c2", KEY.digest, generation=2))
     assert lookup.find(KEY, "declared").config_digest == "c1"
     assert Lookup(store).find(KEY, "declared").config_digest == "c2"
@@ -228,7 +228,7 @@ os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
 device, toolchain = Device("H100", "90", 132, 232448), Toolchain("3.9.0", "ptxas", "cuda:90:32")
 key = TuningKey(KernelIdentity("add", "kernel"), (), (), (), device, toolchain)
 lookup = open_lookup(Settings.current())
-lookup.adopt(lookup.store.put_choice(replace(choice("c1"), key=key.digest)))
+lookup.remember(lookup.store.put_choice(replace(choice("c1"), key=key.digest)))
 pid = os.fork()
 if pid == 0:
     assert open_lookup(Settings.current()) is lookup
