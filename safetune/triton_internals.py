@@ -95,8 +95,7 @@ def hash_own_files() -> None:
 class Launcher:
     """How a compiled kernel is launched: `run(x, y, z, stream, *head, *arguments)`.
 
-    Attributes:
-        together: whether the kernel's own arguments are one tuple.
+    With `together` the kernel's own arguments are one tuple.
     """
 
     run: Function
@@ -107,10 +106,7 @@ class Launcher:
 def launcher(kernel: Any, with_scratch: Callable[..., Any]) -> Launcher | None:
     """Return how to launch a kernel where there are no hooks; None where only Triton knows.
 
-    Without hooks nothing asks for launch metadata.
-
-    Args:
-        with_scratch: calls its first argument, with an allocator for scratch memory.
+    `with_scratch` calls its first argument, with an allocator for scratch memory.
     """
     run, metadata = kernel.run, kernel.metadata
     if getattr(metadata, "profile_scratch_size", 0):
@@ -239,12 +235,8 @@ def has_launch_hooks(jit: Any) -> bool:
 
 
 def compile_arguments(jit: Any, launch: Callable[[], object], device: int) -> tuple[Any, ...]:
-    """Run `launch` up to Triton's compile step, and return what it would compile.
-
-    Nothing is compiled, loaded or launched.
-
-    Returns:
-        The signature, the constants, the attributes, the options and the target.
+    """Run `launch` up to Triton's compile step, and return what it would compile: the signature,
+    the constants, the attributes, the options and the target.
     """
     captured: list[tuple[Any, ...]] = []
 

@@ -72,11 +72,7 @@ class OutputCheck:
         self._compared = list(first.values())
 
     def expect(self, expected: Mapping[str, Any]) -> None:
-        """Compare every later launch with these values, by argument name.
-
-        Raises:
-            ValueError: a name is not a tensor argument's, or a shape is not its tensor's.
-        """
+        """Compare every later launch with these values, by argument name; raises `ValueError`."""
         for name, value in expected.items():
             owners = enumerate(self._names)
             index = next((i for i, names in owners if name in names.split(", ")), None)
@@ -92,12 +88,8 @@ class OutputCheck:
     def examine(self, launch: Callable[[], object], groups: Sequence[Group]) -> OutputReport:
         """Launch a config a few times from the caller's bits and report what it has written.
 
-        Args:
-            launch: returns when the device has finished.
-            groups: those seen so far, the largest first.
-
-        Raises:
-            OutOfBounds, WrongResult, and what `launch` raises.
+        `launch` returns when the device has finished; the largest of `groups` comes first. Raises
+        `OutOfBounds`, `WrongResult`, and what `launch` raises.
         """
         start = time.perf_counter()
         self._run(launch)

@@ -7,10 +7,11 @@ starts from the same bits of it, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+from triton.runtime.autotuner import Config
 
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting
@@ -20,35 +21,19 @@ from safetune.inputs.snapshot import Snapshot
 from safetune.inputs.spans import Absent, Layout
 
 
-@dataclass(frozen=True)
-class Rebuilt:
-    """A call in the child.
+def rebuild(layout: Layout, blob: bytes, fd: int) -> tuple[Arguments, Call, list[Config], Any]:
+    """Return the tensors in the memory file `fd`, the packed call with them, and its configs.
 
-    Attributes:
-        arguments: its tensors.
-        configs: those that came with it.
-        kept: what addresses in the inputs may point to.
-    """
+    Last comes what addresses in the inputs may point to.
 
-    arguments: Arguments
-    call: Call
-    configs: list[Any]
-    kept: Any = None
-
-
-def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:
-    """Rebuild a packed call, with tensors from the memory file `fd`.
-
-    Raises:
-        InvalidSetting: the `inputs=` factory raised, or did not return what the call needs.
+    Raises `InvalidSetting` where `inputs=` raises, or does not return what the call needs.
     """
     arguments = Arguments(layout, fd)
-    absent = layout.absent
-    metas = {number: _meta(tensor) for number, tensor in absent.items()}
+    metas = {number: _meta(tensor) for number, tensor in layout.absent.items()}
     call, configs = kernel_pickle.unpack(blob, _merged(arguments.tensors, metas))
     if call.hooks.inputs is None:
-        return Rebuilt(arguments, call, configs)
-    made = _made(call, {id(meta): absent[number] for number, meta in metas.items()})
+        return arguments, call, configs, None
+    made = _made(call, {id(meta): layout.absent[number] for number, meta in metas.items()})
     table = kernel_pickle.TensorTable()
     captured = [table.number(tensor) for tensor in arguments.tensors]
     packed = kernel_pickle.pack(made, "what `inputs=` returned", table)
@@ -60,7 +45,7 @@ def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:
     call, configs = kernel_pickle.unpack(blob, _merged(hooks, metas))
     values = kernel_pickle.unpack(packed, arguments.tensors)
     args, kwargs = call.with_values(values)
-    return Rebuilt(arguments, replace(call, args=args, kwargs=kwargs), configs, kept)
+    return arguments, replace(call, args=args, kwargs=kwargs), configs, kept
 
 
 def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:

@@ -33,11 +33,10 @@ class Session:
         if job.index >= 0:
             self._uuid = backend.named(job.backend).use(job.index)
             scratch_memory.serve_profiles()
-        rebuilt = rebuild_call.rebuild(job.layout, job.packed, arguments_fd)
-        self._arguments = rebuilt.arguments
-        self._call = call = rebuilt.call
-        self._configs: list[Config] = rebuilt.configs
-        self._kept = rebuilt.kept
+        self._arguments, call, self._configs, self._kept = rebuild_call.rebuild(
+            job.layout, job.packed, arguments_fd
+        )
+        self._call = call
         self._grids = job.grids
         self._named = call.named()
         restored = {name: self._named.get(name) for name in call.hooks.restore_value}

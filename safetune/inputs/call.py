@@ -152,10 +152,7 @@ def grid_of(call: Call, config: Config, on_read: Callable[[set[str]], None]) -> 
 def checked_grid(grid: Any) -> Any:
     """Return a grid as a tuple of up to three integers, or a function that returns one.
 
-    A single integer is a grid of one dimension, as for `jax_triton`.
-
-    Raises:
-        InvalidSetting: the grid, or the result of the function, is not one.
+    A single integer is a grid of one dimension, as for `jax_triton`. Raises `InvalidSetting`.
     """
     if callable(grid):
         return lambda arguments: checked_grid(grid(arguments))

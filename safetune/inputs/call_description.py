@@ -66,11 +66,9 @@ def _laid_out(
 def rebuild(
     data: dict[str, Any], device: str, filled: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments like those described.
+    """Return arguments like those described; tensors that were on a GPU are made on `device`.
 
-    Args:
-        device: where tensors are made that were on a GPU.
-        filled: whether their contents will be read.
+    `filled` says whether their contents will be read.
     """
     blocks = [BlockSpec(**block) for block in data["blocks"]]
     views = [TensorSpec.of(view) for view in data["tensors"]]

@@ -43,15 +43,12 @@ def pack(
     tensors: TensorTable | None = None,
     by_value: Iterable[Any] = (),
 ) -> bytes:
-    """Return `value` as bytes for `unpack` in another process.
+    """Return `value` as bytes for `unpack` in another process; raises `KernelNotTransferable`.
 
     Args:
         what: the name of `value` in an error, e.g. `the arguments of add_kernel`.
         tensors: filled with every tensor met; without it a tensor is an error.
         by_value: functions whose modules the other process need not import.
-
-    Raises:
-        KernelNotTransferable: something in `value` cannot be rebuilt elsewhere.
     """
     modules = _own_modules(by_value)
     try:

@@ -87,10 +87,9 @@ def _cgroup_free(root: Path, own: Path) -> Iterator[int]:
             top = root / "memory" if "memory" in controllers.split(",") else root
             group = top / path.lstrip("/")
             for folder in (group, *group.parents):
-                if top not in (folder, *folder.parents):
-                    break
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    yield _left(folder)
+                if folder.is_relative_to(top):
+                    with contextlib.suppress(OSError, ValueError, KeyError):
+                        yield _left(folder)
 
 
 def _left(folder: Path) -> int:

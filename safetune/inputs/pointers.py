@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from safetune.errors import NotReproducible
-from safetune.inputs.call import Call, leaves
 from safetune.isolation import backend
 
 #: Indices and sizes are below these addresses, most hashes and times above them.
@@ -22,12 +21,6 @@ _LOWEST, _HIGHEST = 1 << 32, 1 << 56
 #: The most distinct values of a tensor that are looked up, and the most plausible ones among which
 #: they are chosen.
 _ASKED, _LOOKED_AT = 1024, 1 << 20
-
-
-def check_numbers(call: Call) -> None:
-    """Raise `NotReproducible` for an address among the Python integers of a call."""
-    for name, argument in call.named().items():
-        check(name, filter(is_plausible, leaves(argument)), call.interpreted)
 
 
 def check(name: str, numbers: Iterable[int], interpreted: bool) -> None:

@@ -5,7 +5,7 @@ Random values have the mean, spread and range of the sample, so positive inputs 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -23,18 +23,6 @@ _REAL = {
 _RUNS, _RUN = 16, 4096
 #: Elements drawn at once, so that they take little memory besides the block.
 _CHUNK = 1 << 24
-
-
-def chosen(sizes: Sequence[int], drawable: Collection[int], limit: int) -> list[int]:
-    """Return the blocks to draw, the largest first, until the others have `limit` bytes at most."""
-    total = sum(sizes)
-    blocks = []
-    for index in sorted(drawable, key=lambda index: (-sizes[index], index)):
-        if total <= limit:
-            break
-        blocks.append(index)
-        total -= sizes[index]
-    return blocks
 
 
 def is_drawable(views: Iterable[TensorSpec], misalignment: int) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from safetune.inputs import memory_budget, pointers, random_inputs, spans
-from safetune.inputs.call import Call, owners_of
+from safetune.inputs.call import Call, leaves, owners_of
 from safetune.inputs.spans import ALIGNMENT, Absent, BlockSpec, Layout, Noise, Span, TensorSpec
 from safetune.settings import Settings
 
@@ -32,14 +32,15 @@ def copy_inputs(
 
     Raises:
         NotReproducible: an argument holds addresses, or the copies do not fit.
-        KernelNotTransferable: a tensor has no plain storage.
     """
     owners = owners_of(call.named(), tensors)
     made = call.hooks.inputs is not None
     kept = [i for i, owner in enumerate(owners) if not (made and owner)]
     copied, names = [tensors[i] for i in kept], [owners[i] for i in kept]
     if not made:
-        pointers.check_numbers(call)
+        for name, argument in call.named().items():
+            numbers = filter(pointers.is_plausible, leaves(argument))
+            pointers.check(name, numbers, call.interpreted)
     if not call.interpreted:
         _check_devices(copied, names, free_memory)
     snapshot = Snapshot(copied, names, Settings.current().copy_limit)
@@ -63,12 +64,10 @@ class Snapshot:
         limit: the bytes to copy before float blocks are drawn at random; None copies all.
 
     Attributes:
-        fd: the memory file.
-        layout: its description.
         regenerated: the arguments with a tensor that is not copied but drawn.
 
     Raises:
-        KernelNotTransferable: a tensor has no plain storage (sparse, fake, a wrapper subclass).
+        KernelNotTransferable: a tensor has no plain storage.
         NotReproducible: the host has no memory left for the copy.
     """
 
@@ -161,19 +160,18 @@ def _check_devices(
 def _drawn(
     specs: Sequence[TensorSpec], owners: Sequence[str], merged: Sequence[Span], limit: int | None
 ) -> list[int]:
-    """Return the blocks to draw at random."""
-    if limit is None or sum(span.size for span in merged) <= limit:
-        return []
+    """Return the blocks to draw, the largest first, until the others have `limit` bytes at most."""
     of_hooks = {spec.block for spec, owner in zip(specs, owners, strict=True) if not owner}
-    drawable = [
-        index
-        for index, span in enumerate(merged)
-        if index not in of_hooks
-        and random_inputs.is_drawable(
-            [spec for spec in specs if spec.block == index], span.start % ALIGNMENT
-        )
-    ]
-    return random_inputs.chosen([span.size for span in merged], drawable, limit)
+    left = sum(span.size for span in merged)
+    drawn: list[int] = []
+    for index, span in sorted(enumerate(merged), key=lambda pair: -pair[1].size):
+        if limit is None or left <= limit:
+            break
+        views = [spec for spec in specs if spec.block == index]
+        if index not in of_hooks and random_inputs.is_drawable(views, span.start % ALIGNMENT):
+            drawn.append(index)
+            left -= span.size
+    return drawn
 
 
 def _lay_out(merged: Sequence[Span], noises: Mapping[int, Noise]) -> Iterator[BlockSpec]:

@@ -32,8 +32,7 @@ ALIGNMENT = 512
 class Noise:
     """How the bytes of a block are drawn: normal values of a real dtype, cut to [low, high].
 
-    Attributes:
-        seed: the same bits for every process that draws on the same kind of device.
+    A seed gives the same bits in every process that draws on the same kind of device.
     """
 
     dtype: str
@@ -47,10 +46,7 @@ class Noise:
 @dataclass(frozen=True)
 class BlockSpec:
     """One run of bytes: `size` bytes at `offset` in the memory file, to be placed on `device` at
-    an address that is `misalignment` past a multiple of 512.
-
-    Attributes:
-        noise: how to draw the bytes; they are then not in the file.
+    an address that is `misalignment` past a multiple of 512. With `noise` they are drawn instead.
     """
 
     device: str
@@ -78,11 +74,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Absent:
-    """A tensor of the caller that is not copied: the properties of a meta tensor in its place.
-
-    Attributes:
-        device: its type of device, such as `cpu` or `cuda`.
-    """
+    """A tensor of the caller that is not copied: the properties of a meta tensor in its place."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -98,11 +90,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Layout:
-    """The description of a memory file, by which a child finds a call's tensors in it.
-
-    Attributes:
-        absent: the tensors of the call that are not there, by their number in the call.
-    """
+    """Where a call's tensors are in a memory file, and by their number those that are not."""
 
     blocks: tuple[BlockSpec, ...]
     tensors: tuple[TensorSpec, ...]
@@ -136,19 +124,18 @@ class Span:
 def span_of(tensor: torch.Tensor) -> Span:
     """Return where a tensor's storage is.
 
-    Raises:
-        KernelNotTransferable: it has no plain storage (sparse, fake, a wrapper subclass).
+    Raises `KernelNotTransferable` where it is not plain (sparse, fake, a wrapper subclass).
     """
-    try:
+    found = backend.current()
+    with contextlib.suppress(RuntimeError, NotImplementedError):
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-    except (RuntimeError, NotImplementedError) as error:
-        raise _not_plain(tensor) from error
-    if tensor.device.type != "cpu":
-        found = backend.current()
-        if found is None or tensor.device.type != found.torch_type:
-            raise _not_plain(tensor)
-    return Span(str(tensor.device), start, start + storage.nbytes())
+        if tensor.device.type == "cpu" or (found and tensor.device.type == found.torch_type):
+            return Span(str(tensor.device), start, start + storage.nbytes())
+    raise KernelNotTransferable(
+        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} on {tensor.device} has no plain "
+        'storage to copy; pass its plain tensor, or tune this kernel with isolation="inline"'
+    )
 
 
 def merged_spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
@@ -204,10 +191,3 @@ def reading(device: torch.device) -> contextlib.AbstractContextManager[None]:
     if device.type == "cpu":
         return contextlib.nullcontext()
     return backend.required().reading(device.index)
-
-
-def _not_plain(tensor: torch.Tensor) -> KernelNotTransferable:
-    return KernelNotTransferable(
-        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} on {tensor.device} has no plain "
-        'storage to copy; pass its plain tensor, or tune this kernel with isolation="inline"'
-    )

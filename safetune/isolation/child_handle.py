@@ -83,11 +83,7 @@ def _note_stuck(index: int, pid: int) -> None:
 
 
 class ChildFailed(Exception):
-    """A child did not answer: it died, hung, or sent something else. It has been killed.
-
-    Attributes:
-        outcome: for the job that the child was doing.
-    """
+    """A child did not answer its job: it died, hung, or sent something else. It was killed."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.label)
@@ -98,18 +94,12 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """One forked process and the private pipe to it.
+    """One forked process and the private pipe to it; raises `WorkerUnavailable`.
 
     Args:
         device: the device that it uses, where nothing is tuned while a killed child has not ended.
         forks: the server that forks it.
         started: send `start_job` and wait for its answer; else `start_job` has to be the first job.
-
-    Attributes:
-        unanswered: how many jobs have no answer yet.
-
-    Raises:
-        WorkerUnavailable: it cannot be started.
     """
 
     def __init__(
@@ -161,8 +151,7 @@ class Child:
     def answer(self, timeout_s: float) -> tuple[Answer, bytes]:
         """Return the answer to the first job that has none yet, and its bytes.
 
-        Raises:
-            ChildFailed: there is no answer.
+        Raises `ChildFailed` where there is no answer.
         """
         try:
             header, blob, _ = protocol.receive(self.pipe, timeout_s, self._pidfd)

@@ -49,14 +49,10 @@ class Compiled:
 
 @dataclass
 class _Slot:
-    """A child and its unanswered jobs: a config, or None for `Start` and `Release`.
-
-    Attributes:
-        used: whether an earlier tuning has used the child.
-    """
+    """A child and its unanswered jobs: a config, or None for `Start` and `Release`."""
 
     child: Child
-    used: bool
+    used: bool  # by an earlier tuning
     deadline: float
     jobs: deque[int | None]
 
@@ -104,11 +100,7 @@ class CompilePool:
             self._slots.popitem()[1].child.kill()
 
     def add(self, config: int, spec: bytes) -> None:
-        """Have a config compiled.
-
-        Raises:
-            WorkerUnavailable: no child can be started.
-        """
+        """Have a config compiled; raises `WorkerUnavailable` where no child can be started."""
         self._specs[config] = spec
         self._waiting.append(config)
         self._fill()

@@ -110,7 +110,6 @@ class Cuda:
 
     @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:
-        """See `Backend`."""
         exchange = functools.partial(self._call, "cuThreadExchangeStreamCaptureMode")
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         if exchange(ctypes.byref(mode), known=_NO_CONTEXT):
@@ -134,7 +133,6 @@ class Cuda:
                 yield
 
     def is_known_pointer(self, address: int) -> bool:
-        """See `Backend`."""
         kind = ctypes.c_uint()
         ask = functools.partial(
             self._call,
@@ -179,13 +177,11 @@ class Cuda:
         return ""
 
     def device_name(self, index: int) -> str:
-        """See `Backend`."""
         import torch
 
         return str(torch.cuda.get_device_name(index))
 
     def memory(self, index: int) -> Memory:
-        """See `Backend`."""
         import torch
 
         with self.relaxed_capture():
@@ -201,21 +197,18 @@ class Cuda:
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """See `Backend`."""
         import torch
 
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
     def use(self, index: int) -> str:
-        """See `Backend`."""
         import torch
 
         torch.cuda.set_device(index)
         return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
     def works(self) -> bool:
-        """See `Backend`."""
         import torch
 
         if not torch.cuda.is_initialized():
@@ -284,11 +277,7 @@ class Cuda:
         return self._side_streams[index]
 
     def _call(self, function: str, *arguments: Any, known: Collection[int] = ()) -> int:
-        """Call the driver and return its error, 0 or one of `known`.
-
-        Raises:
-            BackendError: any other error.
-        """
+        """Call the driver and return its error, 0 or one of `known`; others are raised."""
         error = int(getattr(self._library, function)(*arguments))
         if error and error not in known:
             raise BackendError(f"the CUDA driver failed: {function} returned {self._name(error)}")

@@ -39,13 +39,11 @@ class ForkServer:
     """A process that has imported `modules` and forks children; one per parent process.
 
     Safe to use from several threads. A process forked from this one starts a server of its own.
-
-    Attributes:
-        reap_s: how long it waits for the end of a child, which a driver call may hold.
     """
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self._modules = modules
+        #: How long it waits for the end of a child, which a driver call may hold.
         self.reap_s = 10.0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,8 +63,7 @@ class ForkServer:
     def fork(self, pipe: socket.socket, output: IO[bytes]) -> int:
         """Fork a child that answers on `pipe` and prints to `output`; return its pid.
 
-        Raises:
-            WorkerUnavailable: the server does not start, or the system refuses a process.
+        Raises `WorkerUnavailable` where the server does not start or no process can be had.
         """
         reply = self._request({"op": "fork"}, (pipe.fileno(), output.fileno()))
         if "error" in reply:
@@ -82,9 +79,6 @@ class ForkServer:
         """Return the wait status of a child that has ended; with `kill`, it and its process group
         are killed first. None if it does not end.
         """
-        with self._lock:
-            if self._control is None:
-                return None  # its server has ended, and so has the child
         request = {"op": "reap", "pid": pid, "kill": kill, "wait_s": self.reap_s}
         with contextlib.suppress(WorkerUnavailable):
             status: int | None = self._request(request)["status"]
@@ -105,6 +99,8 @@ class ForkServer:
     def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
         forking = header["op"] == "fork"
         with self._lock:
+            if not forking and self._control is None:
+                raise WorkerUnavailable("the fork server has ended, and its children with it")
             for last in (not forking, True):  # it exits after an idle minute, which may be now
                 control = self._running(anew=forking)
                 try:

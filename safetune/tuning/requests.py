@@ -72,10 +72,8 @@ class TuningResult:
     """A finished tuning.
 
     Attributes:
-        choice: the config to launch.
         outcomes: for every config in the request, in order; from this tuning or an earlier one.
         measured: how many configs were compiled or launched in this tuning.
-        seconds: wall time.
         notes: sentences to report to the user.
         phases: seconds by phase, see `LaunchBench`; phases overlap.
     """
