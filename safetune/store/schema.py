@@ -90,10 +90,7 @@ class _Pack(Struct, forbid_unknown_fields=True):
 
 
 def parsed(data: bytes | str) -> Any:
-    """Return JSON in which every number is finite and no object has a name twice.
-
-    Raises `PackError`.
-    """
+    """Return JSON with finite numbers and no name twice in an object; raises `PackError`."""
     try:
         return json.loads(
             data if isinstance(data, str) else data.decode("utf-8"),
@@ -140,10 +137,7 @@ def content(entry: StoredChoice, choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choice_object(entry: StoredChoice) -> Mapping[str, Any]:
-    """Return the JSON object of a choice: that from which it was decoded, if there is one.
-
-    Raises `RecordError`.
-    """
+    """Return the JSON object of a choice, the one it was decoded from; raises `RecordError`."""
     if entry.source is not None:
         return entry.source
     rows.key_rows(entry.key)

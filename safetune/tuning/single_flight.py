@@ -91,10 +91,7 @@ class WaitBudget:
     waited: Waited = field(default_factory=lambda: _waited)
 
     def tries(self, name: str, first_s: float, most_s: float) -> Iterator[None]:
-        """Yield for each try to get what this name stands for, and wait in between.
-
-        Raises `Busy`.
-        """
+        """Yield for each try to get what this name stands for, and wait between; raises `Busy`."""
         for number, pause_s in enumerate(pauses(first_s, most_s)):
             begin = time.monotonic()
             yield
@@ -141,10 +138,7 @@ class Election:
 
 @contextlib.contextmanager
 def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:
-    """Yield when this process may tune a key, or when the choice of another is there.
-
-    Raises `Busy`.
-    """
+    """Yield when this process may tune a key, or with the choice of another; raises `Busy`."""
     with elect_local(request, store, budget) as choice:
         if choice is not None:
             yield Election(request, choice=choice)

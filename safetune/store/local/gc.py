@@ -72,10 +72,7 @@ class _Key(NamedTuple):
 
 
 def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
-    """Delete the keys of a rule and shrink the file; keys that are being tuned now stay.
-
-    Raises `StoreError`.
-    """
+    """Delete the keys of a rule and shrink the file; keys that are being tuned now stay."""
     connection, path = store.connection, store.path
     before = _size(connection)
     with connection.transaction() as database:

@@ -181,10 +181,7 @@ class Store:
         return max((record.generation for record in found if record), default=0)
 
     def related(self, kernel_digest: str, device_digest: str) -> list[RelatedChoice]:
-        """Return the current choices of a kernel's keys on a device.
-
-        One for each key and list of configs.
-        """
+        """Return the current choice of each key and config list of a kernel on a device."""
         wanted = (text(kernel_digest), text(device_digest))
         with self.connection.reading() as connection:
             keys = self._fetch(connection, KEY, _RELATED_KEYS, *wanted)
@@ -288,10 +285,7 @@ class Store:
     def _checked(
         self, connection: sqlite3.Connection, table: Table, statement: str, *wanted: Scalar
     ) -> list[Any]:
-        """What `_fetch` returns, for `wanted`: a key, and the config list or generation if any.
-
-        Raises `Damaged` where an index leads to other rows than those, however sound.
-        """
+        """What `_fetch` returns; raises `Damaged` where an index leads to the wrong rows."""
         found = self._fetch(connection, table, statement, *wanted)
         for record in found:
             other = table is CHOICE and len(wanted) > 1 and record.declared != wanted[1]

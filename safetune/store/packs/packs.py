@@ -149,10 +149,7 @@ def checked(entry: StoredChoice) -> StoredChoice:
 
 
 def dump(entries: Iterable[StoredChoice]) -> str:
-    """Return the pack of these choices, all of one kernel and device, as text.
-
-    Raises `PackError`.
-    """
+    """Return the pack of these choices, all of one kernel and device; raises `PackError`."""
     listed = [checked(entry) for entry in entries]
     key = listed[0].key
     groups: dict[str, list[StoredChoice]] = {}

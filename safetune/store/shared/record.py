@@ -58,10 +58,7 @@ def space_of(key: TuningKey) -> str:
 
 
 def encode(stored: StoredChoice) -> str:
-    """Return the record of a choice, of one that was decoded the same text again.
-
-    Raises `RecordError`.
-    """
+    """Return a choice as text, a decoded one as the same text again; raises `RecordError`."""
     content = schema.content(stored, schema.choice_object(stored))
     try:
         text = encoding.dumps({**content, "checksum": encoding.digest(content)})
