@@ -166,9 +166,6 @@ def prune_backward_configs(
     """Return those of them that give every multiprocessor a program, or that cut no row in place.
 
     And that are not for longer rows: see `SHORT_ROW`.
-
-    Raises:
-        ValueError: rows that no config leaves whole are to be written in place.
     """
     left = prune_configs(configs, named_args, COLUMNS=COLUMNS)
     slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in left]

@@ -48,9 +48,6 @@ def layer_norm_fwd(
     mean is None for RMS norm; mean and rstd are fp32 [tokens * num_groups]. residual_out is the
     normalized tensor: x + residual in the dtype of `residual`; without a residual, `x` in
     `residual_dtype` (`x` itself if that is its dtype).
-
-    Raises:
-        InvalidOperand: a shape, dtype or device does not match `x`, or the rows are too long.
     """
     check_operands(x, num_groups, {"residual": residual}, {"weight": weight, "bias": bias})
     x, weight, bias, residual = _contiguous(x, weight, bias, residual)
@@ -87,9 +84,6 @@ def layer_norm_bwd(
         dres: the gradient of residual_out, if something else reads residual_out.
         has_residual: the forward pass added a residual, so dres_in is needed. It is `dx` itself
             unless `x_dtype`, the dtype of dx, differs from that of the residual.
-
-    Raises:
-        InvalidOperand: a shape, dtype or device does not match `x`, or the rows are too long.
     """
     check_operands(
         x,

@@ -25,12 +25,8 @@ PARTIALS_SHARE = 0.06
 class GridPlan:
     """A one-dimensional grid of `programs` programs over `groups` x `rows` rows.
 
-    All fields are run-time integers for the kernel: no value of `rows` compiles anything new.
-
-    Attributes:
-        rows: rows in each group.
-        groups: independent groups; program p works on group `p // programs_per_group`.
-        programs_per_group: the number of programs that share the rows of a group; 0 without rows.
+    Program p works on group `p // programs_per_group`. All fields are run-time integers for the
+    kernel: no value of `rows` compiles anything new.
     """
 
     rows: int
@@ -79,17 +75,11 @@ def plan_grid(
     """Return the plan for `rows` rows in each of `groups` groups; pure, the same everywhere.
 
     Args:
-        rows: rows in each group, 0 or more.
-        groups: independent groups, at least 1.
-        sm_count: multiprocessors of the device.
         programs_per_sm: the most programs on a multiprocessor; below 1 if several multiprocessors
             work on one row.
         row_bytes: bytes read and written per row.
         partial_bytes: bytes written and read again per program for its partial sums. More than
             one program per multiprocessor may cost at most `PARTIALS_SHARE`.
-
-    Raises:
-        ValueError: a count is out of range.
     """
     if rows < 0 or groups < 1 or sm_count < 1 or programs_per_sm <= 0:
         raise ValueError(

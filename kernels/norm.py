@@ -28,11 +28,7 @@ class LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, eps, prenorm, residual_in_fp32, *options):
-        """Return y, and residual_out after it if `prenorm`.
-
-        Args:
-            options: is_rms_norm, num_groups and deterministic.
-        """
+        """Return y, and residual_out after it if `prenorm`."""
         y, mean, rstd, normalized = norm_rows(
             x, weight, bias, residual, eps, None, residual_in_fp32, *options
         )

@@ -34,11 +34,7 @@ def refuse_tangents(*operands: Tensor | None) -> None:
 
 
 def as_rows(x: Tensor, num_groups: int) -> Tensor:
-    """Return `x` of shape [..., channels] as [tokens * num_groups, channels / num_groups].
-
-    Raises:
-        InvalidOperand: `num_groups` does not divide the channels.
-    """
+    """Return `x` of shape [..., channels] as [tokens * num_groups, channels / num_groups]."""
     if x.ndim == 2 and num_groups == 1:
         return x
     if not x.ndim or num_groups < 1 or x.shape[-1] % num_groups:
@@ -69,11 +65,7 @@ def stores_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) 
 
 
 def with_offset(weight: Tensor | None, offset: float) -> Tensor | None:
-    """Return weight + offset, in fp32 at least: near 1, a bf16 has two decimal digits.
-
-    Raises:
-        InvalidOperand: `weight` is None.
-    """
+    """Return weight + offset, in fp32 at least: near 1, a bf16 has two decimal digits."""
     if not offset:
         return weight
     if weight is None:

@@ -137,12 +137,7 @@ def keep_options(ctx, x, residual, is_rms_norm, num_groups, deterministic) -> No
 
 
 def keep_norm(ctx, x, residual, options, output) -> tuple[Any, ...]:
-    """Keep the options of an operator; return the tensors to save, without weight and bias.
-
-    Args:
-        options: residual_in_fp32, is_rms_norm, num_groups and deterministic.
-        output: residual_out, mean and rstd.
-    """
+    """Keep the options of an operator; return the tensors to save: normalized, mean and rstd."""
     residual_in_fp32, *others = options
     keep_options(ctx, x, residual, *others)
     stored = stores_residual(x, residual, residual_in_fp32)
@@ -158,12 +153,7 @@ def norm_gradients(
     recompute_output: bool = False,
     backward: Callable[..., Any] = _backward,
 ) -> tuple[Any, ...]:
-    """Return (dx, dw, db, dres_in, y); a gradient that is not needed is None.
-
-    Args:
-        saved: the tensors that `keep_norm` returned, then weight and bias.
-        backward: `norm_backward`, as an operator or not.
-    """
+    """Return (dx, dw, db, dres_in, y); a gradient that is not needed is None."""
     x, mean, rstd, weight, bias = saved
     if dy is None:
         dx = None if dres is None else dres.to(ctx.x_dtype)

@@ -115,7 +115,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
     """Every config failed.
 
     Attributes:
-        outcomes: a pair (config as text, `Outcome`) for each config.
+        outcomes: (config as text, `Outcome`) of each.
         measured: the number of configs tried now; the other outcomes were stored before.
         transient: at least one config failed for a reason that may pass, such as memory.
     """

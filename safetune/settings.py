@@ -46,11 +46,7 @@ class PhantomPolicy(str, Enum):
 
 
 class CaptureMissPolicy(str, Enum):
-    """What a key without a choice does under CUDA graph capture.
-
-    FALLBACK: launch a config that is known to work, with a warning.
-    ERROR: raise `CaptureMiss`.
-    """
+    """Whether a key without a choice launches a fallback, or raises, under graph capture."""
 
     FALLBACK = "fallback"
     ERROR = "error"
@@ -211,11 +207,7 @@ class Settings:
 
 
 def installs() -> bool:
-    """Return whether SAFETUNE_INSTALL asks to replace every `triton.autotune`.
-
-    Raises:
-        InvalidSetting: it is neither `1` nor `0`.
-    """
+    """Return whether SAFETUNE_INSTALL asks to replace every `triton.autotune`."""
     return _switch("SAFETUNE_INSTALL", _get("SAFETUNE_INSTALL", "0"))
 
 

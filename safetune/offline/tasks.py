@@ -76,12 +76,7 @@ def tasks(
     dtypes: Sequence[str],
     shapes: Sequence[str] = (),
 ) -> Iterator[Task]:
-    """Yield the tasks of a kernel's workloads, restricted to some dtypes and shape names.
-
-    Raises:
-        WorkloadError: a workload function raised, or yielded something other than a `Workload`.
-        TargetError: torch does not have that dtype.
-    """
+    """Yield the tasks of a kernel's workloads, restricted to some dtypes and shape names."""
     where = torch.device(device or kernel.device)
     default = "float32" if kernel.interpreted else "bfloat16"
     for declared in kernel.tuner.workloads:
@@ -95,11 +90,7 @@ def tasks(
 
 
 def request_for(task: Task, force: bool = False) -> TuningRequest:
-    """Return the tuning of a task; raises `NoDevice` and `InvalidConfig`.
-
-    Raises:
-        WorkerUnavailable: configs cannot be tried in a child on this platform or back end.
-    """
+    """Return the tuning of a task; raises `NoDevice`, `InvalidConfig` and `WorkerUnavailable`."""
     kwargs = {**task.workload.kwargs, "grid": task.workload.grid}
     outer = task.kernel.outer
     named = named_arguments(outer.arg_names, task.workload.args, kwargs)

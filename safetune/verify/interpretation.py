@@ -48,8 +48,7 @@ def interpret(
     """Run a kernel's Python function once for each program of the grid, in order.
 
     Args:
-        arguments: by name. Objects with `data_ptr()` and `dtype` become pointers; nothing is
-        copied. instruments: see `Instruments`.
+        arguments: by name. Objects with `data_ptr()` and `dtype` become pointers.
 
     Raises:
         NotInterpretable: the interpreter raised, or the kernel itself did.

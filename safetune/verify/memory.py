@@ -85,11 +85,7 @@ class Address:
 
 
 class Memory:
-    """Copies of all storages behind the arguments, which are only read.
-
-    Raises:
-        KernelNotTransferable: a tensor has no plain storage.
-    """
+    """Copies of all storages behind the arguments, which are only read."""
 
     def __init__(self, arguments: Mapping[str, Any], reachable: Sequence[torch.Tensor]) -> None:
         named = {**arguments, "reachable": tuple(reachable)}

@@ -105,11 +105,7 @@ def check_configs(
 
 
 def configs_for(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Config]:
-    """Return the configs of a tuner that its prune function leaves for a launch.
-
-    Raises:
-        InvalidSetting: `kernel` has no configs.
-    """
+    """Return the configs of a tuner that its prune function leaves for a launch."""
     kwargs = dict(kwargs)
     if isinstance(kernel, Heuristics):
         kernel, values = heuristic_values(kernel, _named(kernel, args, kwargs))

@@ -46,7 +46,6 @@ class Place:
     Attributes:
         index: in the argument; outside of it one number, in elements from the argument's first.
         where: outside of a view, the position relative to the storage; else empty.
-        programs: the programs that accessed it.
         lines: the kernel's source lines, as `file:line`.
     """
 
@@ -75,8 +74,7 @@ class Finding:
     Attributes:
         argument: its name, or several names, joined by a comma, for the same view of one storage;
             empty for addresses outside every argument.
-        rows: the number different indices without the last dimension.
-        places: a few of the elements.
+        rows: the number of different indices without the last dimension.
         access: for `OUTSIDE`, the access that was tried: read, store, atomic.
         most_programs: if several programs access an element, the most at one element.
     """

@@ -101,11 +101,7 @@ _MOMENTS = ("stored", "first_update", "last_update", "first_read", "last_read")
 
 
 class Times:
-    """The times at which each granule of a region was accessed.
-
-    Attributes:
-        granule: bytes per entry of the arrays.
-    """
+    """The times at which each granule of a region was accessed."""
 
     def __init__(self, nbytes: int, granule: int) -> None:
         self.granule = granule
@@ -221,11 +217,7 @@ class Watch:
         acquires: bool = False,
         releases: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Record one operation; return the real addresses, and which of them may be accessed.
-
-        Raises:
-            NotInterpretable: the launch takes longer than its limit.
-        """
+        """Record one operation; return the real addresses, and which of them may be accessed."""
         line = _kernel_line()
         self.check_time(line)
         now = len(self.lines)
