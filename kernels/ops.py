@@ -27,18 +27,9 @@ def norm_rows(
     x, weight, bias, residual, eps, out_dtype, residual_in_fp32, is_rms_norm, num_groups, pinned
 ) -> tuple[Any, ...]:
     """Return (y, mean, rstd, residual_out) of `layer_norm_fwd` for `x` of any shape and layout."""
-    return layer_norm_fwd(
-        as_rows(x, num_groups),
-        weight,
-        bias,
-        eps,
-        residual_rows(residual, x, num_groups),
-        out_dtype,
-        torch.float32 if residual_in_fp32 else None,
-        is_rms_norm,
-        num_groups,
-        deterministic=pinned,
-    )
+    rows, added = as_rows(x, num_groups), residual_rows(residual, x, num_groups)
+    flags = (out_dtype, torch.float32 if residual_in_fp32 else None, is_rms_norm, num_groups)
+    return layer_norm_fwd(rows, weight, bias, eps, added, *flags, deterministic=pinned)
 
 
 def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options) -> Any:

@@ -37,37 +37,8 @@ _MAX_LOGGED = 1 << 22
 NEVER = -1
 
 
-@dataclass(frozen=True)
-class Clock:
-    """For each program, the time up to which its accesses come before.
-
-    Only programs between the first and the last known program have an entry, because a grid has
-    many programs, and each may release an element of its own.
-
-    Attributes:
-        first: the number of the program with the first entry.
-    """
-
-    first: int
-    times: np.ndarray
-
-    def at(self, programs: np.ndarray) -> np.ndarray:
-        """Return the times of some programs; `NEVER` for unknown programs."""
-        places = programs - self.first
-        known = (places >= 0) & (places < len(self.times))
-        return np.where(known, self.times[np.where(known, places, 0)], NEVER)
-
-    def joined(self, other: Clock | None) -> Clock:
-        """Return the clock of a program that has seen everything that both have seen."""
-        if other is None:
-            return self
-        first = min(self.first, other.first)
-        end = max(clock.first + len(clock.times) for clock in (self, other))
-        times = np.full(end - first, NEVER, dtype=np.int64)
-        for clock in (self, other):
-            part = times[clock.first - first :][: len(clock.times)]
-            np.maximum(part, clock.times, out=part)
-        return Clock(first, times)
+#: For some programs, the time up to which their accesses come before.
+Clock = dict[int, int]
 
 
 class Access(Enum):
@@ -177,7 +148,7 @@ class Watch:
         self._program, self._begin = NEVER, 0
         # Those that have touched anything, and when each began; NumPy reads them as they are.
         self._programs, self._begins = array("q"), array("q")
-        self._seen: Clock | None = None
+        self._seen: Clock = {}
         self._released: dict[int, Clock] = {}
 
     def ids(self, program: int) -> tuple[int, int, int]:
@@ -195,7 +166,7 @@ class Watch:
         _, height, depth = self._grid
         program = (ids[0] * height + ids[1]) * depth + ids[2]
         if program != self._program:
-            self._program, self._begin, self._seen = program, len(self.lines), None
+            self._program, self._begin, self._seen = program, len(self.lines), {}
             self._programs.append(program)
             self._begins.append(self._begin)
 
@@ -241,7 +212,7 @@ class Watch:
         if access in (Access.STORE, Access.ATOMIC) and active.any():
             self.storing.add(self._program)
         if acquires and alone in self._released:  # too late for this access: it may be the first
-            self._seen = self._released[alone].joined(self._seen)
+            self._seen = _joined(self._released[alone], self._seen)
         if releases and alone is not None:
             self._release(alone, now)
         return real, allowed
@@ -271,8 +242,12 @@ class Watch:
         clashing = (prior != NEVER) & (prior < self._begin)
         if not clashing.any():
             return
-        if self._seen is not None:
-            clashing &= self._seen.at(self.programs_at(np.maximum(prior, 0))) < prior
+        if self._seen:
+            programs, position = np.unique(
+                self.programs_at(np.maximum(prior, 0)), return_inverse=True
+            )
+            seen = np.array([self._seen.get(program, NEVER) for program in programs.tolist()])
+            clashing &= seen[position] < prior
         where, prior = where[clashing], prior[clashing]
         times.clashes[clash][where] = True
         if times.logged < _MAX_LOGGED and where.size:
@@ -280,9 +255,17 @@ class Watch:
             times.log.append((clash, where, prior, now))
 
     def _release(self, address: int, now: int) -> None:
-        mine = Clock(self._program, np.array([now], dtype=np.int64)).joined(self._seen)
-        before = self._released.get(address)
-        self._released[address] = mine if before is self._seen else mine.joined(before)
+        mine = {**self._seen, self._program: now}
+        before = self._released.get(address, {})
+        self._released[address] = mine if before is self._seen else _joined(mine, before)
+
+
+def _joined(one: Clock, other: Clock) -> Clock:
+    """Return the clock of a program that has seen everything that both have seen."""
+    if not other:
+        return one
+    latest = {program: max(moment, one.get(program, NEVER)) for program, moment in other.items()}
+    return {**one, **latest}
 
 
 def _kernel_line() -> tuple[str, int]:
