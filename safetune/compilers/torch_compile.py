@@ -216,9 +216,7 @@ def missed(tuner: Tuner, request: TuningRequest, config: Config, store: Store) -
         from safetune.miss import record  # imports torch
 
         record.remember(request, store, record.TRACED)
-    logger.info(
-        "%s is to be tuned offline for %s: torch.compile found no choice", name, request.key
-    )
+    logger.info("tune %s offline for %s: torch.compile found no choice", name, request.key)
     if not tuner.first_time("compiled without a choice"):
         return
     warnings.warn(

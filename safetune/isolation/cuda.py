@@ -231,7 +231,7 @@ class Cuda:
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(control.stat().st_mode):
                 return f"its control pipe is {control}"
-        return "says the driver" if self._attribute(MPS_ENABLED, index) else ""
+        return "the driver reports it" if self._attribute(MPS_ENABLED, index) else ""
 
     def device_uuids(self) -> tuple[str, ...]:
         """Return the UUID of each device of this process in order; none where one is a MIG

@@ -133,7 +133,7 @@ def tune_meanwhile(
     config = candidates.fallback(request, store)
     if size > limit and call.hooks.inputs is None:
         logger.warning(
-            "%s is to be tuned offline for %s: its inputs have %d bytes, and SAFETUNE_COPY_LIMIT "
+            "tune %s offline for %s: its inputs have %d bytes, and SAFETUNE_COPY_LIMIT "
             "allows %d; it runs with %s",
             request.key.kernel.name,
             request.key,

@@ -163,7 +163,7 @@ def _keep(captured: CapturedMiss, request: TuningRequest, store: Store | None) -
 
         remember(request, store)
     logger.info(
-        "%s is to be tuned offline for %s: it had no choice under CUDA graph capture",
+        "tune %s offline for %s: it had no choice under CUDA graph capture",
         captured.kernel,
         request.key,
     )

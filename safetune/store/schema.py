@@ -208,5 +208,5 @@ def _check_format(content: Any) -> None:
 def _no_duplicates(named: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(named)
     if len(found) < len(named):
-        raise ValueError("a name is there twice in one object")
+        raise ValueError("an object has a name twice")
     return found

@@ -220,7 +220,7 @@ class LaunchBench:
                 if parameter.default is parameter.empty and parameter.name not in given
             ]
             if missing:
-                raise TypeError(f"{self._request.key.kernel.name} gets no {', '.join(missing)}")
+                raise TypeError(f"the call does not pass {', '.join(missing)}")
             return grid_of(call, config, on_read)
         except Exception as error:
             self._failures[index] = Outcome(

@@ -170,7 +170,9 @@ class TestCheck:
     @pytest.mark.fault("mps")
     def test_a_driver_that_says_so(self, driver: Callable[..., None]) -> None:
         driver(Library({cuda.MPS_ENABLED: 1}))
-        with pytest.raises(DeviceUnavailable, match=r"shared through MPS \(says the driver\)"):
+        with pytest.raises(
+            DeviceUnavailable, match=r"shared through MPS \(the driver reports it\)"
+        ):
             child_handle.check_device(0)
 
     @pytest.mark.parametrize("left", ["nothing", "a plain file", "an empty directory"])

@@ -249,7 +249,7 @@ def test_inputs_over_the_limit_are_left_to_offline_tuning(
     assert [made(), made()] == [16, 16]
     assert background._worker.jobs == []
     (message,) = [m for m in logged.messages if "offline" in m]
-    assert message.startswith("copy_kernel is to be tuned offline for n=100 (float32): ")
+    assert message.startswith("tune copy_kernel offline for n=100 (float32): ")
     assert "its inputs have 800 bytes" in message
     assert made(99) == 16
     made.swaps.next()

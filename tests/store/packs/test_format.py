@@ -234,7 +234,7 @@ def test_a_bad_field_is_named(path: str, value: Any, reason: str) -> None:
         (EXPECTED.replace("0.0125", "-Infinity").encode(), "-Infinity is not a finite number"),
         (EXPECTED.replace("0.0125", "1e999").encode(), "1e999 is not a finite number"),
         (EXPECTED.replace("256", "9" * 5000).encode(), "not the JSON of a pack"),
-        (EXPECTED.replace('"measured"', '"generation"').encode(), "twice in one object"),
+        (EXPECTED.replace('"measured"', '"generation"').encode(), "an object has a name twice"),
         (b'{"safetune_pack": ' + b"[" * 100_000, "not the JSON of a pack|too deep"),
         (EXPECTED.replace("256", "[" * 900 + "]" * 900).encode(), None),
         (EXPECTED.encode() + b" " * packs.MAX_BYTES, "over 64 MiB"),
