@@ -55,11 +55,9 @@ def tensor(value: Any, index: int) -> Any:
         return value
     import torch
 
-    device = (
-        torch.device("cpu") if index < 0 else torch.device(backend.required().torch_type, index)
-    )
     if hasattr(value, "untyped_storage") and value.device.type != "meta":
         return value
+    device = f"{backend.required().torch_type}:{index}" if index >= 0 else "cpu"
     if not has_data(value):
         return torch.zeros(tuple(value.shape), dtype=_torch_dtype(value.dtype), device=device)
     if type(value).__module__.partition(".")[0] == "numpy":

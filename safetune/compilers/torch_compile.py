@@ -155,9 +155,6 @@ def best_first(
 ) -> tuple[int, ...]:
     """Return the indices of the configs to launch: of the stored choice alone, or, for a key
     without one, of every config that may be launched, best first.
-
-    Raises:
-        TracingError: Inductor would lose options of every config.
     """
     tuner = _tuners[number]
     settings = Settings.current()
@@ -171,10 +168,10 @@ def best_first(
         order = list(candidates.best_first(request, lookup.store)) or [request.configs[0]]
         missed(tuner, request, order[0], lookup.store)
         return compilable(tuner, order)
+    order = [choice]
     if lost_options(choice):
-        order = [choice, *candidates.best_first(request, lookup.store, measured_first=True)]
-        return (compilable(tuner, order)[0],)
-    return compilable(tuner, [choice])
+        order += candidates.best_first(request, lookup.store, measured_first=True)
+    return compilable(tuner, order)[:1]
 
 
 def lost_options(config: Config) -> dict[str, Any]:
@@ -249,20 +246,9 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -
 def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
     """Return the request for a tuning of the traced call, without its tensors."""
     index = index if index >= 0 else current_index()
-    key = tuning_key(tuner.identity, tuner.keys, tuner.arg_names, _arguments(facts), index)
-    call = Call(
-        kernel=tuner.fn,
-        arg_names=tuple(tuner.arg_names),
-        args=(),
-        kwargs={},
-        grid=None,
-        pins={},
-        hooks=tuner.hooks,
-        index=index,
-    )
     return TuningRequest(
-        key=key,
-        call=call,
+        key=tuning_key(tuner.identity, tuner.keys, tuner.arg_names, _arguments(facts), index),
+        call=Call(tuner.fn, tuple(tuner.arg_names), (), {}, None, {}, tuner.hooks, index),
         configs=tuple(tuner.configs),
         declared=declared_digest(tuner.configs),
         limits=tuner.limits,

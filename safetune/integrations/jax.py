@@ -15,6 +15,7 @@ from safetune.compilers import arrays
 from safetune.compilers.resolve import Resolved, resolve
 from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.inputs.call import checked_grid
+from safetune.launch.call_shape import named_arguments
 
 #: The launch options that jax-triton passes on to Triton.
 _PASSED_ON = ("num_warps", "num_stages", "num_ctas")
@@ -50,7 +51,8 @@ def triton_call(
             not one; an option that the choice sets, such as num_warps, is passed.
     """
     jax, jax_triton = _modules()
-    args = tuple(map(_scalar, args))
+    # jax-triton takes all numpy scalars but float32 for arrays.
+    args = tuple(v if type(v).__name__ == "float32" else arrays.plain(v) for v in args)
     name = getattr(getattr(kernel, "base_fn", None), "__name__", repr(kernel))
     if any(type(value).__name__ == "BatchTracer" for value in args):
         raise TracingError(
@@ -66,8 +68,9 @@ def triton_call(
         kernel, (*args, *outputs), passed, grid, _device(args) if device is None else device
     )
     _check_options(resolved)
+    named = named_arguments(resolved.fn.arg_names, args)
     return jax_triton.triton_call(
-        *_pinned(resolved, args),
+        *(resolved.metaparams.get(name, value) for name, value in named.items()),
         kernel=resolved.fn,
         out_shape=out_shape,
         grid=resolved.grid,
@@ -101,11 +104,6 @@ def _modules() -> tuple[Any, Any]:
         elif not os.environ.get("TRITON_CACHE_DIR"):
             os.environ.pop("TRITON_CACHE_DIR", None)
     return jax, jax_triton
-
-
-def _scalar(value: Any) -> Any:
-    """Return a numpy scalar as a Python one: jax-triton takes all but float32 for arrays."""
-    return value if type(value).__name__ == "float32" else arrays.plain(value)
 
 
 def _pop_passed(name: str, kernel: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -169,20 +167,9 @@ def _device(args: tuple[Any, ...]) -> int | None:
     return None
 
 
-def _pinned(resolved: Resolved, args: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments, with 1 in place of an integer that the kernel never reads."""
-    names = resolved.fn.arg_names
-    return [resolved.metaparams.get(name, value) for name, value in zip(names, args, strict=False)]
-
-
 def _constants(resolved: Resolved, positional: int, passed: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments after the pointers, by name; jax-triton does not know defaults."""
-    return {
-        **{each.name: each.default for each in resolved.fn.params[positional:] if each.has_default},
-        **passed,
-        **{
-            n: v
-            for n, v in resolved.metaparams.items()
-            if n not in resolved.fn.arg_names[:positional]
-        },
-    }
+    defaults = {p.name: p.default for p in resolved.fn.params[positional:] if p.has_default}
+    before = resolved.fn.arg_names[:positional]
+    chosen = {n: v for n, v in resolved.metaparams.items() if n not in before}
+    return {**defaults, **passed, **chosen}
