@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from safetune.miss import candidates, reporting, retry
 from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.requests import TuningRequest, TuningResult
 from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
 
@@ -55,21 +55,20 @@ class Job:
     """One queued tuning.
 
     Attributes:
-        readable_key: as Triton writes it.
         request: without the caller's arguments; `bench` has a copy of them.
         fallback: the config that the key launches meanwhile.
         hold: keep the choice back until `sync`.
+        report: called with the result.
         over: set when the tuning has ended, with or without a choice.
     """
 
-    tuner: Tuner
     state: KeyState
-    readable_key: tuple[Any, ...]
     request: TuningRequest
     bench: BackgroundBench
     fallback: Config
     store: Store
     hold: bool
+    report: Callable[[TuningResult], None]
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -147,18 +146,10 @@ def tune_meanwhile(
     except (KernelNotTransferable, WorkerUnavailable) as error:
         return retry.fall_back(state, request, config, error)
     state.set_fallback(config)
-    _worker.submit(
-        Job(
-            tuner=tuner,
-            state=state,
-            readable_key=readable_key,
-            request=replace(request, call=replace(call, args=(), kwargs={}, grid=None)),
-            bench=bench,
-            fallback=config,
-            store=store,
-            hold=settings.world_size > 1,
-        )
-    )
+    request = replace(request, call=replace(call, args=(), kwargs={}, grid=None))
+    report = functools.partial(reporting.report_result, tuner, readable_key, request)
+    hold = settings.world_size > 1
+    _worker.submit(Job(state, request, bench, config, store, hold, report))
     return config
 
 
@@ -268,7 +259,7 @@ def _tune(job: Job) -> None:
             job.state.held = result.choice
         else:
             job.state.set_choice(result.choice)
-        reporting.report_result(job.tuner, job.readable_key, request, result)
+        job.report(result)
 
 
 def _others_ns() -> int:
