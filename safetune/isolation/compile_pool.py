@@ -27,6 +27,7 @@ from safetune.outcome import Outcome, Verdict
 
 _PURPOSE = "compiles"
 
+#: The most unanswered jobs of a child.
 _DEPTH = 2
 #: A job larger than this is not put behind another: the pipe might not take it.
 _QUEUED_BYTES = 1 << 15
