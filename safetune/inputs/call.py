@@ -6,6 +6,7 @@ numbers that it gives travel to a child. Heuristics run there for it, as they do
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -156,7 +157,9 @@ def checked_grid(grid: Any) -> Any:
     """
     if callable(grid):
         return lambda arguments: checked_grid(grid(arguments))
-    return grid_sizes(grid if isinstance(grid, Iterable) else (grid,))
+    with contextlib.suppress(TypeError):
+        grid = (operator.index(grid),)
+    return grid_sizes(grid)
 
 
 def grid_sizes(grid: Any) -> tuple[int, ...]:

@@ -123,6 +123,12 @@ class TestResolve:
         with pytest.raises(InvalidSetting, match="one to three integers of 0 or more"):
             tuner.resolve(x, x, 100, grid=given)
 
+    def test_the_error_shows_the_grid_as_it_was_given(self, module: Any) -> None:
+        tuner, x = traced.kernel(module), torch.zeros(100)
+        traced.choose(tuner, tuner.configs[1], x, x, 100)
+        with pytest.raises(InvalidSetting, match=r"grid=2\.5 is not a launch grid"):
+            tuner.resolve(x, x, 100, grid=2.5)
+
     @pytest.mark.parametrize("given", ["cuda:0", torch.device("cuda"), -1, 0.0, True], ids=repr)
     def test_a_malformed_device_index_is_an_error(self, module: Any, given: Any) -> None:
         tuner, x = traced.kernel(module), torch.zeros(100)
