@@ -179,8 +179,10 @@ def run_launch(kernel: Autotuner, launch: Launch, pinned: bool) -> None:
 def backward_plan(x: Tensor, num_groups: int, pinned: bool = False) -> GridPlan:
     """Return the grid plan of the backward kernel for `x`."""
     rows, columns = x.shape
-    on_gpu = x.device.type != "cpu"
-    count = PINNED_SM_COUNT if pinned and on_gpu else sm_count(x.device)
+    if pinned and x.device.type != "cpu":
+        count = PINNED_SM_COUNT
+    else:
+        count = sm_count(x.device)
     return _plan(rows // num_groups, num_groups, count, columns, x.dtype)
 
 

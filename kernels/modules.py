@@ -75,10 +75,16 @@ class _Norm(nn.Module):
         residual_in_fp32: bool = False,
     ) -> Any:
         """Return the norm of `x`, and residual_out after it if `prenorm`: see `group_norm`."""
-        operands = (x, self.weight, self.bias, residual)
-        options = (self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
         return group_norm(
-            *(*operands, *options),
+            x,
+            self.weight,
+            self.bias,
+            residual,
+            self.eps,
+            prenorm,
+            residual_in_fp32,
+            self.is_rms_norm,
+            self.num_groups,
             weight_offset=self.weight_offset,
             deterministic=self.deterministic,
         )

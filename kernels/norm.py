@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from safetune.kernels.functional import layer_norm_bwd
 from safetune.kernels.launches import is_pinned
 from safetune.kernels.operands import (
     in_shape,
@@ -20,7 +21,7 @@ from safetune.kernels.operands import (
     stores_residual,
     with_offset,
 )
-from safetune.kernels.ops import keep_options, norm_backward, norm_gradients, norm_rows, refuse
+from safetune.kernels.ops import norm_gradients, norm_rows, refuse
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -32,8 +33,11 @@ class LayerNormFunction(torch.autograd.Function):
         y, mean, rstd, normalized = norm_rows(
             x, weight, bias, residual, eps, None, residual_in_fp32, *options
         )
-        ctx.save_for_backward(in_shape(normalized, x.shape), mean, rstd, weight, bias)
-        keep_options(ctx, x, residual, *options)
+        ctx.save_for_backward(normalized, mean, rstd, weight, bias)
+        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
+        ctx.is_rms_norm, ctx.num_groups, ctx.deterministic = options
+        # An output that nothing reads has no gradient, rather than one full of zeros.
+        ctx.set_materialize_grads(False)
         y = in_shape(y, x.shape)
         return (y, normalized.view(x.shape)) if prenorm else y
 
@@ -47,8 +51,31 @@ class LayerNormFunction(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = norm_gradients(ctx, ctx.saved_tensors, dy, dres, backward=norm_backward)
-    return *found[:4], *(None,) * 6
+    """Return what `norm_gradients` returns, with less work on the host."""
+    if dy is None:
+        return *norm_gradients(ctx, ctx.saved_tensors, dy, dres)[:4], *(None,) * 6
+    x, mean, rstd, weight, bias = ctx.saved_tensors
+    dx, dw, db, dres_in = layer_norm_bwd(
+        in_shape(dy, x.shape),
+        x,
+        weight,
+        bias,
+        mean,
+        rstd,
+        None if dres is None else in_shape(dres, x.shape),
+        ctx.has_residual,
+        ctx.is_rms_norm,
+        x_dtype=ctx.x_dtype,
+        num_groups=ctx.num_groups,
+        deterministic=ctx.deterministic,
+    )
+    shaped = in_shape(dx, ctx.shape)
+    if dres_in is dx:
+        # One object: with two, autograd would assume separate memory, and add to each in place.
+        dres_in = shaped
+    elif dres_in is not None:
+        dres_in = in_shape(dres_in, ctx.shape)
+    return shaped, dw, db, dres_in, None, None, None, None, None, None
 
 
 def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:

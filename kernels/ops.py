@@ -11,7 +11,6 @@ uses the other tensor. The types of all parameters are in the schemas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +19,25 @@ from torch import Tensor
 from safetune.errors import TracingError
 from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
 from safetune.kernels.launches import check_operands, statistics_dtype
-from safetune.kernels.operands import as_rows, in_shape, residual_rows, stores_residual
+from safetune.kernels.operands import as_rows, residual_rows, stores_residual
 
 
 def norm_rows(
     x, weight, bias, residual, eps, out_dtype, residual_in_fp32, is_rms_norm, num_groups, pinned
 ) -> tuple[Any, ...]:
     """Return (y, mean, rstd, residual_out) of `layer_norm_fwd` for `x` of any shape and layout."""
-    rows, added = as_rows(x, num_groups), residual_rows(residual, x, num_groups)
-    flags = (out_dtype, torch.float32 if residual_in_fp32 else None, is_rms_norm, num_groups)
-    return layer_norm_fwd(rows, weight, bias, eps, added, *flags, deterministic=pinned)
+    return layer_norm_fwd(
+        as_rows(x, num_groups),
+        weight,
+        bias,
+        eps,
+        residual_rows(residual, x, num_groups),
+        out_dtype,
+        torch.float32 if residual_in_fp32 else None,
+        is_rms_norm,
+        num_groups,
+        deterministic=pinned,
+    )
 
 
 def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options) -> Any:
@@ -67,8 +75,8 @@ def norm_backward(
 ) -> Any:
     """Return (dx, dw, db, dres_in, y) for the normalized tensor `x`.
 
-    A result that is not computed is None. dres_in is None if it would be dx, because `x_dtype` is
-    the dtype of `x`.
+    Outputs that are not computed are empty. dres_in is empty if it would be dx: `x_dtype` is the
+    dtype of `x`.
     """
     x_dtype, recompute_output, num_groups, pinned = options
     mean = None if is_rms_norm else mean
@@ -76,13 +84,9 @@ def norm_backward(
     operands = (as_rows(dy, num_groups), as_rows(x, num_groups), weight, bias, mean, rstd, dres)
     flags = (has_residual, is_rms_norm, x_dtype, recompute_output, num_groups)
     dx, dw, db, dres_in, *recomputed = layer_norm_bwd(*operands, *flags, deterministic=pinned)
-    dres_in = None if dres_in is None or dres_in is dx else in_shape(dres_in, x.shape)
-    y = in_shape(recomputed[0], x.shape) if recompute_output else None
-    return in_shape(dx, x.shape), dw, db, dres_in, y
-
-
-def _backward_operator(dy, x, *others):
-    found = norm_backward(dy, x, *others)
+    dres_in = None if dres_in is None or dres_in is dx else dres_in.view(x.shape)
+    y = recomputed[0].view(x.shape) if recompute_output else None
+    found = (dx.view(x.shape), dw, db, dres_in, y)
     return tuple(x.new_empty(0) if tensor is None else tensor for tensor in found)
 
 
@@ -108,7 +112,7 @@ def refuse(ctx: Any, *gradients: Tensor | None) -> Any:
 
 _backward = torch.library.custom_op(
     "safetune::layer_norm_backward",
-    _backward_operator,
+    norm_backward,
     mutates_args=(),
     schema="(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
     "Tensor? dres, bool has_residual, bool is_rms_norm, ScalarType x_dtype, "
@@ -119,18 +123,11 @@ _backward.register_fake(_fake_backward)
 _backward.register_autograd(refuse)
 
 
-def keep_options(ctx, x, residual, is_rms_norm, num_groups, deterministic) -> None:
-    """Set the attributes of `ctx` that `norm_gradients` reads."""
-    ctx.is_rms_norm, ctx.num_groups, ctx.deterministic = is_rms_norm, num_groups, deterministic
-    ctx.x_dtype, ctx.has_residual = x.dtype, residual is not None
-    # An output that nothing reads has no gradient, rather than one full of zeros.
-    ctx.set_materialize_grads(False)
-
-
 def keep_norm(ctx, x, residual, options, output) -> tuple[Any, ...]:
     """Keep the options of an operator; return the tensors to save: normalized, mean and rstd."""
-    residual_in_fp32, *others = options
-    keep_options(ctx, x, residual, *others)
+    residual_in_fp32, ctx.is_rms_norm, ctx.num_groups, ctx.deterministic = options
+    ctx.x_dtype, ctx.has_residual = x.dtype, residual is not None
+    ctx.set_materialize_grads(False)
     stored = stores_residual(x, residual, residual_in_fp32)
     ctx.mark_non_differentiable(*(output[1:] if stored else output))
     return output if stored else (x, *output[1:])
@@ -142,7 +139,6 @@ def norm_gradients(
     dy: Tensor | None,
     dres: Tensor | None,
     recompute_output: bool = False,
-    backward: Callable[..., Any] = _backward,
 ) -> tuple[Any, ...]:
     """Return (dx, dw, db, dres_in, y); a gradient that is not needed is None."""
     x, mean, rstd, weight, bias = saved
@@ -151,8 +147,7 @@ def norm_gradients(
         return dx, None, None, dres if ctx.has_residual else None, None
     flags = (ctx.has_residual, ctx.is_rms_norm, ctx.x_dtype, recompute_output)
     options = (*flags, ctx.num_groups, ctx.deterministic)
-    dx, dw, db, dres_in, y = backward(dy, x, weight, bias, mean, rstd, dres, *options)
-    # One object: with two, autograd would assume separate memory, and add to each in place.
+    dx, dw, db, dres_in, y = _backward(dy, x, weight, bias, mean, rstd, dres, *options)
     dres_in = dx if ctx.x_dtype == x.dtype else dres_in
     dw, db = None if weight is None else dw, None if bias is None else db
     return dx, dw, db, dres_in if ctx.has_residual else None, y

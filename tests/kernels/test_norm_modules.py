@@ -179,7 +179,7 @@ def test_the_unused_residuals_gradient_is_not_made(
     monkeypatch: pytest.MonkeyPatch, random: Any
 ) -> None:
     """`dres` of the backward kernel stays None, rather than as many zeros as x has elements."""
-    from safetune.kernels import ops
+    from safetune.kernels import norm
 
     seen = []
 
@@ -187,8 +187,8 @@ def test_the_unused_residuals_gradient_is_not_made(
         seen.append(args[6])
         return backward(*args, **kwargs)
 
-    backward = ops.layer_norm_bwd
-    monkeypatch.setattr(ops, "layer_norm_bwd", noting)
+    backward = norm.layer_norm_bwd
+    monkeypatch.setattr(norm, "layer_norm_bwd", noting)
     x, residual = random(4, 24), random(4, 24)
     y, residual_out = layer_norm(x, None, None, residual, prenorm=True)
     torch.autograd.grad(y.sum(), (x, residual), retain_graph=True)
