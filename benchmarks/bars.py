@@ -47,7 +47,7 @@ class Bar:
         return "met" if self._reaches(value, self.bar) else "missed"
 
     def reached(self, value: float | None) -> str:
-        """Return whether the aim is reached, as `yes` or `no`; empty where that is no question."""
+        """Return whether the aim is reached, as `yes` or `no`; empty without a figure or an aim."""
         if value is None or self.aim is None:
             return ""
         return "yes" if self._reaches(value, self.aim) else "no"
@@ -81,7 +81,7 @@ def _bar(group: str, bench: str, figure: str, limits: Mapping[str, Any]) -> Bar:
         raise ValueError(f"{bench}.{figure}={limits} needs a bar or an aim, and better={BETTER}")
     bar = Bar(group, bench, figure, **limits)
     if bar.bar is not None and bar.aim is not None and bar.reached(bar.bar) == "yes":
-        raise ValueError(f"{bench}.{figure}={limits}: the aim is no further than the bar")
+        raise ValueError(f"{bench}.{figure}={limits}: the aim must be further than the bar")
     return bar
 
 

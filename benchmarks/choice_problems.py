@@ -54,7 +54,7 @@ class Problem:
     Attributes:
         shape, tiny: the sizes on a GPU, and in Triton's interpreter.
         work: makes the operands for a shape on a device.
-        scratch: arguments that hold nobody's result.
+        scratch: arguments that do not hold a result.
     """
 
     name: str

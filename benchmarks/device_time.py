@@ -13,7 +13,7 @@ Launch = Callable[[], object]
 
 
 def timed(launch: Launch, launches: int) -> list[float]:
-    """Return the milliseconds of so many launches, after one that is not timed.
+    """Return the milliseconds of `launches` launches, after one that is not timed.
 
     The L2 cache is flushed before each. In the interpreter the wall clock is read instead.
     """

@@ -51,7 +51,7 @@ KEY = ["M", "N", "K"]
 
 
 def configs(most: int | None = None) -> list[triton.Config]:
-    """Return the 72 configs, or every so many of them when only `most` are wanted."""
+    """Return the 72 configs, or `most` of them, evenly spread."""
     every = [
         triton.Config({"BM": bm, "BN": bn, "BK": bk}, num_warps=warps, num_stages=stages)
         for bm, bn, bk, warps, stages in itertools.product(

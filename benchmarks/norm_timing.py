@@ -63,7 +63,7 @@ class Replay:
         return (time.perf_counter() - began) / len(self.calls)
 
     def warm_up(self, seconds: float = WARM_UP_S) -> None:
-        """Replay for so long, untimed."""
+        """Replay for `seconds`, untimed."""
         began = time.perf_counter()
         while self.graph is not None and time.perf_counter() - began < seconds:
             self.microseconds()

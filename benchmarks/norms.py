@@ -154,7 +154,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="each config, nothing tuned")
     parser.add_argument("--warm", action="store_true", help="first, compile in parallel")
     parser.add_argument("--quick", action="store_true", help="2 replays, no max-autotune")
-    parser.add_argument("--columns", type=int, nargs="+", help="only shapes with so many columns")
+    parser.add_argument(
+        "--columns", type=int, nargs="+", help="only shapes with these numbers of columns"
+    )
     parser.add_argument("--kinds", nargs="+", help="kernels of the sweep")
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)

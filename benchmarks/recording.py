@@ -249,7 +249,7 @@ def parts_to_run(
 def output_folder(parsed: argparse.Namespace) -> Path:
     """Return `--out`; the interpreter's times are kept out of the repository's results."""
     if interpreted() and parsed.out == RESULTS:
-        sys.exit("times of the interpreter are no results: give another --out DIR")
+        sys.exit("times of the interpreter are not results: give another --out DIR")
     return Path(parsed.out)
 
 

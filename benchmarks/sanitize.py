@@ -239,7 +239,7 @@ def summary_of(output: str) -> list[str]:
 def main() -> None:
     """Compile, run each tool, print and write the summary; exits 1 where one is not clean."""
     parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--launch", type=float, metavar="SECONDS", help="only launch, so long")
+    parser.add_argument("--launch", type=float, metavar="SECONDS", help="only launch, for SECONDS")
     parser.add_argument("--launch-fault", action="store_true", help="only store out of bounds")
     parser.add_argument("--budget", type=float, default=120, metavar="SECONDS", help="for it all")
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")

@@ -50,7 +50,7 @@ EXPECTED = {
 }
 _QUICK = ("segfault", "exit", "exception", "wrong", "after")
 _ON_GPU = ("static", "far", "llvm")
-#: Every so many tunings one config hangs until its deadline.
+#: Of this many tunings one has a config that hangs until its deadline.
 HANG_EVERY = 30
 DEADLINE_S = 3.0
 #: Children leave by themselves after they have been idle for some seconds.

@@ -51,7 +51,7 @@ def herd(part: str, options: argparse.Namespace) -> Iterator[Row]:
     module = _server_module()
     with tempfile.TemporaryDirectory(prefix="store-") as name:
         folder = Path(name)
-        folder.chmod(0o755)  # a server that root starts runs as nobody
+        folder.chmod(0o755)  # a server that root starts runs as the user nobody
         try:
             import psycopg  # noqa: F401
 

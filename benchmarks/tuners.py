@@ -35,7 +35,7 @@ def failed(tuner: Any) -> int:
     """Return how many configs of the last tuning got no time.
 
     Raises:
-        SystemExit: there was no tuning, and a fallback runs: that is no measurement.
+        SystemExit: there was no tuning, so a fallback runs and nothing is measured.
     """
     if not hasattr(tuner, "configs_timings"):
         raise SystemExit(f"{tuner.base_fn.__name__} was not tuned: see the warnings above")
@@ -47,6 +47,6 @@ def failed(tuner: Any) -> int:
 
 
 def phases(tuner: Any) -> dict[str, float]:
-    """Return where the last tuning's time went, as `phase_s_<name>`; empty where nobody says."""
+    """Return where the last tuning's time went, as `phase_s_<name>`; empty for other tuners."""
     found = getattr(tuner, "tuning_phases", None) or {}
     return {f"phase_s_{name}": float(seconds) for name, seconds in found.items()}

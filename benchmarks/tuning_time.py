@@ -44,7 +44,7 @@ ISOLATION_PART = "isolation"
 ISOLATED = "safetune-isolated"
 ERROR_LIMIT = 1e-2
 
-#: The long measurement: rounds in turns, each of so many launches from a cold L2.
+#: The long measurement: rounds in turns, each of ROUND_LAUNCHES from a cold L2.
 ROUNDS = 20
 ROUND_LAUNCHES = 50
 

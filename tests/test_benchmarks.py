@@ -640,7 +640,7 @@ def test_bars_say_what_is_met_missed_and_absent(
     [
         ("{ bar = 1.0 }", "better"),
         ('{ better = "smaller" }', "needs a bar or an aim"),
-        ('{ better = "smaller", bar = 1.0, aim = 1.3 }', "no further than the bar"),
+        ('{ better = "smaller", bar = 1.0, aim = 1.3 }', "the aim must be further than the bar"),
     ],
 )
 def test_a_bar_that_makes_no_sense(

@@ -313,7 +313,7 @@ class TestStore:
         self, safetune: Any, cache_dir: Path
     ) -> None:
         cache_dir.mkdir(parents=True)
-        (cache_dir / "safetune.db").write_text("this is no database, but long enough to be one")
+        (cache_dir / "safetune.db").write_text("this is not a database, but long enough to be one")
 
         with pytest.warns(UserWarning, match="file is not a database") as caught:
             safetune("list")

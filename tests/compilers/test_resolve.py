@@ -221,7 +221,7 @@ class TestResolve:
             resolve(JITFunction(module.scale_kernel), (), {})
 
     def test_another_body_is_another_kernel(self, module: Any) -> None:
-        """B7: a choice for one `scale_kernel` is none for a second of that name."""
+        """B7: a choice for one `scale_kernel` does not count for a second one of that name."""
         other = traced.load(
             Path(module.__file__).with_name("other.py"), traced.SOURCE.replace("FACTOR *", "3 +")
         )

@@ -139,7 +139,7 @@ def test_a_hit_only_launches(
     torch.cuda.synchronize()
 
     def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a hit under capture is no miss")
+        raise AssertionError("a hit under capture is not a miss")
 
     monkeypatch.setattr(type(adds.tuner), "_miss", never)
     compiled, loaded = len(parent.compiled), len(parent.loaded)

@@ -25,7 +25,7 @@ LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "30000"))
 
 
 class Strided:
-    """A tuner of `strided_kernel`, whose strides are no key, beside Triton's own kernel.
+    """A tuner of `strided_kernel`, whose strides are not in the key, beside Triton's own kernel.
 
     Attributes:
         by_triton: how many of the tuner's launches went through Triton's own path.

@@ -57,7 +57,7 @@ def views_of_one_storage(device: str) -> Operands:
 
 
 def offset_by_one_element(device: str) -> Operands:
-    """Addresses that are no multiple of 16 bytes, with bytes in front and behind."""
+    """Addresses that are not a multiple of 16 bytes, with bytes in front and behind."""
     x, y, out = (values(device, N + 40 + i) for i in range(3))
     return Operands((x, y, out), x[1 : N + 1], y[3 : N + 3], out[17 : N + 17])
 

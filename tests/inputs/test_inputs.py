@@ -475,7 +475,7 @@ class TestAddresses:
             "hashes": torch.randint(-(1 << 63), (1 << 63) - 1, (1 << 12,)),
             "times": 1_700_000_000_000_000_000 + torch.arange(1000),
             "negative": -torch.arange(1000) - (1 << 40),
-            # Code is no tensor's memory.
+            # Code is not a tensor's memory.
             "read-only": torch.tensor([_start_of_code()]),
         }[kind]
         src, dst = torch.randn(N), torch.zeros(N)

@@ -128,7 +128,7 @@ class TestReached:
         assert report[0] == "1 kernels, 2 launches: 0 tunings, 1 keys looked up, 1 hits"
 
     def test_the_settings_are_the_tuner_s(self, run: Run) -> None:
-        """A library's stand-ins for Triton's hooks are no hooks of a user; None is no tensor."""
+        """A library's stand-ins for Triton's hooks are not a user's hooks; None is not a tensor."""
         printed, report = run(
             START + "add(known(restore_value=['out'], reset_to_zero=['extra']))\n"
             "ours = installation.tuners[0]\n"

@@ -762,7 +762,7 @@ class TestHeuristicsBelow:
         assert len(machine.launches) == 1
 
     def test_options_and_the_grid(self, machine: Machine, tuned: type[Tuned], kernels: Any) -> None:
-        """One may set what is no argument; the grid sees what they say."""
+        """A heuristic may set a name that is not an argument; the grid sees what they say."""
         configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
         jit = machine.kernel_of(kernels.scale)
         kernel = tuned(jit, configs, key=["n"])

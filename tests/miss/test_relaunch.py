@@ -221,7 +221,7 @@ def test_a_stored_choice_of_another_process(
 def test_another_heuristic_value_is_another_specialisation(
     copies: Any, small: Device, caught: list[warnings.WarningMessage]
 ) -> None:
-    """As one that looks at a size that is no key: one too large must not spoil the others."""
+    """By a size that is not in the key, say: one too large must not spoil the others."""
     timed, said = Timed(128, 64, 32, 16), [0]
     made = copies(*timed.hooks, blocks=BLOCKS, do_bench=timed.bench)
     made.tuner.fn = triton.heuristics({"FLAG": lambda named: said[0]})(made.tuner.fn)

@@ -303,7 +303,7 @@ class TestModes:
     def test_a_mode_that_never_tunes_counts_them_too(
         self, mode: str, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What the graph keeps is no choice; what is launched outside of it is the same."""
+        """The graph's config is not a choice; a launch outside of it has the same one."""
         monkeypatch.setenv("SAFETUNE_MODE", mode)
         copy = copies()
         with driver.capturing(7), warnings.catch_warnings():

@@ -307,7 +307,7 @@ def make_locked(sem: str) -> Any:
 
 
 class TestOrder:
-    """Accesses that a lock or a counter puts in order are no race."""
+    """Accesses that a lock or a counter puts in order are not a race."""
 
     def test_a_lock(self) -> None:
         lock = zeros(1, dtype=torch.int32)

@@ -31,7 +31,7 @@ def add_one(x, N, BLOCK: tl.constexpr):
     tl.store(x + offsets, tl.load(x + offsets, mask=mask) + 1, mask=mask)
 
 
-#: 48 is no power of two.
+#: 48 is not a power of two.
 HOPELESS = [triton.Config({"BLOCK": 48}), triton.Config({"BLOCK": 64}, pre_hook=crash)]
 
 hopeless = safetune(configs=HOPELESS, key=["N"])(add_one)

@@ -100,7 +100,7 @@ def opened(tmp_path_factory) -> lookup.Lookup:
 
 
 def insert(connection: sqlite3.Connection, table: Table, row: dict[str, Any]) -> None:
-    """With a right checksum, where there is one: it is no secret."""
+    """With a right checksum, where there is one: it is not a secret."""
     content = [row[name] for name in table.columns]
     try:
         checksum = table.checksum(content)
