@@ -138,7 +138,7 @@ def _times(folder: Path, count: int, number: int) -> dict[str, float]:
     opened = time.perf_counter() - begin
     cold = _once(lambda: store.choice(wanted, "declared"))
     lookup = Lookup(store)
-    lookup.adopt(_choice(0))
+    lookup.remember(_choice(0))
     _key()
     times = {
         "open": opened,
