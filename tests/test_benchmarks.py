@@ -767,7 +767,7 @@ def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
     assert f"| {line} | 200.0 s | 50.0 s | 0.25 |" in table("A_GPU", tmp_path)
     figures = importlib.import_module("choice_quality").figures(CHOICE_ROWS)
     write_figures(folder, "choice_quality", **figures)
-    assert "| within 2% of it | 75.0% | 50.0% |" in table("A_GPU", tmp_path)
+    assert "| within 2% of that config | 75.0% | 50.0% |" in table("A_GPU", tmp_path)
     assert "arguments" not in table("A_GPU", tmp_path)
 
 

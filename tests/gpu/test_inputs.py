@@ -245,8 +245,9 @@ def test_copies_beside_a_capture(device: str, context_answers: Callable[[], None
     assert not errors, errors
     assert after == before
     assert drawn.regenerated == ("x",)
-    assert drawn.blocks[0].noise is not None
-    assert (drawn.blocks[0].noise["low"], drawn.blocks[0].noise["high"]) == (201.0, 201.0)
+    noise = drawn.layout.blocks[0].noise
+    assert noise is not None
+    assert (noise.low, noise.high) == (201.0, 201.0)
     for each in (snapshot, drawn):
         copies = Arguments(each.layout, os.dup(each.fd)).tensors
         each.close()

@@ -352,7 +352,9 @@ class TestAnotherList:
         """Neither its grid nor an argument that was forgotten is part of the key."""
         tuned, src, dst = make({16: 2.0, 32: 1.0}), torch.ones(N), torch.zeros(N)
         wrong: tuple[tuple[Any, ...], ...] = ((lambda meta: (1 // 0,), dst, src, N), ((4,), dst))
-        for (launch_grid, *args), said in zip(wrong, ("ZeroDivision", "no src, n"), strict=True):
+        for (launch_grid, *args), said in zip(
+            wrong, ("ZeroDivision", "does not pass src, n"), strict=True
+        ):
             with pytest.raises(NoWorkingConfig, match=said):
                 tuned.kernel[launch_grid](*args)
         assert rows.counts()[1:] == (0, 0)

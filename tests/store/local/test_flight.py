@@ -12,6 +12,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -382,12 +383,20 @@ def test_without_a_lock_file_every_process_tunes_and_one_warning_says_so(
     )
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A directory that other users may enter, unlike those above `tmp_path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 def test_in_a_read_only_directory_every_process_tunes_and_one_warning_says_so(
-    store: Store, children: Any, tmp_path: Path
+    open_folder: Path, children: Any
 ) -> None:
-    folder = store.path.parent
-    store.close()
-    for path in (*folder.iterdir(), folder, tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    folder = open_folder / "store"
+    Store.open(folder).close()
+    for path in (*folder.iterdir(), folder):
         path.chmod(0o555 if path.is_dir() else 0o444)
     output = children.run(
         """
