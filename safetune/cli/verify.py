@@ -139,7 +139,7 @@ def _rows(task: Task) -> tuple[_Row, ...]:
 
 
 def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
-    """Return the result, or the reason why there is none.
+    """Return the result, or the reason why the check gave no result.
 
     Functions of a target may raise anything, or exit: a hook, a heuristic, the grid, pruning.
     """

@@ -135,7 +135,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return functools.partial(self._call, grid)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Launch the kernel with the chosen config, tuning first if there is none.
+        """Launch the kernel with the chosen config, tuning first if the key has no choice.
 
         Raises:
             NoWorkingConfig: every config failed.
@@ -181,7 +181,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return kernel
 
     def _by_triton(self, args: Args, kwargs: Kwargs, values: Kwargs) -> tuple[Any, Config | None]:
-        """Launch with the key's config, tuning first if there is none.
+        """Launch with the key's config, tuning first if the key has no choice.
 
         Args:
             values: gets the values that the heuristics set for this launch, by name.

@@ -127,7 +127,7 @@ def capture_under_way() -> int:
 
 
 def required() -> Backend:
-    """Return the back end of the device; raises `BackendError` where there is none."""
+    """Return the back end of the device; raises `BackendError` for an unknown one."""
     name = triton_internals.target_name()
     if name is None:
         raise BackendError("Triton has no device in this process, so no back end can be asked")
@@ -135,7 +135,7 @@ def required() -> Backend:
 
 
 def named(name: str) -> Backend:
-    """Return the back end for a Triton target; raises `BackendError` where there is none."""
+    """Return the back end for a Triton target; raises `BackendError` for an unknown one."""
     found = _find(name)
     if isinstance(found, BackendError):
         raise found

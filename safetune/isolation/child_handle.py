@@ -256,7 +256,7 @@ class IdleChildren:
             oldest.kill()
 
     def take(self, purpose: str) -> Child | None:
-        """Return a kept child that has not ended, the last used first; None if there is none."""
+        """Return a kept child that has not ended, the last used first; None without any."""
         while True:
             with self._lock:
                 kept = self._kept.get(purpose)

@@ -157,7 +157,7 @@ class CompilePool:
         return [compiled for fd in due if (compiled := self._advance(fd)) is not None]
 
     def _advance(self, fd: int) -> Compiled | None:
-        """Read one answer, or find that there is none; return the result of its config, if any."""
+        """Read one answer, or find that no answer came; return the result of its config, if any."""
         slot = self._slots[fd]
         config = slot.jobs.popleft()
         alive = True

@@ -45,7 +45,7 @@ class ModuleText:
 
 
 def module_text(function: FunctionType) -> ModuleText | None:
-    """Return the file that defines `function`, or None where there is none that parses."""
+    """Return the file that defines `function`; None if no file can be found and parsed."""
     lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
     return parse("".join(lines)) if lines else None
 
