@@ -2,35 +2,47 @@
 
 A parameter is read when its value can reach anything. It is not read when it is only passed to a
 callee that ignores it, or assigned before it is used. Code that cannot be followed reads all of its
-arguments, so a mistake keeps a name that could be dropped, and never drops one that matters.
+arguments. What is found is what the text shows: a value may decide something in other ways, as the
+size that another argument was computed from does (see `launch_usage`).
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetune.keys.kernel_digest import base_function, definition_line, is_foreign, source_of
+from safetune.keys.kernel_digest import (
+    base_function,
+    definition_line,
+    is_foreign,
+    is_own,
+    source_of,
+)
 from safetune.keys.source_text import (
+    MISSING,
     FunctionNode,
     RunOrder,
     Scope,
     body_of,
     dotted,
+    free_names,
     parameters,
-    parse,
     stored_names,
+    tree_of,
 )
-
-#: For one call: the arguments (by `id` of their node) that the callee ignores.
-Ignored = Callable[[ast.Call], set[int]]
 
 #: Builtins that see every local variable.
 FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
+
+#: Calls that use the matrix units; those with `mma` in their name are Gluon's.
+_MATRIX_PRODUCT = re.compile(r"\b(?:dot|dot_scaled|\w*mma\w*)\s*\(")
 
 
 @dataclass
@@ -50,6 +62,16 @@ class Usage:
         self.everything = self.everything or other.everything
 
 
+@dataclass(frozen=True)
+class _Use:
+    """One use of a parameter: it is read, or passed to what `callee` names, at `slot`."""
+
+    parameter: str
+    line: int
+    callee: str = ""
+    slot: int | str = 0
+
+
 def usage_in_body(kernel: Any) -> Usage:
     """Return the parameters that a kernel reads, through every jit function that it calls."""
     jit, function = base_function(kernel)
@@ -61,65 +83,132 @@ def usage_in_body(kernel: Any) -> Usage:
     return Usage({name: f"the body ({file}:{line + offset})" for name, line in lines.items()})
 
 
+def multiplies_matrices(kernel: Any) -> bool:
+    """Whether a kernel, or anything that it may call, has a `tl.dot` or `tl.dot_scaled`."""
+    pending, seen = [base_function(kernel)[0]], set()
+    while pending:
+        jit = pending.pop()
+        if jit.fn in seen:
+            continue
+        seen.add(jit.fn)
+        text = source_of(jit) or ""
+        if not _can_be_followed(jit) or _MATRIX_PRODUCT.search(text):
+            return True
+        tree, scope = tree_of(text), Scope(jit.fn)
+        names = {str(dotted(node)) for node in free_names(tree)} - stored_names(tree)
+        values = {name: scope.value_of(name) for name in names - set(dir(builtins))}
+        if MISSING in values.values():
+            return True
+        pending += [v for v in values.values() if hasattr(v, "fn") and not is_foreign(v.__module__)]
+    return False
+
+
+def _can_be_followed(callee: Any) -> bool:
+    """Whether a callee runs its text as it is written, so that the text tells what it reads."""
+    return (
+        is_own(callee)
+        and inspect.isfunction(callee.fn)
+        and not is_foreign(callee.fn.__module__)
+        # Python shows the text of the function that is wrapped, and runs the wrapper.
+        and not hasattr(callee.fn, "__wrapped__")
+    )
+
+
 def _jit_lines(jit: Any, known: dict[Any, dict[str, int] | None]) -> dict[str, int] | None:
     """Return the first line that reads each parameter; None where anything may be read."""
     function = jit.fn
     if function in known:
         return known[function]
     known[function] = None  # a function that calls itself reads all of its arguments
-    module = parse(source_of(jit) or "")
-    node = module.tree.body[0] if module and module.tree.body else None
+    summary = _summary(source_of(jit) or "") if _can_be_followed(jit) else None
+    if summary is None:
+        return None
+    scope, lines = Scope(function), dict[str, int]()
+    for use in summary:
+        if use.parameter not in lines and _reaches(use, scope, known):
+            lines[use.parameter] = use.line
+    known[function] = lines
+    return lines
+
+
+def _reaches(use: _Use, scope: Scope, known: dict[Any, dict[str, int] | None]) -> bool:
+    """Whether a use reads the parameter; it does not if the callee ignores what it is passed."""
+    if not use.callee:
+        return True
+    callee = scope.value_of(use.callee)
+    if not _can_be_followed(callee):
+        return True
+    lines, code = _jit_lines(callee, known), callee.fn.__code__
+    accepted = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if isinstance(use.slot, int):
+        accepted = accepted[: code.co_argcount]
+        name = accepted[use.slot] if use.slot < len(accepted) else ""
+    else:
+        name = use.slot
+    return lines is None or name not in accepted or name in lines
+
+
+@functools.lru_cache(maxsize=4096)
+def _summary(text: str) -> tuple[_Use, ...] | None:
+    """Return how a function uses its parameters, in the order in which its text runs.
+
+    None where the text is not a function's. A library calls the same small functions from many
+    kernels, so this is kept; no tree is.
+    """
+    try:
+        (node,) = tree_of(text).body
+    except (SyntaxError, ValueError):
+        return None
     if not isinstance(node, ast.FunctionDef):
         return None
-    scope, local = Scope(function), stored_names(node)
-
-    def ignored(call: ast.Call) -> set[int]:
-        name = dotted(call.func)
-        if name is None or name.partition(".")[0] in local:
-            return set()
-        callee = scope.value_of(call.func)
-        inner = getattr(callee, "fn", None)
-        if not inspect.isfunction(inner) or is_foreign(inner.__module__):
-            return set()
-        lines = _jit_lines(callee, known)
-        if lines is None:
-            return set()
-        accepted = inspect.getfullargspec(inner)
-        named = bind(call, [*accepted.args, *accepted.kwonlyargs])
-        return {id(value) for parameter, value in named if parameter not in lines}
-
-    known[function] = parameter_lines(node, ignored)
-    return known[function]
+    visitor = _ParameterUse(parameters(node), stored_names(node))
+    visitor.visit_all(body_of(node))
+    return tuple(visitor.uses)
 
 
 def bind(call: ast.Call, names: Sequence[str]) -> Iterator[tuple[str, ast.expr]]:
     """Yield (parameter, argument) of a call, as far as its text shows which is which."""
-    for name, argument in zip(names, call.args, strict=False):
+    for slot, value in _slots(call):
+        if isinstance(slot, str) and slot in names:
+            yield slot, value
+        elif isinstance(slot, int) and slot < len(names):
+            yield names[slot], value
+
+
+def _slots(call: ast.Call) -> Iterator[tuple[int | str, ast.expr]]:
+    """Yield (position or keyword, argument) of a call, up to a starred argument."""
+    for position, argument in enumerate(call.args):
         if isinstance(argument, ast.Starred):
             break
-        yield name, argument
-    yield from ((k.arg, k.value) for k in call.keywords if k.arg is not None and k.arg in names)
+        yield position, argument
+    yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
 
 
-def parameter_lines(node: FunctionNode, ignored: Ignored = lambda call: set()) -> dict[str, int]:
+def parameter_lines(node: FunctionNode) -> dict[str, int]:
     """Return the first line that reads each parameter of `node`."""
-    visitor = _ParameterUse(parameters(node), ignored)
+    visitor = _ParameterUse(parameters(node))
     visitor.visit_all(body_of(node))
-    return visitor.lines
+    lines: dict[str, int] = {}
+    for use in visitor.uses:
+        lines.setdefault(use.parameter, use.line)
+    return lines
 
 
 class _ParameterUse(RunOrder):
-    """Follows one function; `lines` is the first line that reads each parameter."""
+    """Follows one function, and notes how it uses its parameters.
 
-    def __init__(self, tracked: Iterable[str], ignored: Ignored) -> None:
+    Attributes:
+        stored: the names that the function binds, which say nothing about what it calls.
+    """
+
+    def __init__(self, tracked: Iterable[str], stored: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.lines: dict[str, int] = {}
+        self.uses: list[_Use] = []
         self._tracked = frozenset(tracked)
-        self._ignored = ignored
+        self._stored = stored
 
     def _read(self, names: Iterable[str], line: int) -> None:
-        for name in self._tracked.intersection(names) - self.bound:
-            self.lines.setdefault(name, line)
+        self.uses += [_Use(name, line) for name in self._tracked.intersection(names) - self.bound]
 
     def read(self, name: ast.Name) -> None:
         self._read(self._tracked if name.id in FRAME_READERS else [name.id], name.lineno)
@@ -127,10 +216,7 @@ class _ParameterUse(RunOrder):
     def visit(self, node: ast.AST) -> None:
         match node:
             case ast.Call():
-                ignored = self._ignored(node)
-                values = [*node.args, *(keyword.value for keyword in node.keywords)]
-                followed = [v for v in values if not (isinstance(v, ast.Name) and id(v) in ignored)]
-                self.visit_all([node.func, *followed])
+                self._visit_call(node)
             case ast.AnnAssign(value=None):
                 pass
             case ast.If():
@@ -146,6 +232,22 @@ class _ParameterUse(RunOrder):
                 super().visit(node)
             case _:
                 super().visit(node)
+
+    def _visit_call(self, node: ast.Call) -> None:
+        self.visit(node.func)
+        callee = dotted(node.func) or ""
+        if callee.partition(".")[0] in self._stored:
+            callee = ""
+        slots = {id(value): slot for slot, value in _slots(node)}
+        for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            if (
+                isinstance(value, ast.Name)
+                and value.id in self._tracked - self.bound - FRAME_READERS
+                and id(value) in slots
+            ):
+                self.uses.append(_Use(value.id, value.lineno, callee, slots[id(value)]))
+            else:
+                self.visit(value)
 
     def _visit_branches(self, node: ast.If) -> None:
         self.visit(node.test)

@@ -22,6 +22,8 @@ from safetune.keys.kernel_digest import (
     base_function,
     definition_line,
     heuristics_below,
+    is_own,
+    layers,
     option_of,
     source_lines,
 )
@@ -59,7 +61,7 @@ def usage_in_callbacks(
         ("launch_metadata", option_of(jit, "launch_metadata"), {"position": 2}),
         ("repr", option_of(jit, "repr"), specialisation),
     ]
-    found = Usage()
+    found = _layers_that_may_read(kernel)
     heuristics = heuristics_below(kernel)
     for name, heuristic in itertools.chain.from_iterable(map(dict.items, heuristics)):
         found.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
@@ -67,6 +69,16 @@ def usage_in_callbacks(
     for label, callback, arguments in callbacks:
         found.add(usage_in_callback(label, callback, **arguments))
     return found
+
+
+def _layers_that_may_read(kernel: Any) -> Usage:
+    """Return everything where the user's own code runs between the tuner and the jit function."""
+    for layer in layers(kernel):
+        if not is_own(layer):
+            return Usage(everything=f"{type(layer).__name__}, whose `run` is not Triton's own")
+        if getattr(layer, "pre_run_hooks", None):
+            return Usage(everything="a hook of add_pre_run_hook")
+    return Usage()
 
 
 def usage_in_callback(
@@ -198,7 +210,7 @@ def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Us
     location = f"{Path(function.__code__.co_filename).name}:{{}}"
     if isinstance(value, ast.Lambda):
         return _usage_of_argument(f"{label} ({location})", value, 0)
-    known = Scope(function).value_of(value)
+    known = Scope(function).value_of(dotted(value) or "")
     if known is MISSING:
         return Usage(everything=f"{label} ({location.format(value.lineno)})")
     found = Usage()

@@ -46,6 +46,34 @@ def dtype_name(dtype: Any) -> str:
     return _TRITON_DTYPES.get(name, name)
 
 
+def element_type(value: Any) -> Any:
+    """Return what a config may depend on of an argument's elements, as a dictionary can hold it.
+
+    The dtype of a tensor; of a tensor descriptor also the order of its dimensions in memory; the
+    parts of a tuple with any of these; None for any other value.
+    """
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None:
+        return dtype
+    if isinstance(value, (tuple, list)):
+        parts = tuple(map(element_type, value))
+        return parts if any(part is not None for part in parts) else None
+    if hasattr(value, "block_shape") and hasattr(value, "base"):
+        strides = value.strides
+        order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
+        return "descriptor", element_type(value.base), *order
+    return None
+
+
+def type_name(kind: Any) -> str:
+    """Return an `element_type` as text; a descriptor of row-major float32 is `float32[0,1]`."""
+    if not isinstance(kind, tuple):
+        return dtype_name(kind)
+    if kind[0] == "descriptor":
+        return f"{dtype_name(kind[1])}[{','.join(map(str, kind[2:]))}]"
+    return f"({','.join(map(type_name, kind))})"
+
+
 def is_dtype(value: Any) -> bool:
     """Whether `value` is a dtype object of torch, Triton or numpy (by class, importing none)."""
     cls = type(value)

@@ -36,6 +36,11 @@ from safetune.keys.tuning_key import KernelIdentity
 #: Packages whose functions enter a digest by name, not by text; the toolchain has their versions.
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"triton", "torch", "numpy", "jax"}
 
+#: Triton's classes of functions, and of what may be between a tuner and a function.
+_LAYERS = frozenset(
+    {"ConstexprFunction", "GluonJITFunction", "Heuristics", "InterpretedFunction", "JITFunction"}
+)
+
 _DEF = re.compile(r"^def\s+\w+\s*\(", re.MULTILINE)
 
 
@@ -49,6 +54,17 @@ def base_function(kernel: Any) -> tuple[Any, FunctionType]:
                 f"{kernel!r} is not a Triton kernel: decorate it with @triton.jit first"
             )
     return inner, inner.fn
+
+
+def is_own(layer: Any) -> bool:
+    """Whether the class of a layer of a kernel is one of Triton's own, whose `run` is known.
+
+    A class of the user's that is made from one of these may read any argument, and so may a `run`
+    that is set on the object.
+    """
+    kind = type(layer)
+    is_tritons = kind.__module__.startswith("triton.") and kind.__name__ in _LAYERS
+    return is_tritons and "run" not in getattr(layer, "__dict__", ())
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -100,12 +116,17 @@ def inner_heuristics(kernel: Any) -> dict[str, Any]:
 
 def heuristics_below(kernel: Any) -> list[dict[str, Any]]:
     """Return the values of each `@triton.heuristics` between `kernel` and its jit function."""
-    jit, _ = base_function(kernel)
-    found = []
-    while kernel is not jit:
-        found.append(getattr(kernel, "values", None))
-        kernel = kernel.fn
+    found = [getattr(layer, "values", None) for layer in layers(kernel)[:-1]]
     return [values for values in found if isinstance(values, dict)]
+
+
+def layers(kernel: Any) -> list[Any]:
+    """Return `kernel` and everything that it decorates, down to the jit object."""
+    jit, _ = base_function(kernel)
+    found = [kernel]
+    while found[-1] is not jit:
+        found.append(found[-1].fn)
+    return found
 
 
 def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
@@ -261,7 +282,7 @@ def _resolve(node: ast.AST, scope: Scope) -> Any:
         if owner is MISSING or (isinstance(owner, ModuleType) and is_foreign(owner.__name__)):
             return MISSING
         return getattr(owner, node.attr, MISSING)
-    return scope.value_of(node)
+    return scope.value_of(dotted(node) or "")
 
 
 def is_foreign(module: str | None) -> bool:

@@ -134,8 +134,8 @@ class Scope:
         ):
             try:
                 self._closure[name] = cell.cell_contents
-            except ValueError:  # not bound yet
-                continue
+            except ValueError:  # not bound yet; a global of the same name is another variable
+                self._closure[name] = MISSING
 
     def lookup(self, name: str) -> Any:
         """Return the value of `name`, or `MISSING`."""
@@ -143,14 +143,13 @@ class Scope:
             return self._closure[name]
         return self._globals.get(name, MISSING)
 
-    def value_of(self, node: ast.AST) -> Any:
-        """Return the value of a dotted name, or `MISSING` for any other expression."""
-        if isinstance(node, ast.Name):
-            return self.lookup(node.id)
-        if isinstance(node, ast.Attribute):
-            owner = self.value_of(node.value)
-            return MISSING if owner is MISSING else getattr(owner, node.attr, MISSING)
-        return MISSING
+    def value_of(self, name: str) -> Any:
+        """Return the value of a dotted name, or `MISSING`."""
+        first, *attributes = name.split(".")
+        value = self.lookup(first)
+        for attribute in attributes:
+            value = value if value is MISSING else getattr(value, attribute, MISSING)
+        return value
 
 
 def dotted(node: ast.AST) -> str | None:

@@ -89,7 +89,8 @@ class TuningKey:
 
     Attributes:
         values: (name, encoded value) for each kept key name, in the key's order.
-        dtypes: (name, dtype name) for each argument that has a dtype, in the kernel's order.
+        dtypes: (name, dtype name) for each argument that has a dtype, in the kernel's order; for a
+            tensor descriptor with the order of its dimensions.
         options: (name, encoded value) for launch options that the caller passes, e.g. num_warps.
     """
 
@@ -148,9 +149,9 @@ def tuning_key(
             (name, encoding.encode(arguments[name])) for name in key_names if name in arguments
         ),
         dtypes=tuple(
-            (name, encoding.dtype_name(arguments[name].dtype))
+            (name, encoding.type_name(kind))
             for name in arg_names
-            if hasattr(arguments.get(name), "dtype")
+            if (kind := encoding.element_type(arguments.get(name))) is not None
         ),
         options=tuple(
             (name, encoding.encode(value))

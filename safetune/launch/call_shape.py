@@ -45,9 +45,12 @@ def named_arguments(
 
 
 def device_index(args: Args, kwargs: Kwargs) -> int:
-    """Return the device of the first tensor among the arguments; -1 for the CPU or without one."""
+    """Return the device of the first tensor among the arguments; -1 for the CPU or without one.
+
+    The `base` of a tensor descriptor, or of a tensor that is read as another dtype, is one too.
+    """
     for value in (*args, *kwargs.values()):
-        get_device = getattr(value, "get_device", None)
+        get_device = getattr(getattr(value, "base", value), "get_device", None)
         if get_device is not None:
             return int(get_device())
     return -1
@@ -177,13 +180,14 @@ class CallShape:
         for name in self._parameters:
             if name not in self._constexprs:
                 value = self._where.get(name)
-                parts.append(f"getattr({value}, 'dtype', None)" if value else "None")
+                parts.append(f"type_of({value})" if value else "None")
         for name, value in sorted(self._where.items()):
             if name not in self._parameters:  # a launch option, such as num_warps
                 parts += [repr(name), f"plain({value})", f"{value}.__class__"]
         parts.append("device(a, k)")
         source = f"lambda a, k: ({', '.join(parts)},)"
-        return eval(source, {"plain": _plain, "device": device_index})  # type: ignore[no-any-return]
+        names = {"plain": _plain, "type_of": encoding.element_type, "device": device_index}
+        return eval(source, names)  # type: ignore[no-any-return]
 
 
 class CallShapes:

@@ -35,6 +35,8 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
 
 #: What the bodies below may call. `ignores` does nothing with its second parameter.
 HELPERS = """
+import functools
+
 @jit
 def ignores(x, unused, n=0):
     return x + n
@@ -62,6 +64,37 @@ class Holder:
     @jit
     def ignores(x, unused):
         return x
+
+def scaled(function):
+    @functools.wraps(function)
+    def wrapper(x, m):
+        return function(x, m) * m
+    return wrapper
+
+@triton.constexpr_function
+@scaled
+def wrapped(x, unused):
+    return x
+
+@jit
+@scaled
+def wrapped_kernel(x, unused):
+    return x
+
+class Operation:
+    def __init__(self, function):
+        self.fn = function
+    def __call__(self, x, m):
+        return self.fn(x, m) * m
+
+operation = Operation(not_a_kernel)
+operation_of_a_kernel = Operation(ignores)
+
+class OwnCall(type(ignores)):
+    def __call__(self, x, m):
+        return super().__call__(x, m) * m
+
+own_call = OwnCall(not_a_kernel)
 
 """
 
@@ -146,6 +179,12 @@ BODIES = [
     ("through an attribute", "Holder.ignores(x, P)", ""),
     ("a local of the callee's name", "ignores = x\n    ignores(x, P)", "P"),
     ("itself", "kernel(x, P, Q, R)", "PQR"),
+    # what runs is not the text that Python shows
+    ("a wrapper in a constexpr function", "wrapped(x, P)", "P"),
+    ("a wrapper in a jit function", "wrapped_kernel(x, P)", "P"),
+    ("an object with a call of its own", "operation(x, P)", "P"),
+    ("an object around a jit function", "operation_of_a_kernel(x, P)", "P"),
+    ("a subclass of a jit function", "own_call(x, P)", "P"),
 ]
 
 
@@ -211,6 +250,27 @@ def test_a_callee_in_a_closure_is_followed(load: Load) -> None:
     """
     reads = usage_in_body(load(textwrap.dedent(text)).make())
     assert (reads.reader_of("P"), bool(reads.reader_of("Q"))) == ("", True)
+
+
+def test_a_closure_variable_without_a_value_is_not_the_global_of_its_name(load: Load) -> None:
+    """Triton compiles what the variable stands for at the launch."""
+    text = """
+    from safetune.keys.body_usage import usage_in_body
+    @jit
+    def operation(x, unused):
+        return x
+    def make():
+        @jit
+        def kernel(x, P):
+            tl.store(x, operation(x, P))
+        early = usage_in_body(kernel)
+        @jit
+        def operation(x, m):
+            return x * m
+        return early, usage_in_body(kernel)
+    """
+    for reads in load(textwrap.dedent(text)).make():
+        assert reads.reader_of("P").startswith("the body (")
 
 
 def test_a_kernel_in_a_class_is_followed(load: Load) -> None:
@@ -402,6 +462,65 @@ def test_launch_metadata_and_repr_are_readers(load: Load) -> None:
 def test_a_repr_that_uses_the_whole_specialisation_reads_everything(load: Load) -> None:
     text = "@jit(repr=lambda s: f'k{s.constants}')\ndef kernel(x, P, Q, R, S):\n    pass"
     assert read_names(usage_in_callbacks(load(text).kernel)) == "PQRS"
+
+
+LAYERS = """
+from triton.runtime.autotuner import Heuristics
+from triton.runtime.jit import KernelInterface
+
+@jit
+def kernel(x, P, Q, R, S):
+    pass
+
+class Scaled(KernelInterface):
+    def __init__(self, fn):
+        self.fn, self.arg_names = fn, fn.arg_names
+
+    def run(self, *args, **kwargs):
+        return self.fn.run(*args, **kwargs)
+
+class OwnHeuristics(Heuristics):
+    pass
+
+class OwnJIT(type(kernel)):
+    pass
+
+def hooked():
+    other = type(kernel)(kernel.fn)
+    other.add_pre_run_hook(lambda *args, **kwargs: None)
+    return other
+
+def replaced():
+    other = type(kernel)(kernel.fn)
+    other.run = lambda *args, **kwargs: None
+    return other
+
+heuristic = triton.heuristics({"S": lambda args: 1})
+"""
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "Scaled(kernel)",
+        "heuristic(Scaled(kernel))",
+        "Scaled(heuristic(kernel))",
+        "OwnHeuristics(kernel, kernel.arg_names, {})",
+        "heuristic(OwnHeuristics(kernel, kernel.arg_names, {}))",
+        "OwnJIT(kernel.fn)",
+        "heuristic(OwnJIT(kernel.fn))",
+        "triton.autotune(configs=[], key=[])(kernel)",
+        "hooked()",
+        "replaced()",
+    ],
+)
+def test_what_runs_below_a_tuner_and_is_not_tritons_own_reads_everything(
+    load: Load, kernel: str
+) -> None:
+    """It sees every argument, and what it does with them is nowhere in the kernel's text."""
+    module = load(LAYERS + f"made = {kernel}\n")
+    assert read_names(usage_in_callbacks(module.made)) == "PQRS"
+    assert read_names(usage_in_callbacks(module.heuristic(module.kernel))) == ""
 
 
 HEURISTICS = """

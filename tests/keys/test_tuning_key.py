@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from safetune.keys.tuning_key import readable_key, triton_key
+from safetune import safetune
+from safetune.keys.tuning_key import KernelIdentity, readable_key, triton_key, tuning_key
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,4 +50,67 @@ def test_tritons_key_keeps_the_values_and_the_dtypes_in_the_order_of_the_call() 
         "torch.float16",
         "torch.float32",
         "torch.float16",
+    )
+
+
+@safetune(configs=[triton.Config({"BLOCK": block}) for block in (16, 32)], key=["n"])
+@triton.jit
+def twice(x, n, BLOCK: tl.constexpr):
+    tl.store(x, n * BLOCK)
+
+
+def keys_of(argument: Any) -> tuple[Any, str]:
+    """The memory key and the stored key of a call."""
+    call = (argument, 4)
+    stored = tuning_key(
+        KernelIdentity("twice", "0"), ["n"], ["x", "n", "BLOCK"], {"x": argument, "n": 4}, -1
+    )
+    return twice.shapes.of(call, {}).key(call, {}), stored.digest
+
+
+def described(dtype: torch.dtype, *order: int) -> TensorDescriptor:
+    """A descriptor of a 16 x 32 x 64 tensor whose dimensions lie in memory in this order."""
+    sizes = (16, 32, 64)
+    tensor = torch.zeros([sizes[dimension] for dimension in order], dtype=dtype)
+    back = [order.index(dimension) for dimension in range(3)]
+    return TensorDescriptor.from_tensor(tensor.permute(back), [16, 16, 16])
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda dtype: described(dtype, 0, 1, 2),
+        lambda dtype: (described(dtype, 0, 1, 2), 1),
+        lambda dtype: (1, torch.zeros(4, dtype=dtype)),
+        lambda dtype: triton.reinterpret(torch.zeros(4, dtype=torch.int32), dtype),
+        lambda dtype: torch.zeros(4, dtype=dtype),
+    ],
+    ids=["descriptor", "tuple with a descriptor", "tuple", "reinterpreted", "tensor"],
+)
+def test_a_dtype_is_part_of_the_key_wherever_the_argument_has_it(
+    wrapped: Callable[[torch.dtype], Any],
+) -> None:
+    """A config for float32 is not one for bfloat16, and `key` need not have a name for it."""
+    first, second = keys_of(wrapped(torch.float32)), keys_of(wrapped(torch.bfloat16))
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert first == keys_of(wrapped(torch.float32))
+
+
+def test_the_order_of_a_descriptors_dimensions_is_part_of_the_key() -> None:
+    row_major, swapped = described(torch.float32, 0, 1, 2), described(torch.float32, 1, 0, 2)
+    assert row_major.shape == swapped.shape
+    first, second = keys_of(row_major), keys_of(swapped)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def test_the_key_of_a_descriptor_does_not_depend_on_what_a_config_sets_in_it() -> None:
+    """A config's pre_hook writes the block shape into the caller's descriptor."""
+    descriptor = described(torch.float32, 0, 1, 2)
+    before = keys_of(descriptor)
+    descriptor.block_shape = [16, 16, 32]
+    assert keys_of(descriptor) == before
+    assert tuning_key(KernelIdentity("twice", "0"), [], ["x"], {"x": descriptor}, -1).dtypes == (
+        ("x", "float32[0,1,2]"),
     )
