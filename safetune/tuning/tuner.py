@@ -50,9 +50,9 @@ def tune(
     budget = wait_budget or WaitBudget()
     with single_flight.elect(request, store, budget) as election:
         tuning = _recall(request, store, observe)
+        store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
             return tuning.result(election.choice, start)
-        store.put_key(KeyRecord.of(request.key))
         if tuning.new:
             _measure(tuning, on_grid_read, bench, budget)
         choice = _store_choice(tuning, _best(tuning), election)

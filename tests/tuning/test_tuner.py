@@ -208,6 +208,26 @@ class TestRows:
         timings = {c.kwargs["BLOCK"]: t for c, t in again.kernel.configs_timings.items()}
         assert timings == {16: [3.0] * 3, 32: [2.0] * 3, 64: [float("inf")] * 3}
 
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            "DELETE FROM key",
+            "UPDATE key SET toolchain = replace(toolchain, '3', '4')",
+            "UPDATE kernel SET source = source || 'x'",
+            "DELETE FROM device",
+        ],
+    )
+    def test_a_choice_whose_key_is_gone_is_listed_again_after_a_tuning(
+        self, make: Make, rows: Rows, damage: str
+    ) -> None:
+        """It measures nothing: the choice is there, and is launched."""
+        make({16: 3.0, 32: 2.0}).launch()
+        rows.query(damage)
+        assert open_store().choices() == []
+        again = make({16: 3.0, 32: 2.0})
+        assert again.tune().measured == 0
+        assert [entry.choice.config["BLOCK"] for entry in open_store().choices()] == [32]
+
     def test_a_tuning_with_one_config_measures_and_stores_nothing(
         self, make: Make, rows: Rows, cache_dir: Path
     ) -> None:

@@ -144,6 +144,18 @@ def unmoved(path: Path) -> Iterator[None]:
         yield
 
 
+def answer(path: Path, name: str) -> Path:
+    """Return the file whose time says when a shared store was last asked for all that it has."""
+    return path.with_name(f"{path.stem}-shared-{name}")
+
+
+def forget_answers(path: Path) -> None:
+    """Delete these files, after choices were deleted or imported."""
+    for file in path.parent.glob(answer(path, "*").name):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
 def remove(aside: Path) -> None:
     """Delete a database that was moved aside, with its logs."""
     for log in (*LOGS, ""):

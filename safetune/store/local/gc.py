@@ -99,6 +99,8 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
             db_files.remove(file)
         if gone or (rule.most_bytes is not None and before > rule.most_bytes):
             _shrink(connection)
+        if gone:
+            store.ask_again()
     return Swept(len(gone), trials, choices, calls, len(files), before, _size(connection))
 
 

@@ -83,11 +83,20 @@ def m004_drop_lease(database: Database) -> None:
     database.table("lease").drop()
 
 
+def m005_add_origin_of_choice(database: Database) -> None:
+    """The shared store that a choice is the record of; empty for this node's own and for imports.
+
+    It is not part of the choice, and its checksum leaves it out.
+    """
+    database.execute("ALTER TABLE choice ADD COLUMN origin TEXT NOT NULL DEFAULT ''")
+
+
 HISTORY = (
     m001_create_tables,
     m002_lease_and_choice_per_list,
     m003_create_call,
     m004_drop_lease,
+    m005_add_origin_of_choice,
 )
 
 #: `PRAGMA user_version` of a database that has every step.

@@ -106,11 +106,26 @@ class Table:
 
     def insert(
         self, connection: sqlite3.Connection, row: Mapping[str, Scalar], otherwise: str
-    ) -> None:
-        """Write a row; where its key is taken, do `otherwise`: REPLACE or IGNORE."""
+    ) -> bool:
+        """Write a row; where its key is taken, do `otherwise`: REPLACE or IGNORE.
+
+        Return whether it was written.
+        """
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         statement = f"INSERT OR {otherwise} INTO {self.name} ({names}) VALUES ({marks})"
-        connection.execute(statement, tuple(row.values()))
+        return connection.execute(statement, tuple(row.values())).rowcount > 0
+
+    def put_if_absent(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> Any:
+        """Write a row unless a sound one has its key: then return that one, else None."""
+        if self.insert(connection, row, "IGNORE"):
+            return None
+        same = " AND ".join(f"{self.name}.{name} = ?" for name in self.primary_key)
+        identity = [row[name] for name in self.primary_key]
+        found = connection.execute(f"{self.select} WHERE {same}", identity).fetchall()
+        sound = next(self.sound(found), None)
+        if sound is None:
+            self.insert(connection, row, "REPLACE")
+        return sound
 
     def checksum(self, content: Sequence[Any]) -> str:
         """Return the checksum of a row with these values."""

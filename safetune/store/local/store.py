@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
 from safetune.outcome import TRANSIENT, Outcome
-from safetune.store.local import rows
+from safetune.store.local import db_files, rows
 from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import CALL, CHOICE, DEVICE, KERNEL, KEY, TRIAL, Scalar, Table, text
@@ -169,7 +169,7 @@ class Store:
             self._restore_key(database, row)
             stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
-                _upsert(database, CHOICE, row)  # also over a row that is corrupt
+                CHOICE.insert(database.conn, row, "REPLACE")  # also over a row that is corrupt
                 stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
                 raise Damaged("the row that was just written is not found")
@@ -238,7 +238,13 @@ class Store:
             deleted = connection.execute("DELETE FROM key WHERE name = ?", name).rowcount
             for statement in CLEAR_UNUSED:
                 connection.execute(statement)
+        self.ask_again()
         return deleted
+
+    def ask_again(self) -> None:
+        """Have the next process ask the shared store for all that is missing here now."""
+        if self.path is not None:
+            db_files.forget_answers(self.path)
 
     def put_call(self, call: RecordedCall) -> bool:
         """Write a recorded call; return whether it is new and was kept.
@@ -259,7 +265,7 @@ class Store:
     def _restore_key(self, database: Database, row: dict[str, Scalar]) -> None:
         """Write a key again that `safetune clear` deleted while this process was tuning it."""
         for table, of_key in self._put_keys.get(str(row["key"]), ()):
-            table.insert(database.conn, of_key, "IGNORE")
+            table.put_if_absent(database.conn, of_key)
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels, devices = (

@@ -12,18 +12,14 @@ import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from safetune.errors import PackError
 from safetune.outcome import Mark
 from safetune.store.local import rows
-from safetune.store.local.rows import CHOICE, Scalar, Table
+from safetune.store.local.rows import CHOICE
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.packs.packs import beginning, checked, dump, name_of, read_pack
 from safetune.store.records import StoredChoice, wins
-
-if TYPE_CHECKING:
-    import sqlite3
 
 _SQLITE = b"SQLite format 3\0"
 
@@ -165,19 +161,9 @@ def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
     with store.connection.transaction() as sqlite:
         for key_rows, choice in prepared:
             for table, row in key_rows:
-                _put_if_absent(sqlite, table, row)
-            stored = _put_if_absent(sqlite, CHOICE, choice)
+                table.put_if_absent(sqlite, row)
+            stored = CHOICE.put_if_absent(sqlite, choice)
             same = stored is not None and stored.config_digest == choice["config_digest"]
             counts["new" if stored is None else "known" if same else "kept"] += 1
+    store.ask_again()
     return Imported(**counts)
-
-
-def _put_if_absent(sqlite: sqlite3.Connection, table: Table, row: dict[str, Scalar]) -> Any:
-    """Write a row, also in place of one that is corrupt; return the sound one that is there."""
-    same = " AND ".join(f"{table.name}.{name} = ?" for name in table.primary_key)
-    identity = [row[name] for name in table.primary_key]
-    found = sqlite.execute(f"{table.select} WHERE {same}", identity).fetchall()
-    sound = next(table.sound(found), None)
-    if sound is None:
-        table.insert(sqlite, row, "REPLACE")
-    return sound

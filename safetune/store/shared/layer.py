@@ -97,6 +97,7 @@ class SharedLayer:
             writes: False to publish nothing and make no file beside the local database.
         """
         self._backend = backend
+        self._origin = encoding.digest(backend.location)
         self._writes = writes
         self._local = local
         self._thread = thread or IOThread("safetune-shared")
@@ -230,12 +231,11 @@ class SharedLayer:
     def _pull(self, space: str, since: float, wait_s: float) -> Iterator[bool]:
         """Copy what is new here and publish what is missing there; yield whether all is here."""
         connection, backend = self._local, self._backend
-        name = encoding.digest([backend.location, space])[:16]
         database = connection.path if self._writes else None
-        with once_per_node.turn(database, name, since, wait_s) as turn:
+        with once_per_node.turn(database, space, self._origin, since, wait_s) as turn:
             if turn is Turn.MINE:
                 names = backend.names(space)
-                missing = names - local_copy.adopted(connection)
+                missing = names - local_copy.copied(connection, self._origin)
                 pulled = iter(backend.pull(space, missing)) if missing else iter(())
                 while batch := list(itertools.islice(pulled, _BATCH)):
                     self._keep(batch)
@@ -273,14 +273,14 @@ class SharedLayer:
         records = [record for record in records if local_copy.is_sound(record)]
         stored = self._backend.publish(space, records) if records else []
         pairs = list(zip(records, stored, strict=True))
-        self._keep([other for own, other in pairs if other.choice != own.choice])
+        self._keep([other for _, other in pairs])
         return [own if other.unknown else other for own, other in pairs]
 
     def _keep(self, records: Sequence[StoredChoice]) -> None:
         records = [record for record in records if not record.unknown]
         try:
             if records:
-                local_copy.adopt(self._local, records, _SLICE_S)
+                local_copy.adopt(self._local, records, _SLICE_S, self._origin)
         except StoreError as error:
             logger.info("%s; the pulled choices are kept in memory", error)
             for choice in sorted((each.choice for each in records), key=precedence, reverse=True):

@@ -28,7 +28,7 @@ _OWN = (
     f"{CHOICE.select} WHERE EXISTS (SELECT 1 FROM trial WHERE trial.key = choice.key "
     "AND trial.config_digest = choice.config_digest) ORDER BY choice.generation DESC"
 )
-_ADOPTED = "SELECT key, declared, generation FROM choice WHERE key NOT IN (SELECT key FROM trial)"
+_COPIED = "SELECT key, declared, generation FROM choice WHERE origin = ?"
 _TRIALS = (
     f"{TRIAL.select} WHERE key = ? AND config_digest = ? AND generation <= ? "
     "ORDER BY generation DESC"
@@ -46,30 +46,39 @@ def is_sound(stored: StoredChoice) -> bool:
     return True
 
 
-def adopted(connection: Connection) -> set[Name]:
-    """Return the names of the choices copied from elsewhere, which need not be read again.
+def copied(connection: Connection, origin: str) -> set[Name]:
+    """Return the names of the records that are here as they are in one shared store.
 
-    A record never changes; but a key that was also tuned here may have another choice. Empty where
-    the database cannot be read.
+    They need not be read again, as a record never changes. What was tuned here, imported, or copied
+    from another shared store is not among them: the record of that name is to replace it. Empty
+    where the database cannot be read.
     """
     try:
         with connection.reading() as sqlite:
-            return {Name(*row) for row in sqlite.execute(_ADOPTED).fetchall()}
+            return {Name(*row) for row in sqlite.execute(_COPIED, (origin,)).fetchall()}
     except StoreError as error:
         logger.info("%s; every shared choice is read", error)
         return set()
 
 
 def adopt(
-    connection: Connection, stored: Iterable[StoredChoice], wait_s: float = BUSY_TIMEOUT_S
+    connection: Connection,
+    stored: Iterable[StoredChoice],
+    wait_s: float = BUSY_TIMEOUT_S,
+    origin: str = "",
 ) -> None:
-    """Write choices that were made elsewhere, in one transaction; raises `StoreError`."""
-    prepared = [(rows.key_rows(each.key), rows.choice_row(each.choice)) for each in stored]
+    """Write choices that were made elsewhere, in one transaction; raises `StoreError`.
+
+    Args:
+        origin: the shared store that they are the records of.
+    """
+    choices = [(rows.key_rows(each.key), rows.choice_row(each.choice)) for each in stored]
+    of_keys = {(t.name, row["digest"]): (t, row) for key, _ in choices for t, row in key}
     with connection.transaction(wait_s) as sqlite:
-        for key, choice in prepared:
-            for table, row in key:  # this node's row of a kernel has more in it
-                table.insert(sqlite, row, "IGNORE")
-            CHOICE.insert(sqlite, choice, "REPLACE")
+        for table, row in of_keys.values():  # this node's row of a kernel has more in it
+            table.put_if_absent(sqlite, row)
+        for _, choice in choices:
+            CHOICE.insert(sqlite, {**choice, "origin": origin}, "REPLACE")
 
 
 def unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:

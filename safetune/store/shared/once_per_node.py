@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,29 +26,35 @@ class Turn(enum.Enum):
 
 
 @contextlib.contextmanager
-def turn(database: Path | None, name: str, since: float, wait_s: float) -> Iterator[Turn]:
+def turn(
+    database: Path | None, name: str, origin: str, since: float, wait_s: float
+) -> Iterator[Turn]:
     """Yield whether this process is to ask the shared store.
 
     Args:
-        name: of the shared store and the namespace.
+        name: of the namespace.
+        origin: the shared store. An answer of another one does not count: it may have replaced
+            what this one had said.
         since: in seconds since the epoch: an answer that came later still counts.
         wait_s: how long to wait for another process that is asking, before it is `BUSY`.
     """
     if database is None:
         yield Turn.MINE
         return
-    answered = database.with_name(f"{database.stem}-shared-{name}")
+    answered = db_files.answer(database, name)
+    _, inode = db_files.identity(database) or (0, 0)
+    mark = f"{inode:020} {origin}\n".encode()
     with contextlib.ExitStack() as held:
         found = Turn.MINE
         with contextlib.suppress(OSError):
             if not _locked(database, name, wait_s, held):
                 found = Turn.BUSY
-            elif _is_answered(answered, database, since):
+            elif _is_answered(answered, mark, since):
                 found = Turn.DONE
         yield found
         if found is Turn.MINE:
             with contextlib.suppress(OSError), open(db_files.open_lock(answered), "wb") as file:
-                file.write(_mark(database))
+                file.write(mark)
 
 
 def _locked(database: Path, name: str, wait_s: float, held: contextlib.ExitStack) -> bool:
@@ -60,11 +65,7 @@ def _locked(database: Path, name: str, wait_s: float, held: contextlib.ExitStack
     return False
 
 
-def _is_answered(answered: Path, database: Path, since: float) -> bool:
-    """Whether the file says so of this very database, and not with a time in the future."""
+def _is_answered(answered: Path, mark: bytes, since: float) -> bool:
+    """Whether the file says so of this store and database, and not with a time in the future."""
     on_time = since <= answered.stat().st_mtime <= time.time() + 1
-    return on_time and answered.read_bytes() == _mark(database)
-
-
-def _mark(database: Path) -> bytes:
-    return b"%020d\n" % os.stat(database).st_ino
+    return on_time and answered.read_bytes() == mark

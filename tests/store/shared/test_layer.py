@@ -417,40 +417,40 @@ class TestOncePerNode:
         database = tmp_path / "safetune.db"
         database.write_text("old")
         since = time.time() - 60
-        with once_per_node.turn(database, "x", since, 1.0) as turn:
+        with once_per_node.turn(database, "x", "store", since, 1.0) as turn:
             assert turn is Turn.MINE
-        with once_per_node.turn(database, "x", since, 1.0) as turn:
+        with once_per_node.turn(database, "x", "store", since, 1.0) as turn:
             assert turn is Turn.DONE
         (tmp_path / "new").write_text("new")
         (tmp_path / "new").rename(database)
-        with once_per_node.turn(database, "x", since, 1.0) as turn:
+        with once_per_node.turn(database, "x", "store", since, 1.0) as turn:
             assert turn is Turn.MINE
 
     def test_a_process_that_failed_has_not_asked(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("")
-        with pytest.raises(OSError), once_per_node.turn(database, "x", 0.0, 1.0):
+        with pytest.raises(OSError), once_per_node.turn(database, "x", "store", 0.0, 1.0):
             raise OSError
-        with once_per_node.turn(database, "x", 0.0, 1.0) as turn:
+        with once_per_node.turn(database, "x", "store", 0.0, 1.0) as turn:
             assert turn is Turn.MINE
 
     def test_an_answer_from_the_future_does_not_count(self, tmp_path: Path) -> None:
         """The clock was set back since."""
         database = tmp_path / "safetune.db"
         database.write_text("")
-        with once_per_node.turn(database, "x", 0.0, 1.0):
+        with once_per_node.turn(database, "x", "store", 0.0, 1.0):
             pass
         (answered,) = tmp_path.glob("safetune-shared-*")
         os.utime(answered, (time.time() + 1e6, time.time() + 1e6))
-        with once_per_node.turn(database, "x", 0.0, 1.0) as turn:
+        with once_per_node.turn(database, "x", "store", 0.0, 1.0) as turn:
             assert turn is Turn.MINE
 
     def test_a_process_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
         database = tmp_path / "safetune.db"
         database.write_text("")
         with (
-            once_per_node.turn(database, "x", 0.0, 1.0) as first,
-            once_per_node.turn(database, "x", 0.0, 0.05) as second,
+            once_per_node.turn(database, "x", "store", 0.0, 1.0) as first,
+            once_per_node.turn(database, "x", "store", 0.0, 0.05) as second,
         ):
             assert (first, second) == (Turn.MINE, Turn.BUSY)
 

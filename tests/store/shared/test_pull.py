@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from safetune.store.lookup import GuardedStore, Lookup
-from safetune.store.records import StoredChoice
-from safetune.store.shared import once_per_node
+from safetune.store.packs import exchange
+from safetune.store.records import KeyRecord, StoredChoice
+from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.protocol import SharedStore
 from safetune.store.shared.record import Name
 from safetune.store.shared.url import open_shared
 
-from .conftest import LIST, ROOT, SPACE, Children, choice, key, stored
+from .conftest import LIST, ROOT, SPACE, Children, choice, key, stored, tuned
 
 MANY = 1000
 LAST = MANY - 1
@@ -163,7 +165,7 @@ def test_a_fork_does_not_keep_the_turn_of_a_parent_that_is_gone(
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from safetune.store.shared import once_per_node\n"
-        "with once_per_node.turn(Path(sys.argv[1]), 'x', 0.0, 1.0):\n"
+        "with once_per_node.turn(Path(sys.argv[1]), 'x', 'store', 0.0, 1.0):\n"
         "    if os.fork() == 0:\n"
         "        print(flush=True)\n"
         "        sys.stdin.read()\n"
@@ -174,9 +176,104 @@ def test_a_fork_does_not_keep_the_turn_of_a_parent_that_is_gone(
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdout.readline()
-    with once_per_node.turn(database, "x", 0.0, 0.0) as turn:
+    with once_per_node.turn(database, "x", "store", 0.0, 0.0) as turn:
         assert turn is Turn.BUSY
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    with once_per_node.turn(database, "x", 0.0, 0.0) as turn:
+    with once_per_node.turn(database, "x", "store", 0.0, 0.0) as turn:
         assert turn is Turn.MINE
+
+
+def node(directory: Path, shared: Path | str) -> tuple[Lookup, GuardedStore]:
+    """A process of a node: its database, and a shared store or another one."""
+    url = shared if isinstance(shared, str) else f"file://{shared}"
+    opened = GuardedStore.open(directory)
+    opened.shared = SharedLayer(open_shared(url), opened.connection)
+    return Lookup(opened), opened
+
+
+def block_of(lookup: Lookup, number: int = 1) -> Any:
+    lookup.forget(key(number).digest, LIST)
+    found = lookup.find(key(number), LIST)
+    return found and found.config["BLOCK"]
+
+
+def imported(directory: Path) -> None:
+    with contextlib.closing(GuardedStore.open(directory)) as opened:
+        exchange.import_into(opened, [stored(1, 128)])
+
+
+def agreed_in_sync(directory: Path) -> None:
+    with contextlib.closing(GuardedStore.open(directory)) as opened:
+        local_copy.adopt(opened.connection, [stored(1, 128)])
+
+
+def tuned_here(directory: Path) -> None:
+    with contextlib.closing(GuardedStore.open(directory)) as opened:
+        tuned(opened, 1, 128)
+
+
+def of_another_store(directory: Path) -> None:
+    other = directory.parent / "other"
+    other.mkdir()
+    open_shared(f"file://{other}").publish(SPACE, [stored(1, 128)])
+    lookup, opened = node(directory, other)
+    assert block_of(lookup) == 128
+    opened.close()
+
+
+@pytest.mark.parametrize("before", [imported, agreed_in_sync, tuned_here, of_another_store])
+def test_a_shared_record_replaces_what_a_node_has_from_elsewhere(
+    tmp_path: Path, before: Callable[[Path], None]
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    open_shared(f"file://{shared}").publish(SPACE, [stored(1, 64)])
+    before(tmp_path / "node")
+    lookup, opened = node(tmp_path / "node", shared)
+    assert block_of(lookup) == 64
+    opened.close()
+
+
+def test_a_node_that_goes_back_to_a_shared_store_launches_its_record_again(tmp_path: Path) -> None:
+    blocks = {}
+    for name, block in (("one", 128), ("two", 64)):
+        (tmp_path / name).mkdir()
+        open_shared(f"file://{tmp_path / name}").publish(SPACE, [stored(1, block)])
+    for turn, name in enumerate(("one", "two", "one")):
+        lookup, opened = node(tmp_path / "node", tmp_path / name)
+        blocks[turn] = block_of(lookup)
+        opened.close()
+    assert blocks == {0: 128, 1: 64, 2: 128}
+
+
+@pytest.mark.parametrize("then", [lambda directory: None, imported])
+def test_what_was_cleared_comes_back_from_the_shared_store_at_once(
+    tmp_path: Path, then: Callable[[Path], None]
+) -> None:
+    """Also where this node has asked for all of it less than a minute ago."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    open_shared(f"file://{shared}").publish(SPACE, [stored(1, 64)])
+    lookup, opened = node(tmp_path / "node", shared)
+    assert block_of(lookup) == 64
+    assert opened.clear("add_kernel") == 1
+    opened.close()
+    then(tmp_path / "node")
+    lookup, opened = node(tmp_path / "node", shared)
+    assert block_of(lookup) == 64
+    opened.close()
+
+
+def test_a_record_is_read_once_also_where_this_node_has_published_it(
+    local: GuardedStore, url: str
+) -> None:
+    large = Large(open_shared(url))
+    large.go_on.set()
+    layer = local.shared = SharedLayer(large, local.connection)
+    tuned(local, MANY, 128)
+    layer.publish(SPACE, StoredChoice(KeyRecord.of(key(MANY)), choice(MANY, 128)))
+    for _ in range(2):
+        layer.refresh(SPACE, since=time.time())
+        wait_until_complete(layer)
+    assert large.asked == [MANY], "not its own, and none twice"
