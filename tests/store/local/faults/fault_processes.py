@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import select
 import signal
 import sys
 import threading
@@ -157,23 +158,25 @@ def _want(directory: Path, doomed: frozenset[int], process: int) -> None:
     while (lock := try_lock(directory / DATABASE_NAME, "key")) is None:
         os.sched_yield()
     try:
-        owner = int(work.read_text())
-        if not _is_dead(owner):
+        owner, number = map(int, work.read_text().split())
+        if number not in doomed or not _ends(owner):
             raise AssertionError(f"{owner} and {os.getpid()} have it")
     except FileNotFoundError:
         pass
-    work.write_text(str(os.getpid()))
+    work.write_text(f"{os.getpid()} {process}")
     if process in doomed:
         os.kill(os.getpid(), signal.SIGKILL)
     work.unlink()
     lock.release()
 
 
-def _is_dead(pid: int) -> bool:
+def _ends(pid: int) -> bool:
+    """Whether a process has ended, or does so now: its locks are free before it is a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
+        ended, _, _ = select.select([os.pidfd_open(pid)], [], [], 10)
+    except ProcessLookupError:
         return True
+    return bool(ended)
 
 
 @fault(
