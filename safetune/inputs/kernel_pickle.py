@@ -30,7 +30,7 @@ import triton.language
 from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune.errors import KernelNotTransferable
-from safetune.keys.kernel_digest import is_foreign
+from safetune.keys.origin import is_foreign
 from safetune.keys.source_text import tree_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
 def _own_modules(functions: Iterable[Any]) -> list[ModuleType]:
     names = {getattr(function, "__module__", None) for function in functions}
     modules = (sys.modules.get(name) for name in names if name and name != "__main__")
-    return [m for m in modules if m is not None and not is_foreign(m.__name__)]
+    return [m for m in modules if m is not None and not is_foreign(m)]
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ from typing import Any
 from safetune.keys.kernel_digest import (
     base_function,
     definition_line,
-    is_foreign,
     is_own,
     source_of,
 )
+from safetune.keys.origin import is_foreign
 from safetune.keys.source_text import (
     MISSING,
     FunctionNode,
@@ -99,7 +99,7 @@ def multiplies_matrices(kernel: Any) -> bool:
         values = {name: scope.value_of(name) for name in names - set(dir(builtins))}
         if MISSING in values.values():
             return True
-        pending += [v for v in values.values() if hasattr(v, "fn") and not is_foreign(v.__module__)]
+        pending += [v for v in values.values() if hasattr(v, "fn") and not is_foreign(v.fn)]
     return False
 
 
@@ -108,7 +108,7 @@ def _can_be_followed(callee: Any) -> bool:
     return (
         is_own(callee)
         and inspect.isfunction(callee.fn)
-        and not is_foreign(callee.fn.__module__)
+        and not is_foreign(callee.fn)
         # Python shows the text of the function that is wrapped, and runs the wrapper.
         and not hasattr(callee.fn, "__wrapped__")
     )

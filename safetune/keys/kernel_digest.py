@@ -1,7 +1,7 @@
 """A kernel's identity: a digest of its text, and of the text and values that it refers to.
 
 The digest is made of source text and plain values only, so it is the same with the compiler and in
-the interpreter, in every supported Triton and Python. Line numbers, module paths and decorators do
+the interpreter, in every supported Triton and Python. Line numbers, module paths and addresses do
 not enter it. Globals are read when the digest is computed, not when the kernel is defined: compute
 it at the first launch, when the module's later helpers exist.
 """
@@ -13,18 +13,25 @@ import dataclasses
 import enum
 import functools
 import inspect
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
-from types import FunctionType, MethodType, ModuleType
+import warnings
+from collections.abc import Mapping, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from triton.runtime.autotuner import Autotuner
 
 from safetune.errors import InvalidSetting
 from safetune.keys import encoding
+from safetune.keys.origin import is_foreign, is_foreign_class
 from safetune.keys.source_text import (
     MISSING,
     Scope,
+    code_record,
+    compiles_to,
     dotted,
     free_names,
     module_text,
@@ -33,8 +40,11 @@ from safetune.keys.source_text import (
 )
 from safetune.keys.tuning_key import KernelIdentity
 
-#: Packages whose functions enter a digest by name, not by text; the toolchain has their versions.
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"triton", "torch", "numpy", "jax"}
+#: The options of `@triton.jit` that change the code which is generated.
+_CODE_OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+
+#: The most values that a digest covers, so that a hook of an object that holds a data set ends.
+MOST_VALUES = 50_000
 
 #: Triton's classes of functions, and of what may be between a tuner and a function.
 _LAYERS = frozenset(
@@ -136,10 +146,18 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     """
     jit, function = base_function(kernel)
     graph = _Graph()
-    root = graph.describe(jit)
-    heuristics = [[n, graph.describe(f)] for n, f in sorted(inner_heuristics(kernel).items())]
+    root = graph.of_kernel(jit, function)  # never by name alone, wherever its file lies
+    others = [
+        graph.describe([type(jit), vars(jit).get("run")])
+        if layer is jit
+        else graph.of_object(layer)
+        for layer in layers(kernel)
+        if not (is_own(layer) or isinstance(layer, Autotuner))
+    ]
+    heuristics = [[[n, graph.describe(f)] for n, f in d.items()] for d in heuristics_below(kernel)]
     surroundings = [[graph.describe(item) for item in around]] if any(around) else []
-    everything = [function.__name__, root, heuristics, *surroundings, graph.functions]
+    everything = [function.__name__, root, heuristics, others, *surroundings, graph.parts]
+    graph.warn_if_cut(function.__name__)
     return KernelIdentity(
         name=function.__name__,
         digest=encoding.digest(everything),
@@ -153,19 +171,26 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
 def function_digest(function: Any) -> str:
     """Return a digest of a Python function: its text, and the values that it refers to."""
     graph = _Graph()
-    return encoding.digest([graph.describe(function), graph.functions])
+    return encoding.digest([graph.describe(function), graph.parts])
 
 
 class _Graph:
-    """Values as plain data, with functions by number: cycles end, module paths do not enter."""
+    """Values as plain data, with functions and objects by number, so that cycles end.
+
+    Module paths and addresses do not enter, as they differ between processes.
+    """
 
     def __init__(self) -> None:
-        self.functions: list[Any] = []
+        self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # an id is only unique while its object lives
+        self._values = 0
 
     def describe(self, value: Any) -> Any:
-        """Return `value` as plain data, functions as numbers into `functions`."""
+        """Return `value` as plain data, functions and objects as numbers into `parts`."""
+        self._values += 1
+        if self._values > MOST_VALUES:
+            return {"cut": type(value).__name__}
         while type(value).__name__ == "constexpr":
             value = value.value
         if isinstance(value, enum.Enum):
@@ -175,23 +200,53 @@ class _Graph:
         if isinstance(value, (set, frozenset)):
             items = [self.describe(item) for item in value]
             return {"set": sorted(items, key=encoding.dumps)}
-        if isinstance(value, dict):
+        if isinstance(value, type(os.environ)):  # it differs between any two processes
+            return {"object": "environ"}
+        if isinstance(value, Mapping):
             return {"pairs": [[self.describe(k), self.describe(v)] for k, v in value.items()]}
         if isinstance(value, ModuleType):
-            return {"module": value.__name__.rpartition(".")[2]}
+            whole = is_foreign(value)
+            return {"module": value.__name__ if whole else value.__name__.rpartition(".")[2]}
+        if isinstance(value, CodeType):
+            return {"code": code_record(value)}
         if encoding.is_dtype(value) or not (callable(value) or hasattr(value, "fn")):
             return self._plain(value)
         return self._callable(value)
+
+    def of_kernel(self, jit: Any, function: FunctionType) -> Any:
+        """Describe the kernel itself, or a function that it calls, by its text."""
+        return {"function": self._number(function, lambda: self._function(jit, function))}
+
+    def of_object(self, value: Any) -> Any:
+        """Describe an object by its class and by the values that it holds."""
+        return {"instance": self._number(value, lambda: self._instance(value))}
+
+    def warn_if_cut(self, kernel: str) -> None:
+        """Warn if there were too many values to count them all."""
+        if self._values > MOST_VALUES:
+            warnings.warn(
+                f"safetune: {kernel} and its hooks refer to more than {MOST_VALUES:,} values; the "
+                "rest does not count in its identity, so a stored choice stays in use after a "
+                "change of them. Use a hook or heuristic that holds less",
+                stacklevel=2,
+            )
 
     def _plain(self, value: Any) -> Any:
         encoded = encoding.encode(value)
         if not (isinstance(encoded, dict) and "object" in encoded):
             return encoded
         name = type(value).__name__
+        if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # its repr leaves elements out
+            contents = encoding.digest(value.tobytes().hex())
+            return {"array": [encoding.dtype_name(value.dtype), list(value.shape), contents]}
         if dataclasses.is_dataclass(value):
             fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
             return {"object": name, "fields": self.describe(fields)}
-        if encoding.ADDRESS.search(repr(value)):  # the default repr: its module and its address
+        if not is_foreign_class(type(value)):
+            return self.of_object(value)
+        if (
+            inspect.getattr_static(type(value), "__repr__") is vars(object)["__repr__"]
+        ):  # an address
             return {"object": name}
         return {"object": name, "repr": encoded["repr"]}
 
@@ -206,58 +261,78 @@ class _Graph:
         while function is not None and not inspect.isfunction(function):
             value, function = function, getattr(function, "fn", None)
         if function is None:
-            call = type(value).__call__
-            if not inspect.isfunction(call):
-                return {"callable": getattr(value, "__name__", type(value).__name__)}
-            return {"callable": type(value).__name__, "call": self.describe(call)}
-        if is_foreign(function.__module__):
-            return {"foreign": function.__name__}
-        return {"function": self._number(value, function)}
+            return self._without_text(value)
+        if is_foreign(function):
+            return {"foreign": [function.__module__, function.__qualname__]}
+        return self.of_kernel(value, function)
+
+    def _without_text(self, value: Any) -> Any:
+        """Describe an instance with `__call__`, or a function that is not written in Python."""
+        if not is_foreign_class(type(value)):
+            return self.of_object(value)
+        owner = getattr(value, "__self__", None)
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+        if name is None:
+            return {"callable": type(value).__name__, "repr": encoding.encode(value)["repr"]}
+        module = getattr(value, "__module__", None) or type(value).__module__
+        of = [] if owner is None or isinstance(owner, ModuleType) else [self.describe(owner)]
+        return {"callable": [module, name, *of]}
+
+    def _instance(self, value: Any) -> Any:
+        slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+        held = {**{name: getattr(value, name, None) for name in slots}, **_attributes(value)}
+        state = [[name, self.describe(item)] for name, item in sorted(held.items())]
+        return {"class": self._class(type(value)), "state": state}
 
     def _class(self, cls: type) -> Any:
-        if not getattr(cls, "__triton_aggregate__", False):
+        if is_foreign_class(cls):
             return {"class": cls.__name__}
-        # The class as it was written is only left in Triton's closure.
-        constructor: Any = cls.__new__
-        written = Scope(constructor).lookup("cls")
-        written = cls if written is MISSING else written
+        return {"class": self._number(cls, lambda: self._own_class(cls))}
+
+    def _own_class(self, cls: type) -> Any:
+        written: Any = cls
+        if getattr(cls, "__triton_aggregate__", False):
+            # The class as it was written is only left in Triton's closure.
+            constructor: Any = cls.__new__
+            found = Scope(constructor).lookup("cls")
+            written = cls if found is MISSING else found
         return {
-            "aggregate": cls.__name__,
+            "name": cls.__name__,
             "bases": [self._class(base) for base in written.__bases__],
             "fields": {
                 name: self.describe(kind) if isinstance(kind, type) else str(kind)
                 for name, kind in inspect.get_annotations(written).items()
             },
-            "methods": {
+            "members": {
                 name: self.describe(member)
-                for name, member in vars(written).items()
-                if inspect.isfunction(member) or hasattr(member, "fn")
+                for name, member in sorted(_members(written).items())
+                if not name.startswith("__") or _is_written(member)
             },
         }
 
-    def _number(self, jit: Any, function: FunctionType) -> int:
-        if id(function) not in self._numbers:
-            number = self._numbers[id(function)] = len(self.functions)
-            self._alive.append(function)
-            self.functions.append(None)
-            self.functions[number] = self._function(jit, function)
-        return self._numbers[id(function)]
+    def _number(self, value: Any, describe: Any) -> int:
+        if id(value) not in self._numbers:
+            number = self._numbers[id(value)] = len(self.parts)
+            self._alive.append(value)
+            self.parts.append(None)
+            self.parts[number] = describe()
+        return self._numbers[id(value)]
 
     def _function(self, jit: Any, function: FunctionType) -> Any:
-        text, scope = _text_of(jit, function), Scope(function)
+        scope, text = Scope(function), _text_of(jit, function)
         if text is None:
             # Only the compiled code identifies it, and that depends on the Python version.
             code = function.__code__
-            constants = encoding.ADDRESS.sub("", repr(code.co_consts))
-            text = f"{code.co_code.hex()} {code.co_names} {constants}"
-            references = {name: scope.lookup(name) for name in code.co_names}
+            text = encoding.dumps(code_record(code))
+            references = {n: scope.lookup(n) for n in (*code.co_names, *code.co_freevars)}
         else:
             tree = tree_of(text if not text.startswith("lambda") else f"({text})")
             references = {str(dotted(node)): _resolve(node, scope) for node in free_names(tree)}
+        references["__wrapped__"] = getattr(function, "__wrapped__", MISSING)
         return {
             "name": function.__name__,
             "text": text,
-            "noinline": bool(option_of(jit, "noinline")),
+            "options": _code_options(jit, function),
             "defaults": self.describe([function.__defaults__, function.__kwdefaults__]),
             "references": [
                 [name, self.describe(value)]
@@ -267,24 +342,55 @@ class _Graph:
         }
 
 
+def _code_options(jit: Any, function: FunctionType) -> dict[str, Any]:
+    """Return the options of `@triton.jit` that change the code and are set, parameters by name."""
+    names = list(inspect.signature(function).parameters)
+    options = {name: option_of(jit, name) for name in _CODE_OPTIONS if jit is not function}
+    return {
+        option: True
+        if value is True or not isinstance(value, (list, tuple))
+        else sorted(names[item] if isinstance(item, int) else str(item) for item in value)
+        for option, value in options.items()
+        if value
+    }
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the values in an object, without the kernel that a decorator holds."""
+    return {name: item for name, item in getattr(value, "__dict__", {}).items() if name != "fn"}
+
+
+def _members(cls: type) -> dict[str, Any]:
+    """Return what a class defines, with the functions of properties and static methods."""
+    parts = ("fget", "func", "__func__")
+    return {
+        name: next((getattr(member, part) for part in parts if hasattr(member, part)), member)
+        for name, member in vars(cls).items()
+    }
+
+
+def _is_written(member: Any) -> bool:
+    """Whether a special method stands in a file; those of a dataclass are generated."""
+    return inspect.isfunction(member) and bool(nodes_of(member))
+
+
 def _text_of(jit: Any, function: FunctionType) -> str | None:
-    if jit is not function:
+    """Return a function's text; None where it is missing, or is of other code by now."""
+    if jit is not function and not hasattr(function, "__wrapped__"):
         return source_of(jit)
-    module, nodes = module_text(function), nodes_of(function)
+    module, code = module_text(function), function.__code__
+    nodes = [node for node in nodes_of(function) if compiles_to(node, code)]
     return "\n".join(module.segment(node) for node in nodes) if module and nodes else None
 
 
 def _resolve(node: ast.AST, scope: Scope) -> Any:
-    """Return the value of a dotted name, or `MISSING` for one of the toolchain."""
+    """Return the value of a dotted name; for one of the toolchain, the module that it begins with.
+
+    `tl.load` is another object in the interpreter, and the text has its name.
+    """
     if isinstance(node, ast.Attribute):
         owner = _resolve(node.value, scope)
-        # `tl.load` is another object in the interpreter, and may move between Triton's modules.
-        if owner is MISSING or (isinstance(owner, ModuleType) and is_foreign(owner.__name__)):
-            return MISSING
+        if owner is MISSING or (isinstance(owner, ModuleType) and is_foreign(owner)):
+            return owner
         return getattr(owner, node.attr, MISSING)
     return scope.value_of(dotted(node) or "")
-
-
-def is_foreign(module: str | None) -> bool:
-    """Whether a module belongs to the toolchain or to Python."""
-    return (module or "").partition(".")[0] in _FOREIGN

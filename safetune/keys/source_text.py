@@ -5,9 +5,11 @@ never from module objects: at decoration time the kernel's module is still being
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import contextlib
+import copy
 import functools
 import inspect
 import linecache
@@ -46,7 +48,9 @@ class ModuleText:
 
 def module_text(function: FunctionType) -> ModuleText | None:
     """Return the file that defines `function`; None if no file can be found and parsed."""
-    lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
+    file = function.__code__.co_filename
+    linecache.checkcache(file)  # a module that was edited and reloaded has other text
+    lines = linecache.getlines(file, function.__globals__)
     return parse("".join(lines)) if lines else None
 
 
@@ -88,7 +92,7 @@ def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:
         if getattr(node, "name", "<lambda>") == code.co_name and parameters(node) == expected
     )
     if len(found) > 1:
-        return tuple(node for node in found if _compiles_to(node, code)) or found
+        return tuple(node for node in found if compiles_to(node, code)) or found
     return found
 
 
@@ -111,16 +115,43 @@ def parameters(node: FunctionNode) -> tuple[str, ...]:
     return tuple(arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs, *stars])
 
 
-def _compiles_to(node: FunctionNode, code: CodeType) -> bool:
-    if not isinstance(node, ast.Lambda):
+def compiles_to(node: FunctionNode, code: CodeType) -> bool:
+    """Whether `node` is the text of this code: another text may stand in the file by now."""
+    inner: Any = node
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        inner = copy.copy(node)
+        inner.decorator_list = []
+    statement = ast.Expr(inner) if isinstance(inner, ast.Lambda) else inner
+    outer = ast.parse(f"def outer({', '.join(code.co_freevars)}): pass")
+    outer.body[0].body = [ast.copy_location(statement, node)]  # type: ignore[attr-defined]
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    try:
+        module = compile(outer, "", "exec", flags, dont_inherit=True)
+    except (SyntaxError, ValueError):  # `nonlocal`, and other names that need the whole file
         return False
-    expression = compile(ast.Expression(node), "", "eval")
-    (alone,) = (const for const in expression.co_consts if isinstance(const, CodeType))
-    return (alone.co_names, alone.co_consts, alone.co_code) == (
-        code.co_names,
-        code.co_consts,
-        code.co_code,
-    )
+    (around,) = (const for const in module.co_consts if isinstance(const, CodeType))
+    record = code_record(code)
+    return any(isinstance(c, CodeType) and code_record(c) == record for c in around.co_consts)
+
+
+def code_record(code: CodeType) -> list[Any]:
+    """Return compiled code as plain data, without its place."""
+    return [
+        code.co_code.hex(),
+        [*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars],
+        [_constant(const) for const in code.co_consts],
+    ]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return code_record(value)
+    if isinstance(value, tuple):
+        return ["tuple", *map(_constant, value)]
+    if isinstance(value, frozenset):
+        return ["set", *sorted(map(repr, value))]
+    text = value.rpartition("<locals>.")[2] if isinstance(value, str) else value
+    return [type(value).__name__, repr(text)]
 
 
 class Scope:

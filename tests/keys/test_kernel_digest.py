@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
+import math
+import os
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +17,14 @@ import pytest
 import triton
 
 from safetune.errors import InvalidSetting
-from safetune.keys.kernel_digest import base_function, kernel_identity, source_of
+from safetune.keys.kernel_digest import (
+    _text_of,
+    base_function,
+    function_digest,
+    kernel_identity,
+    source_of,
+)
+from safetune.keys.origin import is_foreign
 
 _spec = importlib.util.spec_from_file_location(
     "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
@@ -74,7 +85,7 @@ def digest(module: ModuleType) -> str:
 @pytest.mark.internals
 def test_digest_is_the_same_in_every_version(load: Load) -> None:
     """It names rows that other machines wrote: a change here makes every stored choice unknown."""
-    assert digest(load(KERNEL)) == "fe3c25e5ab33f9392917966712528276"
+    assert digest(load(KERNEL)) == "eb9314f5fec96c541dfc56b254f8af63"
 
 
 @pytest.mark.internals
@@ -89,7 +100,7 @@ def test_the_compiler_and_the_interpreter_have_one_digest(load: Load) -> None:
     ("what", "old", "new"),
     [
         ("line numbers", "SCALE", "\n\n\nSCALE"),
-        ("decorators", "@jit\ndef kernel", "@jit(do_not_specialize=['n'])\ndef kernel"),
+        ("a jit option of no effect", "@jit\ndef kernel", "@jit(debug=False)\ndef kernel"),
         ("an unused global", "UNUSED = 1", "UNUSED = 2"),
         ("the module's imports", "UNUSED", "import math\nUNUSED"),
         (
@@ -119,6 +130,14 @@ def test_a_change_of_form_does_not_change_the_digest(
         ("a constexpr global", "constexpr(3)", "constexpr(4)"),
         ("a constexpr function", "n * 2", "n * 3"),
         ("a default", "tl.constexpr = 128", "tl.constexpr = 64"),
+        ("specialisation", "@jit\ndef kernel", "@jit(do_not_specialize=['n'])\ndef kernel"),
+        (
+            "specialisation on alignment",
+            "@jit\ndef kernel",
+            "@jit(do_not_specialize_on_alignment=['x'])\ndef kernel",
+        ),
+        ("debug", "@jit\ndef kernel", "@jit(debug=True)\ndef kernel"),
+        ("specialisation of a callee", "@jit\ndef inner", "@jit(do_not_specialize=[0])\ndef inner"),
         ("noinline of a callee", "@jit\ndef helper", "@jit(noinline=True)\ndef helper"),
         ("a dtype under the same name", "import float32", "import float16 as float32"),
         ("what the same text calls", "\n@jit\ndef kernel", "\nhelper = inner\n@jit\ndef kernel"),
@@ -336,6 +355,266 @@ def test_base_function_goes_through_every_decorator(load: Load) -> None:
 def test_an_object_that_is_not_a_kernel_is_an_error(thing: Any) -> None:
     with pytest.raises(InvalidSetting, match=r"@triton\.jit"):
         base_function(thing)
+
+
+def test_parameters_of_an_option_by_name_or_number_have_one_digest(load: Load) -> None:
+    changed = [
+        KERNEL.replace("@jit\ndef kernel", f"@jit(do_not_specialize=[{n}])\ndef kernel")
+        for n in ("1", "'n'")
+    ]
+    assert digest(load(changed[0], "a")) == digest(load(changed[1], "b"))
+
+
+@pytest.mark.parametrize(
+    "name", ["profile", "chunk", "code.ops", "numpy.x", "triton.ops.x", "torch", "jax.kernels"]
+)
+def test_a_module_named_as_one_of_python_or_the_toolchain_has_its_text_in_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpret: bool, name: str
+) -> None:
+    """In each a helper is changed, then the kernel; all three are different kernels."""
+    digests = set()
+    for change in ("", "inner(x) * SCALE", "helper(value, n)"):
+        file = tmp_path / f"{name}.py"
+        text = KERNEL.replace(change, f"{change} + 1") if change else KERNEL
+        file.write_text(f"import triton\nimport triton.language as tl\n{text}")
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        module.jit = phantom_kernels.jit_decorator(interpret)
+        if name != "torch":  # what other tests import
+            monkeypatch.setitem(sys.modules, name, module)
+        linecache.clearcache()
+        spec.loader.exec_module(module)
+        digests.add(digest(module))
+    assert len(digests) == 3
+
+
+def test_functions_of_python_and_of_the_toolchain_enter_by_name(load: Load) -> None:
+    """Their text differs between versions, and the key has the toolchain's version."""
+    text = """
+    from {} import {} as f
+    @triton.heuristics({{"E": lambda args: f(1)}})
+    @jit
+    def kernel(x, n, E: tl.constexpr):
+        tl.store(x, E)
+    """
+    names = [("posixpath", "join"), ("ntpath", "join"), ("triton", "cdiv"), ("math", "sqrt")]
+    digests = {digest(load(text.format(*name), name[0])) for name in [*names, ("numpy", "sqrt")]}
+    assert len(digests) == 5
+    assert is_foreign(os.path.join)
+    assert is_foreign(triton.cdiv.fn)
+    assert is_foreign(math)
+
+
+def test_an_installed_package_may_lie_behind_a_symlink(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "x.py").write_text("def f(): pass\n")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "jax").symlink_to(tmp_path / "real")
+    for folder, foreign in (("site-packages", True), ("real", False)):
+        package = ModuleType("jax")
+        package.__path__ = [str(tmp_path / folder / ("jax" if foreign else ""))]
+        monkeypatch.setitem(sys.modules, "jax", package)
+        module = ModuleType("jax.x")
+        module.__file__ = str(Path(package.__path__[0]) / "x.py")
+        assert is_foreign(module) is foreign
+
+
+def test_the_module_that_a_name_of_triton_comes_from_is_in_the_digest(load: Load) -> None:
+    text = "import triton.language.{} as m\n@jit\ndef kernel(x, n):\n    tl.store(x, m.exp(n))\n"
+    assert digest(load(text.format("math"), "a")) != digest(
+        load(text.format("extra.libdevice"), "b")
+    )
+
+
+STATE = """
+import collections, functools, types, weakref
+import numpy
+
+class Rounding:
+    extra = 1
+    def __init__(self, to):
+        self.to = to
+        self.inner = self
+    def __call__(self, args):
+        return self.value
+    @property
+    def value(self):
+        return self.to + self.extra
+    def set(self, args):
+        return self.value
+
+class Slots:
+    __slots__ = ("to",)
+    def __init__(self, to):
+        self.to = to
+    def __call__(self, args):
+        return self.to
+
+def by_cell(to):
+    box = [to]
+    return lambda args: box[0]
+
+def by_partial(args, to):
+    return to
+
+TABLE = numpy.zeros(5000)
+TABLE[2500] = {to}
+HOLDER = types.SimpleNamespace(to={to})
+
+@triton.heuristics({{"E": {heuristic}}})
+@jit
+def kernel(x, n, E: tl.constexpr):
+    tl.store(x, E)
+"""
+
+
+@pytest.mark.parametrize(
+    "heuristic",
+    [
+        "Rounding({to})",
+        "Rounding({to}).set",
+        "Slots({to})",
+        "functools.partial(by_partial, to={to})",
+        "by_cell({to})",
+        "lambda args: TABLE[2500]",
+        "lambda args: HOLDER.to",
+        "{{'n': {to}}}.get",
+        "collections.defaultdict(int, n={to}).get",
+    ],
+)
+def test_the_state_of_a_heuristic_is_in_the_digest(load: Load, heuristic: str) -> None:
+    def of(to: int, name: str) -> str:
+        return digest(load(STATE.format(to=to, heuristic=heuristic.format(to=to)), name))
+
+    assert of(16, "a") == of(16, "b")
+    assert of(16, "a") != of(32, "c")
+
+
+@pytest.mark.parametrize(("old", "new"), [("to + self", "to - self"), ("extra = 1", "extra = 2")])
+def test_the_class_of_a_heuristic_is_in_the_digest(load: Load, old: str, new: str) -> None:
+    text = STATE.format(to=1, heuristic="Rounding(1).set")
+    assert digest(load(text, "a")) != digest(load(text.replace(old, new), "b"))
+
+
+def test_a_hook_that_holds_a_data_set_ends_with_a_warning(load: Load) -> None:
+    module = load(STATE.format(to=1, heuristic="Rounding(list(range(200_000)))"))
+    with pytest.warns(UserWarning, match="kernel and its hooks refer to more than 50,000 values"):
+        digest(module)
+
+
+WRAPPED = """
+class Doubling(triton.runtime.KernelInterface):
+    def __init__(self, fn):
+        self.fn = fn
+        self.arg_names = fn.arg_names
+    def run(self, *args, **kwargs):
+        return self.fn.run(*args, **{**kwargs, "n": 2 * kwargs["n"]})
+
+@Doubling
+@jit
+def kernel(x, n):
+    tl.store(x, n)
+"""
+
+
+def test_a_wrapper_around_the_kernel_is_in_the_digest(load: Load) -> None:
+    """It decides what is launched."""
+    assert digest(load(WRAPPED, "a")) == digest(load(WRAPPED, "b"))
+    assert digest(load(WRAPPED, "a")) != digest(load(WRAPPED.replace("2 *", "3 *"), "c"))
+
+
+REPLACED = """
+import functools
+
+def scaled(f):
+    @functools.wraps(f)
+    def wrapper(n):
+        return f(n) * 2
+    return wrapper
+
+@triton.constexpr_function
+@scaled
+def twice(n):
+    return n + 1
+
+@jit
+def kernel(x, n):
+    tl.store(x, twice(n))
+kernel.run = lambda *args, **kwargs: args[4]
+"""
+
+
+@pytest.mark.parametrize(("old", "new"), [("* 2", "* 3"), ("n + 1", "n + 2"), ("[4]", "[5]")])
+def test_functions_that_run_in_place_of_a_text_are_in_the_digest(
+    load: Load, old: str, new: str
+) -> None:
+    assert digest(load(REPLACED, "a")) != digest(load(REPLACED.replace(old, new), "b"))
+
+
+def test_generated_functions_under_one_file_name_have_their_own_digests() -> None:
+    """A template engine may give each text to `linecache` under the same name."""
+
+    def made(body: str) -> Any:
+        text = f"def hook(args):\n    return {body}\n"
+        linecache.cache["<template>"] = (len(text), None, text.splitlines(True), "<template>")
+        scope: dict[str, Any] = {}
+        exec(compile(text, "<template>", "exec"), scope)
+        return scope["hook"]
+
+    first, second = made("args['n']"), made("args['m']")
+    assert function_digest(first) != function_digest(second)
+    assert function_digest(second) == function_digest(made("args['m']"))
+
+
+def test_functions_without_source_differ_by_their_inner_functions() -> None:
+    def made(body: str, cell: int = 0) -> Any:
+        scope: dict[str, Any] = {}
+        text = f"def outer(cell):\n    return lambda a: (lambda: {body})() + cell\n"
+        exec(text, scope)
+        return scope["outer"](cell)
+
+    assert function_digest(made("1")) == function_digest(made("1"))
+    assert len({function_digest(f) for f in (made("1"), made("2"), made("1", cell=1))}) == 3
+
+
+def test_a_method_a_closure_and_a_nested_function_have_the_digest_of_their_text(
+    tmp_path: Path,
+) -> None:
+    """Not of their code, which each version of Python compiles in another way."""
+    text = """
+    import functools
+
+    class Base:
+        def go(self, args): pass
+
+    class Hook(Base):
+        def go(self, args, *more, name="n", **rest):
+            return [super().go(args) for _ in more], (lambda: name)()
+
+    def outer(x):
+        def inner(args: "text"):
+            def innermost():
+                return x + 1.0
+            return innermost
+        return inner
+
+    MADE = [Hook.go, outer(1), lambda args: args["n"] * 2]
+    """
+    for function in phantom_kernels.load(tmp_path, text).MADE:
+        assert _text_of(function, function) is not None
+
+
+def test_a_file_that_was_changed_since_is_not_the_text_of_its_functions(tmp_path: Path) -> None:
+    module = phantom_kernels.load(tmp_path, "def hook(args):\n    return args['n']\n")
+    path = Path(str(module.__file__))
+    before = function_digest(module.hook)
+    path.write_text(path.read_text().replace("'n'", "'m' "))
+    assert _text_of(module.hook, module.hook) is None
+    assert function_digest(module.hook) != before
 
 
 def test_the_location_is_kept_but_not_in_the_digest(load: Load) -> None:
