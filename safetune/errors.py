@@ -111,6 +111,16 @@ class NotInterpretable(SafetuneError):
     """Triton's interpreter cannot run the kernel to its end, so nothing can be checked."""
 
 
+class NothingToMeasure(SafetuneError):
+    """A call that launches no program, or has no element to read or write: any config will do."""
+
+    def __init__(self, kernel: str, key: str) -> None:
+        super().__init__(
+            f"{kernel} cannot be tuned for {key} on a call with nothing to do: its tensors are "
+            "empty, or its grid has a zero. Tune it on a call that has work"
+        )
+
+
 class NoWorkingConfig(SafetuneError, RuntimeError):
     """Every config failed.
 

@@ -229,7 +229,7 @@ class OutputCheck:
 
     def _keep(self, group: int) -> bool:
         """Copy the written blocks into the file; False where it cannot grow."""
-        end = (group + 1) * self._slot
+        end = max(1, (group + 1) * self._slot)  # an empty file cannot be mapped
         try:
             if os.fstat(self._fd).st_size < end:
                 os.ftruncate(self._fd, end)

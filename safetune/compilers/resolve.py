@@ -42,7 +42,7 @@ class Resolved:
         grid: up to three integers, for this config; empty if the call gives no grid.
         config: the object that the decorator declares.
         provenance: `stored`, `tuned` (just now), `only` (there is one config), `off`, or
-            `fallback`, in the modes that never tune.
+            `fallback`, in the modes that never tune and for a call with nothing to do.
     """
 
     fn: Any
@@ -168,6 +168,8 @@ def _chosen(
     choice = stored(abstract.tuner, request, lookup, abstract.readable_key())
     if choice is not None:
         return choice, "stored"
+    if not request.has_work:
+        return request.configs[0], "fallback"
     if settings.mode in (Mode.FROZEN, Mode.RECORD):
         if settings.mode is Mode.RECORD:
             record.remember(request, lookup.store)
@@ -227,7 +229,7 @@ def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) ->
             f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
         )
     with reporting.observing(request.key.kernel.name) as observe:
-        result = tune(request, lookup.store, observe, lambda names: None)
+        result = tune(request, lookup.store, observe)
     reporting.log_result(request, result)
     return result.choice
 
@@ -248,7 +250,7 @@ def _resolved(call: Call, request: TuningRequest, config: Config, provenance: st
         num_stages=config.num_stages,
         num_ctas=config.num_ctas,
         maxnreg=config.maxnreg,
-        grid=() if call.grid is None else grid_of(call, config, lambda names: None),
+        grid=() if call.grid is None else grid_of(call, config)[0],
         config=config,
         kernel=request.key.kernel.name,
         key=str(request.key),

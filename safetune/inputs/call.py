@@ -16,6 +16,7 @@ from typing import Any
 from triton.runtime.autotuner import Config
 
 from safetune.errors import InvalidSetting
+from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 from safetune.launch.call_shape import heuristic_values, named_arguments
 
@@ -83,6 +84,10 @@ class Call:
         """Return the arguments by name, with the caller's values."""
         return named_arguments(self.arg_names, self.args, self.kwargs)
 
+    def may_touch_memory(self) -> bool:
+        """Whether an argument has elements, or may have: an empty tensor has none."""
+        return any(_may_have_elements(leaf) for leaf in leaves(self.named()))
+
     def pinned(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments as the compiled kernel gets them."""
         return self.with_values(self.pins)
@@ -117,6 +122,16 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def _may_have_elements(value: Any) -> bool:
+    if isinstance(value, (type(None), bool, float, str)) or encoding.is_dtype(value):
+        return False
+    if isinstance(value, int):
+        from safetune.inputs import pointers  # imports torch
+
+        return pointers.is_plausible(value)
+    return not hasattr(value, "numel") or value.numel() > 0
+
+
 class WatchedArguments(dict[str, Any]):
     """The arguments that a grid function gets; records which of some names it reads."""
 
@@ -135,19 +150,17 @@ class WatchedArguments(dict[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401 - this is that `get`
 
 
-def grid_of(call: Call, config: Config, on_read: Callable[[set[str]], None]) -> tuple[int, ...]:
-    """Return the grid that a launch with `config` has, from the caller's values.
+def grid_of(call: Call, config: Config) -> tuple[tuple[int, ...], set[str]]:
+    """Return the grid that a launch with `config` has, from the caller's values, and the dropped
+    names that the grid function reads.
 
-    `on_read` is called with the dropped names that the grid function reads, if there are any.
     Raises what the grid or a heuristic raises.
     """
     if not callable(call.grid):
-        return tuple(int(size) for size in call.grid)
+        return tuple(int(size) for size in call.grid), set()
     arguments = WatchedArguments(meta_arguments(call, config), call.pins)
     grid = call.grid(arguments)
-    if arguments.seen:
-        on_read(arguments.seen)
-    return tuple(int(size) for size in grid)
+    return tuple(int(size) for size in grid), arguments.seen
 
 
 def checked_grid(grid: Any) -> Any:

@@ -142,7 +142,7 @@ def tune_meanwhile(
         )
         return state.set_fallback(config)
     try:
-        bench = BackgroundBench(request, functools.partial(reporting.warn_of_grid, tuner))
+        bench = BackgroundBench(request)
     except (KernelNotTransferable, WorkerUnavailable) as error:
         return retry.fall_back(state, request, config, error)
     state.set_fallback(config)

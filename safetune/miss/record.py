@@ -74,7 +74,7 @@ def _grids(request: TuningRequest) -> dict[str, list[int]]:
     grids = {}
     for config in request.configs:
         with contextlib.suppress(Exception):  # this config could not be tuned here either
-            grid = grid_of(request.call, config, lambda names: None)
+            grid, _ = grid_of(request.call, config)
             grids[config_digest(config)] = list(grid)
     return grids
 

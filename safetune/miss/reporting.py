@@ -178,7 +178,7 @@ def print_config(progress: Progress) -> None:
         )
 
 
-def warn_of_grid(tuner: Tuner, names: set[str]) -> None:
+def warn_of_grid(tuner: Tuner, names: Iterable[str]) -> None:
     """Warn, once per name, that a launch grid reads a name that was dropped from the key."""
     if new := [name for name in sorted(names) if tuner.first_time(f"grid reads {name}")]:
         warnings.warn(

@@ -153,13 +153,16 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
         _warn_once(reason)
         return _inline(tuner, state, args, kwargs)
     request = miss.request()
-    if len(request.configs) == 1:
+    if len(request.configs) == 1 and request.has_work:
         return state.set_choice(request.configs[0])
     state.asked = asked(request)
     lookup = open_lookup(settings)
     choice = stored(tuner, request, lookup, miss.readable_key())
     if choice is not None:
         return state.set_choice(choice)
+    if not request.has_work:
+        return for_no_work(state, request)
+    reporting.warn_of_grid(tuner, request.grids.reads)
     if not tunes:
         from safetune.miss import record
 
@@ -181,9 +184,21 @@ def asked(request: TuningRequest) -> Asked:
 
 
 def _inline(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
-    with contextlib.suppress(Exception):  # only `sync` needs it; the tuning raises what matters
-        state.asked = asked(Miss(tuner, args, kwargs).request())
+    with contextlib.suppress(Exception):  # the tuning raises what matters
+        request = Miss(tuner, args, kwargs).request()
+        state.asked = asked(request)
+        if not request.has_work:
+            return for_no_work(state, request)
     return state.set_choice(tuner.tune_inline(args, kwargs))
+
+
+def for_no_work(state: KeyState, request: TuningRequest) -> Config:
+    """Return the config for a call with nothing to do, which leaves its key as it is.
+
+    Such a call says nothing of a config: it can be neither measured nor checked.
+    """
+    known = state.decision(capture=None)
+    return known.config if known is not None else request.configs[0]
 
 
 @contextlib.contextmanager
@@ -237,9 +252,8 @@ def _tune(
     tuner = miss.tuner
     try:
         with reporting.observing(request.key.kernel.name) as observe:
-            warn_of_grid = functools.partial(reporting.warn_of_grid, tuner)
             budget = WaitBudget(settings.wait_s)
-            result = tune(request, store, observe, warn_of_grid, wait_budget=budget)
+            result = tune(request, store, observe, wait_budget=budget)
     except (KernelNotTransferable, WorkerUnavailable, NoWorkingConfig) as error:
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise

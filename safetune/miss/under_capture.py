@@ -110,7 +110,7 @@ def _find(
     tunes = settings.mode in (Mode.TUNE, Mode.BACKGROUND)
     missed = miss_resolve.Miss(tuner, args, kwargs)
     request = missed.request()
-    if len(request.configs) == 1:
+    if len(request.configs) == 1 and request.has_work:
         return state.set_choice(request.configs[0])
     state.asked = miss_resolve.asked(request)
     if not tunes or not (tuner.isolation == "inline" or miss_resolve.why_not_isolated(missed.call)):
@@ -118,6 +118,8 @@ def _find(
         stored = miss_resolve.stored(tuner, request, lookup, missed.readable_key())
         if stored is not None:
             return state.set_choice(stored)
+    if not request.has_work:
+        return miss_resolve.for_no_work(state, request)
     if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
         raise CaptureMiss(
             f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned while "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from safetune import forks, triton_internals
 from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
 from safetune.inputs import compile_spec, kernel_pickle
-from safetune.inputs.call import grid_of
 from safetune.inputs.snapshot import copy_inputs
 from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
@@ -54,7 +52,7 @@ class LaunchBench:
 
     _begin_at_once = True
 
-    def __init__(self, request: TuningRequest, on_grid_read: Callable[[set[str]], None]) -> None:
+    def __init__(self, request: TuningRequest) -> None:
         begin = time.monotonic()
         call = request.call
         self.interpreted = call.interpreted
@@ -64,8 +62,7 @@ class LaunchBench:
         self._exit = contextlib.ExitStack()
         self._fresh = request.limits.fresh_process
         name = request.key.kernel.name
-        self._failures: dict[int, Outcome] = {}
-        self.grids = [self._grid(index, on_grid_read) for index in range(len(request.configs))]
+        self.grids, self._failures = request.grids.sizes, request.grids.failures
         if len(self._failures) == len(self.grids):
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
             raise NoWorkingConfig(name, str(request.key), outcomes, measured=len(outcomes))
@@ -90,7 +87,7 @@ class LaunchBench:
                 packed=packed,
                 layout=self._inputs.layout,
                 index=call.index,
-                grids=self.grids,
+                grids=list(self.grids),
                 atomics=request.key.kernel.atomics,
                 backend="" if call.interpreted else triton_internals.target_name() or "",
             ),
@@ -204,31 +201,6 @@ class LaunchBench:
             yield
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - begin
-
-    def _grid(self, index: int, on_read: Callable[[set[str]], None]) -> tuple[int, ...]:
-        """Return the grid of a config's launch; where it has none, the config has failed.
-
-        If all configs fail in this way the call is at fault, and nothing is stored.
-        """
-        call, config = self._request.call, self._request.configs[index]
-        try:
-            given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
-            signature = inspect.signature(base_function(call.kernel)[1])
-            missing = [
-                parameter.name
-                for parameter in signature.parameters.values()
-                if parameter.default is parameter.empty and parameter.name not in given
-            ]
-            if missing:
-                raise TypeError(f"the call does not pass {', '.join(missing)}")
-            return grid_of(call, config, on_read)
-        except Exception as error:
-            self._failures[index] = Outcome(
-                Verdict.LAUNCH_ERROR,
-                detail=type(error).__name__,
-                message=f"the grid cannot be computed: {type(error).__name__}: {error}",
-            )
-            return ()
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

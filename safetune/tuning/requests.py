@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from triton.runtime.autotuner import Config
 
 from safetune.inputs.call import Call
 from safetune.keys.tuning_key import TuningKey
 from safetune.outcome import Outcome
+from safetune.tuning.grids import Grids, grids_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,21 @@ class TuningRequest:
     limits: Limits = Limits()
     force: bool = False
     marks: tuple[str, ...] = ()
+
+    @property
+    def grids(self) -> Grids:
+        """The grids of the configs. Code of the caller computes them, which may launch another
+        kernel and have it tuned: ask before any lock is taken.
+        """
+        known = self.__dict__  # cached_property has one lock for all objects before Python 3.12
+        if "_grids" not in known:
+            known["_grids"] = grids_of(self.call, self.configs)
+        return cast("Grids", known["_grids"])
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a launch of the call does anything, so that it can be measured and checked."""
+        return self.call.may_touch_memory() and self.grids.launch_something
 
 
 @dataclass(frozen=True)

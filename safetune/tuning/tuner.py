@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from safetune.config import config_digest, config_record, config_text
-from safetune.errors import NoWorkingConfig
+from safetune.errors import NothingToMeasure, NoWorkingConfig
 from safetune.isolation.protocol import Budget
 from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import Store
@@ -29,7 +29,6 @@ def tune(
     request: TuningRequest,
     store: Store,
     observe: Observer = lambda progress: None,
-    on_grid_read: Callable[[set[str]], None] = lambda names: None,
     bench: LaunchBench | None = None,
     wait_budget: WaitBudget | None = None,
 ) -> TuningResult:
@@ -42,11 +41,14 @@ def tune(
         wait_budget: how long to wait for other processes; without end if None.
 
     Raises:
+        NothingToMeasure: the call has nothing to do.
         NoWorkingConfig: every config failed; no choice is stored.
         KernelNotTransferable: the call cannot be rebuilt in a child.
         WorkerUnavailable: no child can be started; `Busy` if another process is still tuning.
     """
     start = time.perf_counter()
+    if bench is None and not request.has_work:  # its grids may launch kernels: no lock is held yet
+        raise NothingToMeasure(request.key.kernel.name, str(request.key))
     budget = wait_budget or WaitBudget()
     with single_flight.elect(request, store, budget) as election:
         tuning = _recall(request, store, observe)
@@ -54,7 +56,7 @@ def tune(
         if election.choice is not None:  # another process or machine has tuned meanwhile
             return tuning.result(election.choice, start)
         if tuning.new:
-            _measure(tuning, on_grid_read, bench, budget)
+            _measure(tuning, bench, budget)
         choice = _store_choice(tuning, _best(tuning), election)
         return tuning.result(choice, start)
 
@@ -169,12 +171,7 @@ def _lasting(request: TuningRequest, store: Store, digests: Sequence[str]) -> di
     }
 
 
-def _measure(
-    tuning: _Tuning,
-    on_grid_read: Callable[[set[str]], None],
-    made: LaunchBench | None,
-    budget: WaitBudget,
-) -> None:
+def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
     """Find the outcome of each new config."""
     call = tuning.request.call
     with contextlib.ExitStack() as compiling:
@@ -182,7 +179,7 @@ def _measure(
             compiling.enter_context(single_flight.compiling(tuning.store, budget))
         with (
             device_lock(call.index),
-            made or LaunchBench(tuning.request, on_grid_read) as bench,
+            made or LaunchBench(tuning.request) as bench,
         ):
             _screen(tuning, bench, tuning.new)
             outcomes = tuning.outcomes

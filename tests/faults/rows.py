@@ -120,6 +120,7 @@ ROWS: tuple[Row, ...] = (
     ),
     *_rows(
         Side.PARENT,
+        ("empty-call", "a call with empty tensors or a zero in its grid", "not tuned, not stored"),
         ("parent-killed", "SIGKILL of the caller", "no process is left"),
         ("ctrl-c", "Ctrl-C during tuning", "children gone, finished trials kept"),
         ("starter-thread-ends", "the thread that started the child ends", "nothing changes"),
