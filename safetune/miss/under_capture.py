@@ -127,12 +127,7 @@ def _find(
             "with the function that you capture and its arguments; or tune it offline with "
             "`safetune tune`"
         )
-    if lookup is None:
-        config = request.configs[0]
-    elif tunes:
-        config = candidates.fallback(request, lookup.store)
-    else:
-        config = candidates.best_known(request, lookup)
+    config = _substitute(request, lookup, tunes)
     captured = CapturedMiss(
         kernel=request.key.kernel.name,
         key=str(request.key),
@@ -154,6 +149,15 @@ def _find(
             stacklevel=2,
         )
     return config
+
+
+def _substitute(request: TuningRequest, lookup: Lookup | None, tunes: bool) -> Config:
+    """Return the config for a key without a choice; the first one where no store is looked at."""
+    if lookup is None:
+        return request.configs[0]
+    if tunes:
+        return candidates.fallback(request, lookup.store)
+    return candidates.best_known(request, lookup)
 
 
 def _keep(captured: CapturedMiss, request: TuningRequest, store: Store | None) -> None:
