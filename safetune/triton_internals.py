@@ -65,11 +65,27 @@ def target_name() -> str | None:
     return _last_target[1]
 
 
+#: What each back end has said, by the name and architecture of its target.
+backend_hashes: dict[tuple[str, Any], str] = {}
+
+
 def backend_hash(target: Any) -> str:
-    """Return what a back end says of itself, e.g. the version of ptxas."""
+    """Return what a back end said of itself when it was first asked, e.g. the version of ptxas."""
     from triton.compiler.compiler import make_backend
 
-    return str(make_backend(target).hash())
+    found = str(make_backend(target).hash())
+    return backend_hashes.setdefault((target.backend, target.arch), found)
+
+
+def use_backend_hashes(hashes: Mapping[tuple[str, Any], str]) -> None:
+    """Look up compiled kernels as the process does that has these hashes."""
+    from triton.backends import backends
+
+    for compiler in (backend.compiler for backend in backends.values()):
+        ask = compiler._ask = getattr(compiler, "_ask", compiler.hash)
+        compiler.hash = lambda self, ask=ask: (
+            hashes.get((self.target.backend, self.target.arch)) or ask(self)
+        )
 
 
 def code_generation_switches() -> dict[str, str]:

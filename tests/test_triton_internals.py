@@ -18,6 +18,7 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
 
@@ -338,6 +339,18 @@ class TestReplacedFunctions:
             assert triton_internals.unloader() is utils
             del utils.unload_module
             assert triton_internals.unloader() is None
+
+
+class TestBackendHashes:
+    def test_compiled_kernels_are_looked_up_as_by_the_process_that_sent_them(self) -> None:
+        own = triton_internals.backend_hash(TARGET)
+        try:
+            triton_internals.use_backend_hashes({("cuda", 90): "another ptxas"})
+            assert make_backend(TARGET).hash() == "another ptxas"
+            assert "another ptxas" not in make_backend(GPUTarget("cuda", 80, 32)).hash()
+        finally:
+            triton_internals.use_backend_hashes({})
+        assert make_backend(TARGET).hash() == own
 
 
 class TestKnobs:

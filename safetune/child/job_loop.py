@@ -126,3 +126,4 @@ def _take_over(job: Start) -> None:
     if os.path.isdir(job.directory):
         os.chdir(job.directory)
     triton_internals.set_knobs(job.knobs)
+    triton_internals.use_backend_hashes(job.backend_hashes)

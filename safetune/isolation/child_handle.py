@@ -47,6 +47,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
         argv=[str(argument) for argument in getattr(sys, "argv", [])],
         directory=os.getcwd(),
         knobs=triton_internals.knobs_set_in_code(),
+        backend_hashes=dict(triton_internals.backend_hashes),
         memory_bytes=memory_bytes,
         kernel=kernel,
     )

@@ -108,6 +108,7 @@ class Start:
 
     Attributes:
         knobs: Triton's knobs that were set in code, by group.
+        backend_hashes: see `triton_internals.use_backend_hashes`.
         memory_bytes: what the child, and each process that it starts, may allocate; 0: no limit.
         kernel: for `Compile` jobs, see `compile_spec.pack_for_compiler`.
     """
@@ -117,6 +118,7 @@ class Start:
     argv: list[str]
     directory: str
     knobs: dict[str, dict[str, Any]]
+    backend_hashes: dict[tuple[str, Any], str]
     memory_bytes: int = 0
     kernel: bytes = b""
 

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.language.target_info import cuda_capability_geq, is_cuda
 from triton.runtime.jit import JITFunction
 
+from safetune import triton_internals
 from safetune.inputs import kernel_pickle
 from safetune.inputs.compile_spec import pack_for_compiler
 from safetune.isolation import child_handle
@@ -172,6 +174,21 @@ def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:
         assert results[number].shared_bytes == compiled.metadata.shared
     assert pool.files() == before, "not one file is new, or written again"
     assert pool.seen() == compilations
+
+
+def test_the_caller_finds_it_though_the_assembler_was_changed_since_it_was_asked(
+    pool: Pool, ptxas: Callable[[str], None]
+) -> None:
+    """torch.compile sets TRITON_PTXAS_PATH; Triton keeps the version that it asked for before."""
+    before = triton_internals.backend_hash(TARGET)
+    assembler = knobs.nvidia.ptxas.path
+    ptxas(f"os.execv({assembler!r}, [{assembler!r}, *sys.argv[1:]])")
+    assert make_backend(TARGET).hash() == before
+    assert pool.run({0: "ok"})[0].outcome == Outcome(Verdict.OK)
+    compiled = pool.files()
+    made, options = source("ok", 0)
+    triton.compile(made, target=TARGET, options=options)
+    assert pool.files() == compiled, "not compiled again"
 
 
 @pytest.mark.fault("compile-exception")
