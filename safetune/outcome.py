@@ -69,7 +69,7 @@ class Mark(str, Enum):
     CONTENDED: timed while the caller used the device; never shared.
     REGENERATED: some float inputs were too large to copy and were drawn at random.
     UNOWNED: the kernel wrote bytes of a storage that no argument covers.
-    DISPUTED: configs disagree about the result, and there is no majority.
+    DISPUTED: configs disagree about the result, and nothing shows which are right.
     """
 
     CONTENDED = "contended"
@@ -80,6 +80,11 @@ class Mark(str, Enum):
     def of(self, reason: str) -> str:
         """Return this mark with a reason."""
         return f"{self.value}: {reason}"
+
+    def reason_in(self, marks: Iterable[str]) -> str:
+        """Return the reason of this mark among others; empty where it is not among them."""
+        found = (text.partition(": ") for text in marks)
+        return next((reason or name for name, _, reason in found if name == self.value), "")
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class Outcome:
         stderr: the last lines that the child wrote to its standard error or output.
         gpu_uuid: the GPU that measured it; empty in the interpreter.
         marks: `Mark` values, with or without a reason.
+        judged: how many configs have this result, itself included; 0 until that is known.
     """
 
     verdict: Verdict
@@ -117,6 +123,7 @@ class Outcome:
     stderr: str = ""
     gpu_uuid: str = ""
     marks: tuple[str, ...] = ()
+    judged: int = 0
 
     @property
     def ok(self) -> bool:

@@ -51,7 +51,7 @@ def list_choices(as_json: bool) -> None:
         for entry in entries:
             table.add_row(
                 call_words(entry.key.call),
-                config_words(entry.choice.config),
+                config_words(entry.choice.config) + " (disputed)" * bool(entry.choice.dispute),
                 milliseconds(entry.choice.median_ms),
             )
         console.print(table)
@@ -157,7 +157,8 @@ def _choice_data(entry: StoredChoice) -> dict[str, Any]:
         "kernel": key.kernel_name,
         **{name: getattr(key, name) for name in ("call", "device", "toolchain")},
         **{
-            name: getattr(choice, name) for name in ("config", "median_ms", "generation", "created")
+            name: getattr(choice, name)
+            for name in ("config", "median_ms", "generation", "created", "marks")
         },
     }
 

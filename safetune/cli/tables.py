@@ -14,7 +14,7 @@ from rich.table import Table
 
 from safetune.keys.tuning_key import readable
 from safetune.miss.progress import milliseconds
-from safetune.outcome import Outcome
+from safetune.outcome import Mark, Outcome
 
 #: (config as text, outcome, whether it is the choice)
 Row = tuple[str, Outcome, bool]
@@ -44,11 +44,14 @@ def print_outcomes(console: Console, title: str, rows: Sequence[Row]) -> None:
     for config, outcome, chosen in rows:
         style = "green" if chosen else None if outcome.ok else "red"
         name = f"* {config}" if chosen else f"  {config}"
-        table.add_row(name, outcome.label, *_times(outcome, best), style=style)
+        label = outcome.label + " (disputed)" * outcome.marked(Mark.DISPUTED)
+        table.add_row(name, label, *_times(outcome, best), style=style)
     console.print(table)
-    for config, outcome, _ in rows:
+    for config, outcome, chosen in rows:
         if not outcome.ok and outcome.message:
             console.print(f"  {config}: {_reason(outcome.message)}")
+        elif chosen and (dispute := Mark.DISPUTED.reason_in(outcome.marks)):
+            console.print(f"  {config}: its result is disputed: {dispute}")
 
 
 def empty_table(title: str, *headings: str) -> Table:
@@ -64,7 +67,7 @@ def empty_table(title: str, *headings: str) -> Table:
 
 def outcome_data(outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as plain JSON data."""
-    names = ("detail", "message", "stderr", "timing", "gpu_uuid")
+    names = ("detail", "message", "stderr", "timing", "gpu_uuid", "marks", "judged")
     plain = asdict(outcome)
     return {
         "verdict": outcome.verdict.value,

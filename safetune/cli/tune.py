@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     "--recorded", is_flag=True, help="Tune the calls that SAFETUNE_MODE=record has recorded."
 )
 @click.option("--zeros", is_flag=True, help="With --recorded: fill integer tensors with zeros.")
+@click.option(
+    "--allow-disputed", is_flag=True, help="Exit with 0 though the result of a choice is disputed."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def tune_command(
     target: tuple[str, ...],
@@ -48,12 +51,14 @@ def tune_command(
     isolation: str | None,
     recorded: bool,
     zeros: bool,
+    allow_disputed: bool,
     as_json: bool,
 ) -> None:
     """Tune the kernels of TARGET and store every outcome.
 
     TARGET is package.module[:kernel] or file.py[:kernel]. With --recorded, TARGET is optional if
-    the modules of the kernels can be imported. Exits with 1 if a kernel has no working config.
+    the modules of the kernels can be imported. Exits with 1 if a kernel has no working config,
+    or if its configs disagree about the result and nothing shows which are right.
     """
     if not (target or recorded):
         raise click.UsageError("Missing argument 'TARGET...'.")
@@ -64,7 +69,7 @@ def tune_command(
     if zeros and not recorded:
         raise click.UsageError("--zeros needs --recorded.")
     switched = targets.use_interpreter_without_gpu()
-    report = _Report()
+    report = _Report(allow_disputed)
     try:
         with only_our_output():
             kernels = targets.kernels_of(target, with_workload=not recorded)
@@ -146,10 +151,11 @@ def _tune_all(
                 result = tune_task(task, line.observe, force)
             except NoWorkingConfig as error:
                 failed = [(config, outcome, False) for config, outcome in error.outcomes]
-                report.add(task, failed, error.measured, None)
+                report.add(task, failed, error.measured)
             else:
                 rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
-                report.add(task, rows, result.measured, config_text(result.choice))
+                choice = config_text(result.choice)
+                report.add(task, rows, result.measured, choice, result.dispute)
     finally:
         line.stop()
 
@@ -157,19 +163,30 @@ def _tune_all(
 class _Report:
     """The finished tunings, printed at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, allow_disputed: bool) -> None:
+        self._allow_disputed = allow_disputed
         self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
         self.left_out: list[LeftOut] = []
 
-    def add(self, task: Task, rows: list[Row], measured: int, choice: str | None) -> None:
+    def add(
+        self,
+        task: Task,
+        rows: list[Row],
+        measured: int,
+        choice: str | None = None,
+        disputed: str = "",
+    ) -> None:
         facts = {"kernel": task.kernel.name, "shape": task.workload.name, "dtype": task.dtype}
-        self.tuned.append(({**facts, "measured": measured, "choice": choice}, rows))
+        found = {"measured": measured, "choice": choice, "disputed": disputed}
+        self.tuned.append(({**facts, **found}, rows))
 
     def print(self, as_json: bool) -> int:
         """Print everything; return the exit code."""
         tunings = [tuning for tuning, _ in self.tuned]
         measured = sum(tuning["measured"] for tuning in tunings)
         failed = sum(tuning["choice"] is None for tuning in tunings)
+        disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
+        code = 1 if failed or (disputed and not self._allow_disputed) else 0
         if as_json:
             trials = [
                 {
@@ -184,7 +201,7 @@ class _Report:
             left_out = [{"call": left.words, "reason": left.reason} for left in self.left_out]
             data = {"measured": measured, "tunings": tunings, "trials": trials}
             print_json({**data, "left_out": left_out})
-            return 1 if failed else 0
+            return code
         console = stdout_console()
         for tuning, rows in self.tuned:
             title = "{kernel}  {shape}  {dtype}  ({measured} measured)".format_map(tuning)
@@ -192,7 +209,8 @@ class _Report:
         console.print(
             f"{counted(len(tunings), 'tuning')}, {counted(measured, 'config')} measured"
             + (f", {failed} without a working config" if failed else "")
+            + (f", {disputed} with a disputed result" if disputed else "")
         )
         for left in self.left_out:
             console.print(f"not tuned: {left.words}: {left.reason}")
-        return 1 if failed else 0
+        return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import sys
@@ -18,6 +19,7 @@ from safetune.config import config_text
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
+    from safetune.keys.tuning_key import TuningKey
     from safetune.miss.tuner import Tuner
     from safetune.outcome import Outcome
     from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
@@ -150,10 +152,11 @@ def log_config(progress: Progress) -> None:
 def log_result(request: TuningRequest, result: TuningResult) -> None:
     """Log a finished tuning, at INFO: its time, its choice, and how many configs failed and why.
 
-    The notes of the result are warnings.
+    The notes of the result are warnings, and so is a dispute.
     """
     for note in result.notes:
         warnings.warn(f"{request.key.kernel.name}: {note}", stacklevel=3)
+    warn_of_dispute(request.key, result.dispute)
     counts = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
     failures = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     logger.info(
@@ -165,6 +168,22 @@ def log_result(request: TuningRequest, result: TuningResult) -> None:
         result.measured,
         len(result.outcomes),
         f", failed: {failures}" if failures else "",
+    )
+
+
+def warn_of_dispute(key: TuningKey, dispute: str) -> None:
+    """Warn, once per process and key, that the choice for a key may compute a wrong result."""
+    if dispute:
+        _warn_of_dispute(key.kernel.name, str(key), dispute)
+
+
+@functools.cache
+def _warn_of_dispute(kernel: str, key: str, dispute: str) -> None:
+    warnings.warn(
+        f"{kernel}: its configs disagree about the result for {key}, and its choice may compute a "
+        f"wrong one ({dispute}). Say what is right with reference=, or name the arguments that "
+        "need not agree in scratch=[...], and tune it again",
+        stacklevel=4,
     )
 
 

@@ -22,7 +22,7 @@ from safetune.config import config_digest
 from safetune.errors import StoreError
 from safetune.keys import encoding
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
-from safetune.miss import retry
+from safetune.miss import reporting, retry
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, wins
@@ -89,6 +89,7 @@ def sync(group: Any = None) -> None:
             )
         elif winner.choice is not None:
             state.set_choice(config)
+            reporting.warn_of_dispute(asked.key, winner.choice.dispute)
             if not own:
                 taken.append(StoredChoice(KeyRecord.of(asked.key), winner.choice))
         elif not own:
@@ -153,12 +154,16 @@ def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
     agreed: dict[str, Candidate] = {}
     for table in gathered(text):
         for identity, (strength, config, choice) in json.loads(table).items():
-            candidate = Candidate(strength, config, choice and ChoiceRecord(**choice))
+            candidate = Candidate(strength, config, choice and _choice(choice))
             if identity not in agreed or candidate.beats(agreed[identity]):
                 agreed[identity] = candidate
     differing = sum(1 for identity, own in mine.items() if agreed[identity].config != own.config)
     logger.info("%d of %d keys launch another rank's config from now on", differing, len(mine))
     return agreed
+
+
+def _choice(data: dict[str, Any]) -> ChoiceRecord:
+    return ChoiceRecord(**{**data, "marks": tuple(data["marks"])})
 
 
 def _distributed(group: Any) -> Any:

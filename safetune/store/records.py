@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from safetune.outcome import Outcome
+from safetune.outcome import Mark, Outcome
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
@@ -79,6 +79,7 @@ class ChoiceRecord:
         declared: digest over the config list that it was chosen from.
         median_ms: its time when it was chosen.
         measured: how many configs were measured to choose it.
+        marks: what users must know of it: `Mark.DISPUTED`, with a reason.
     """
 
     key: str
@@ -89,6 +90,12 @@ class ChoiceRecord:
     median_ms: float
     measured: int
     created: float
+    marks: tuple[str, ...] = ()
+
+    @property
+    def dispute(self) -> str:
+        """Why the result of this config is not certain; empty if it is."""
+        return Mark.DISPUTED.reason_in(self.marks)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Choice(Struct):
     measured: _Count
     generation: Annotated[int, Meta(ge=1, le=rows.MOST)]
     created: Annotated[float, Meta(ge=0, le=_LAST_SECOND)] | str
+    marks: list[str] = []
 
     def __post_init__(self) -> None:
         if "ir_override" in self.config:
@@ -142,9 +143,15 @@ def choice_object(entry: StoredChoice) -> Mapping[str, Any]:
         return entry.source
     rows.key_rows(entry.key)
     row = rows.choice_row(entry.choice)
-    own = [name for name in Choice.__struct_fields__ if name in row and name != "config"]
+    own = sorted(set(Choice.__struct_fields__) & set(row) - {"config", "marks"})
     call = {name: entry.key.call.get(name) for name in CALL}
-    return {**call, "config": entry.choice.config, **{name: row[name] for name in own}}
+    marks = {"marks": list(entry.choice.marks)} if entry.choice.marks else {}
+    return {
+        **call,
+        "config": entry.choice.config,
+        **{name: row[name] for name in sorted(own)},
+        **marks,
+    }
 
 
 def time_text(seconds_since_epoch: float) -> str:
@@ -190,6 +197,7 @@ def _entry(
         median_ms=float(choice["median_ms"]),
         measured=choice["measured"],
         created=seconds(choice["created"]),
+        marks=tuple(choice.get("marks", ())),
     )
     unknown = tuple(sorted(set(choice) - set(Choice.__struct_fields__)))
     return StoredChoice(key, record, choice, unknown)

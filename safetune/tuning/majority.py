@@ -117,20 +117,13 @@ def _majority(groups: Mapping[int, int | None]) -> list[int]:
     return []
 
 
-def notes_of(result: VoteResult, unowned: Mapping[str, int]) -> list[str]:
+def notes_of(unowned: Mapping[str, int]) -> list[str]:
     """Return what to report to the user, one sentence for each finding."""
-    notes = [
+    return [
         f"{count} of its configs wrote into the storage behind {name} where no argument has "
         "elements; what the caller keeps there is overwritten by each launch"
         for name, count in unowned.items()
     ]
-    if result.disputed:
-        kinds = "; ".join(sorted(set(result.disputed.values())))
-        notes.append(
-            f"its configs disagree about the result and none is excluded ({kinds}): name what "
-            "need not agree in scratch=[...], or say what is right with reference="
-        )
-    return notes
 
 
 def _disputed(groups: Mapping[int, int | None]) -> dict[int, str]:

@@ -92,6 +92,7 @@ class TuningResult:
         outcomes: for every config in the request, in order; from this tuning or an earlier one.
         measured: how many configs were compiled or launched in this tuning.
         notes: sentences to report to the user.
+        dispute: see `ChoiceRecord.dispute`.
         phases: seconds by phase, see `LaunchBench`; phases overlap.
     """
 
@@ -100,6 +101,7 @@ class TuningResult:
     measured: int
     seconds: float
     notes: tuple[str, ...] = ()
+    dispute: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
 
 

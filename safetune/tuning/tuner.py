@@ -131,6 +131,7 @@ class _Tuning:
             measured=len(self.measured),
             seconds=time.perf_counter() - start,
             notes=tuple(self.notes),
+            dispute=choice.dispute,
             phases=dict(self.phases),
         )
 
@@ -225,7 +226,7 @@ def _vote(tuning: _Tuning, bench: LaunchBench) -> None:
         tuning.settle(config, rejected)
     for config, reason in votes.disputed.items():
         tuning.settle(config, tuning.outcomes[config].with_marks([Mark.DISPUTED.of(reason)]))
-    tuning.notes.extend(notes_of(votes, tuning.votes.unowned()))
+    tuning.notes.extend(notes_of(tuning.votes.unowned()))
 
 
 def _race(tuning: _Tuning, bench: LaunchBench) -> None:
@@ -265,7 +266,8 @@ def _best(tuning: _Tuning) -> int:
 
 def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecord:
     """Store the choice, unless its generation has another; return the one to launch."""
-    timing = tuning.outcomes[best].timing
+    outcome = tuning.outcomes[best]
+    timing, dispute = outcome.timing, Mark.DISPUTED.reason_in(outcome.marks)
     assert timing is not None
     choice = ChoiceRecord(
         key=tuning.request.key.digest,
@@ -276,9 +278,10 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
         median_ms=timing.median_ms,
         measured=len(tuning.measured),
         created=time.time(),
+        marks=(Mark.DISPUTED.of(dispute),) if dispute else (),
     )
     stored = tuning.store.put_choice(choice)
     if stored.config_digest in tuning.digests:
-        stored = election.publish(stored, tuning.outcomes[best])
+        stored = election.publish(stored, outcome)
     # A choice from another list of configs cannot be launched here.
     return stored if stored.config_digest in tuning.digests else choice

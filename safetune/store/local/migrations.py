@@ -91,19 +91,32 @@ def m005_add_origin_of_choice(database: Database) -> None:
     database.execute("ALTER TABLE choice ADD COLUMN origin TEXT NOT NULL DEFAULT ''")
 
 
+def m006_add_judgement(database: Database) -> None:
+    """How many configs agreed with a trial's result; what users must know of a choice."""
+    database.execute("ALTER TABLE trial ADD COLUMN judged INTEGER DEFAULT 0")
+    database.execute("ALTER TABLE choice ADD COLUMN marks TEXT DEFAULT '[]'")
+
+
 HISTORY = (
     m001_create_tables,
     m002_lease_and_choice_per_list,
     m003_create_call,
     m004_drop_lease,
     m005_add_origin_of_choice,
+    m006_add_judgement,
 )
 
 #: `PRAGMA user_version` of a database that has every step.
 VERSION = len(HISTORY)
 
-#: From this version on, a database has every table and column that is read.
+#: From this version on, a database has every table that is read.
 READABLE = 3
+
+#: What stands for the tables of a database that is only read and lacks their newest columns.
+_WITH_NEWER_COLUMNS = (
+    "CREATE TEMP VIEW trial AS SELECT *, 0 AS judged FROM main.trial",
+    "CREATE TEMP VIEW choice AS SELECT *, '[]' AS marks FROM main.choice",
+)
 
 
 def prepared(
@@ -156,10 +169,13 @@ def prepare_suspect(connection: sqlite3.Connection) -> None:
 
 def check_readable(connection: sqlite3.Connection) -> None:
     """Raise `StoreError` unless a database can be read without bringing it up to date."""
-    if not is_current(connection) and _pragma(connection, "user_version") < READABLE:
-        raise StoreError(
-            "an older safetune wrote it; run `safetune list` once where it can be written"
-        )
+    if not is_current(connection):
+        if _pragma(connection, "user_version") < READABLE:
+            raise StoreError(
+                "an older safetune wrote it; run `safetune list` once where it can be written"
+            )
+        for statement in _WITH_NEWER_COLUMNS:
+            connection.execute(statement)
     check_schema(connection)
 
 

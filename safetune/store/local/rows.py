@@ -26,7 +26,7 @@ Scalar = str | int | float | None
 
 #: The least value of a column. No count or time comes near `MOST`, and counting up from a larger
 #: number would never end.
-_LEAST = {"generation": 1, "median_ms": 0, "count": 0, "measured": 0}
+_LEAST = {"generation": 1, "median_ms": 0, "count": 0, "measured": 0, "judged": 0}
 MOST = 10**12
 
 _TIMING = tuple(each.name for each in fields(Timing))
@@ -48,6 +48,8 @@ class Table:
         columns: their types, in the order of `select`; `dict` and `tuple` (of strings) are JSON.
         build: makes the record out of a row's values.
         nullable: the columns that may be NULL, all of them or none.
+        added: the columns that older rows lack, with their value in those. That value is not part
+            of the checksum, so older rows stay as they are.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Table:
     columns: dict[str, type]
     build: Callable[[dict[str, Any]], Any] = dict
     nullable: tuple[str, ...] = ()
+    added: Mapping[str, Scalar] = field(default_factory=dict)
     select: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +132,9 @@ class Table:
 
     def checksum(self, content: Sequence[Any]) -> str:
         """Return the checksum of a row with these values."""
-        return encoding.digest([self.name, *content])
+        named = zip(self.columns, content, strict=True)
+        kept = [v for name, v in named if name not in self.added or v != self.added[name]]
+        return encoding.digest([self.name, *kept])
 
 
 def _trial(values: dict[str, Any]) -> TrialRecord:
@@ -155,16 +160,18 @@ TRIAL = Table(
     {"key": str, "generation": int, "config_digest": str, "config": dict}
     | {"verdict": str, "detail": str, "message": str, "stderr": str}
     | {"median_ms": float, "p20_ms": float, "p80_ms": float, "count": int, "stage": str}
-    | {"gpu_uuid": str, "marks": tuple, "created": float},
+    | {"gpu_uuid": str, "marks": tuple, "created": float, "judged": int},
     _trial,
     nullable=_TIMING,
+    added={"judged": 0},
 )
 CHOICE = Table(
     "choice",
     ("key", "declared", "generation"),
     {"key": str, "generation": int, "config_digest": str, "config": dict, "declared": str}
-    | {"median_ms": float, "measured": int, "created": float},
+    | {"median_ms": float, "measured": int, "created": float, "marks": tuple},
     lambda values: ChoiceRecord(**values),
+    added={"marks": "[]"},
 )
 
 CALL = Table(

@@ -179,7 +179,9 @@ def _tuning_text(entries: Sequence[StoredChoice]) -> str:
 def _choice_text(entry: StoredChoice) -> str:
     choice = schema.choice_object(entry)
     names = (*schema.Choice.__struct_fields__, *entry.unknown)
-    lines = ",\n".join(f'          "{name}": {_line(choice[name])}' for name in names)
+    lines = ",\n".join(
+        f'          "{name}": {_line(choice[name])}' for name in names if name in choice
+    )
     return f"        {{\n{lines}\n        }}"
 
 

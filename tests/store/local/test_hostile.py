@@ -106,9 +106,9 @@ def insert(connection: sqlite3.Connection, table: Table, row: dict[str, Any]) ->
         checksum = table.checksum(content)
     except (TypeError, ValueError):
         checksum = "none"
-    marks = ", ".join("?" * (len(content) + 1))
+    names, marks = ", ".join([*table.columns, "checksum"]), ", ".join("?" * (len(content) + 1))
     connection.execute(
-        f"INSERT OR REPLACE INTO {table.name} VALUES ({marks})", [*content, checksum]
+        f"INSERT OR REPLACE INTO {table.name} ({names}) VALUES ({marks})", [*content, checksum]
     )
 
 
