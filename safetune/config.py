@@ -26,8 +26,20 @@ def config_record(config: Config) -> dict[str, Any]:
         name: encoding.encode(value) for name, value in config.all_kwargs().items()
     }
     if config.pre_hook is not None:
-        record["pre_hook"] = function_digest(config.pre_hook)
+        record["pre_hook"] = _hook_digest(config.pre_hook)
     return record
+
+
+#: The digest of each hook at its first use, and the hook, so that no other object has its id. Each
+#: launch may change what the hook holds, and the config would be another one from then on.
+_hooks: dict[int, tuple[Any, str]] = {}
+
+
+def _hook_digest(hook: Any) -> str:
+    known = _hooks.get(id(hook))
+    if known is None or known[0] is not hook:
+        known = _hooks[id(hook)] = (hook, function_digest(hook))
+    return known[1]
 
 
 def config_digest(config: Config) -> str:

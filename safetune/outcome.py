@@ -108,7 +108,8 @@ class Outcome:
     """The result of trying one config.
 
     Attributes:
-        detail: the signal (`SIGSEGV`), exit code or exception class behind the verdict.
+        detail: the signal (`SIGSEGV`), exit code, exception class or time limit (`30 s`) behind
+            the verdict.
         message: text for people, one line or more; may be empty.
         stderr: the last lines that the child wrote to its standard error or output.
         gpu_uuid: the GPU that measured it; empty in the interpreter.

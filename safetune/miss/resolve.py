@@ -38,6 +38,7 @@ from safetune.miss import candidates, reporting, retry
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
+from safetune.tuning import recall
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
     state.asked = asked(request)
     lookup = open_lookup(settings)
     choice = stored(tuner, request, lookup, miss.readable_key())
-    if choice is not None:
+    again = settings.mode is Mode.TUNE and request.has_work and recall.is_due(request, lookup.store)
+    if choice is not None and not again:
         return state.set_choice(choice)
     if not request.has_work:
         return for_no_work(state, request)
@@ -174,7 +176,8 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
 
         key = miss.readable_key()
         return tune_meanwhile(tuner, state, request, key, lookup.store, settings)
-    return _tune(miss, state, request, lookup.store, settings)
+    lookup.forget(request.key.digest, request.declared)
+    return _tune(miss, state, request, lookup.store, settings, choice)
 
 
 def asked(request: TuningRequest) -> Asked:
@@ -218,15 +221,11 @@ def stored(
     tuner: Tuner, request: TuningRequest, lookup: Lookup, readable_key: tuple[Any, ...]
 ) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
-    choice = lookup.find(request.key, request.declared)
+    configs = {config_digest(config): config for config in request.configs}
+    choice = lookup.find(request.key, request.declared, configs)
     if choice is None:
         return None
-    configs = {config_digest(config): config for config in request.configs}
-    config, kernel = configs.get(choice.config_digest), request.key.kernel.name
-    if config is None:
-        text = "not using a stored choice of %s for %s: its config is not a candidate now"
-        logger.info(text, kernel, request.key)
-        return None
+    config, kernel = configs[choice.config_digest], request.key.kernel.name
     if encoding.dumps(choice.config) != encoding.dumps(config_record(config)):
         logger.warning(
             "ignoring a stored choice of %s for %s: its values are not those of the config "
@@ -245,8 +244,14 @@ def stored(
 
 
 def _tune(
-    miss: Miss, state: KeyState, request: TuningRequest, store: Store, settings: Settings
+    miss: Miss,
+    state: KeyState,
+    request: TuningRequest,
+    store: Store,
+    settings: Settings,
+    choice: Config | None,
 ) -> Config:
+    """Tune a key; where that is not possible, launch the choice that it has, or a fallback."""
     from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
 
@@ -256,6 +261,11 @@ def _tune(
             budget = WaitBudget(settings.wait_s)
             result = tune(request, store, observe, wait_budget=budget)
     except (KernelNotTransferable, WorkerUnavailable, NoWorkingConfig) as error:
+        if choice is not None:
+            logger.info(
+                "%s keeps its choice for %s: %s", request.key.kernel.name, request.key, error
+            )
+            return state.set_choice(choice)
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
         return retry.fall_back(state, request, candidates.fallback(request, store), error)

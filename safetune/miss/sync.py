@@ -121,8 +121,8 @@ def _candidates(
             spaces.add(space)
             shared.refresh(space, since=now)
         lookup.forget(asked.key.digest, asked.declared)  # a newer generation counts from now on
-        choice = lookup.find(asked.key, asked.declared)
-        if choice is not None and choice.config_digest in asked.configs:
+        choice = lookup.find(asked.key, asked.declared, asked.configs)
+        if choice is not None:
             trials = lookup.store.trials(asked.key.digest)
             outcomes = [t.outcome for t in trials if t.config_digest == choice.config_digest]
             strength = 2 if all(outcome.shareable for outcome in outcomes[-1:]) else 1

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -140,30 +140,38 @@ class Lookup:
         self._directories = directories
         self._memory: dict[tuple[str, str], ChoiceRecord] = {}
 
-    def find(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
+    def find(
+        self, key: TuningKey, declared: str, among: Collection[str] | None = None
+    ) -> ChoiceRecord | None:
         """Return the choice of the first layer that has one.
 
         Args:
             declared: digest over the list of configs; a choice made from another one does not
                 count.
+            among: digests of the configs that pruning leaves, None for all. Pruning may read what
+                is not in the key, so a call may have an older choice than another.
 
         The caller looks for its config among the declared ones, and then calls `remember`. The
         local store is first brought up to date with the shared one, at most once a minute.
         """
-        known = self._memory.get((key.digest, declared))
-        if known is not None:
-            return known
+        found = self._layers(key, declared, among)
+        return next((c for c in found if c and (among is None or c.config_digest in among)), None)
+
+    def _layers(
+        self, key: TuningKey, declared: str, among: Collection[str] | None
+    ) -> Iterator[ChoiceRecord | None]:
+        yield self._memory.get((key.digest, declared))
         if self.store.shared is None:
-            found = self.store.choice(key.digest, declared)
+            yield self.store.choice(key.digest, declared, among)
         else:
             from safetune.store.shared.record import space_of
 
             space = space_of(key)
             self.store.shared.refresh(space)
-            found = self.store.choice(key.digest, declared)
+            yield self.store.choice(key.digest, declared, among)
             # Also what the local store could not keep of the shared one, or does not have yet.
-            found = found or self.store.shared.choice(space, key.digest, declared)
-        return found or self._packs.find(key, declared)
+            yield self.store.shared.choice(space, key.digest, declared)
+        yield self._packs.find(key, declared)
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return the choices for the key's kernel and device, of any call and toolchain."""

@@ -10,7 +10,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.inputs.call import Call
 from safetune.keys.tuning_key import TuningKey
-from safetune.outcome import Outcome
+from safetune.outcome import Outcome, Verdict
 from safetune.tuning.grids import Grids, grids_of
 
 
@@ -29,6 +29,14 @@ class Limits:
     run_timeout_s: float = 30.0
     fresh_process: bool = False
     compile_memory_bytes: int = 8 << 30
+
+    def of(self, verdict: Verdict) -> float | None:
+        """Return the seconds that a config with this verdict took longer than; None for others."""
+        limits = {
+            Verdict.TIMEOUT: self.run_timeout_s,
+            Verdict.COMPILE_TIMEOUT: self.compile_timeout_s,
+        }
+        return limits.get(verdict)
 
 
 @dataclass(frozen=True)

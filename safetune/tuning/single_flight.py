@@ -33,6 +33,7 @@ from safetune.store.local import key_locks
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.store.waiting import pauses
+from safetune.tuning import recall
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> I
     if store.shared is None:
         yield Election(request)
         return
-    election = _elected(request, store.shared, budget)
+    again = request.force or recall.is_due(request, store)
+    election = _elected(request, store.shared, budget, again)
     if election.lease is None:
         yield election
         return
@@ -248,14 +250,20 @@ def _warn_of_no_locks(database: Path, reason: str) -> None:
     )
 
 
-def _elected(request: TuningRequest, shared: SharedLayer, budget: WaitBudget) -> Election:
-    """Wait until this node has the lease, or until the choice of another one is there."""
+def _elected(
+    request: TuningRequest, shared: SharedLayer, budget: WaitBudget, again: bool
+) -> Election:
+    """Wait until this node has the lease, or until the choice of another one is there.
+
+    Args:
+        again: tune, although there is a choice.
+    """
     from safetune.store.shared.record import space_of
 
-    wanted = (space_of(request.key), request.key.digest, request.declared, request.force)
+    wanted = (space_of(request.key), request.key.digest, request.declared, again)
     for _ in budget.tries(request.key.kernel.name, *_NODE_PAUSES_S):
         lease, stored = shared.claim(*wanted)
-        if stored is not None and is_usable(request, stored.choice):
+        if stored is not None and _is_left(request, stored.choice):
             return Election(request, shared, stored.choice)
         if lease is not None or stored is not None:
             return Election(request, shared, lease=lease)
@@ -263,13 +271,13 @@ def _elected(request: TuningRequest, shared: SharedLayer, budget: WaitBudget) ->
 
 
 def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
-    if request.force:
+    """Return the choice after which there is nothing to tune."""
+    if request.force or recall.is_due(request, store):
         return None
-    choice = store.choice(request.key.digest, request.declared)
-    return choice if choice is not None and is_usable(request, choice) else None
+    return recall.usable_choice(request, store)
 
 
-def is_usable(request: TuningRequest, choice: ChoiceRecord) -> bool:
+def _is_left(request: TuningRequest, choice: ChoiceRecord) -> bool:
     """Whether a choice is one of the configs that pruning leaves."""
     return choice.config_digest in map(config_digest, request.configs)
 

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field, replace
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NothingToMeasure, NoWorkingConfig
 from safetune.isolation.protocol import Budget
-from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Timing, Verdict
+from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
-from safetune.tuning import race, single_flight
+from safetune.tuning import race, recall, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.majority import Votes, notes_of
 from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
-
-_STARTED = time.time()
 
 
 def tune(
@@ -69,6 +67,7 @@ class _Tuning:
         digests: of each config.
         generation: of the choice to be made.
         incumbent: the config chosen last for this key, if it still counts as ok.
+        stands: whether it was chosen from the same list, so that a faster one opens a generation.
         new: the configs without an outcome that counts.
         outcomes: of each config that has one; it grows while the phases run, as do the others.
         measured: the configs that were compiled or launched in this tuning.
@@ -81,6 +80,7 @@ class _Tuning:
     digests: tuple[str, ...]
     generation: int
     incumbent: int | None
+    stands: bool
     new: tuple[int, ...]
     outcomes: dict[int, Outcome]
     votes: Votes = field(default_factory=Votes)
@@ -95,6 +95,9 @@ class _Tuning:
 
     def settle(self, config: int, outcome: Outcome, stage: str = "screen") -> None:
         """Store and report the outcome of a config, which replaces an earlier one."""
+        limit_s = self.request.limits.of(outcome.verdict)
+        if limit_s is not None:
+            outcome = replace(outcome, detail=f"{limit_s:g} s")
         self.outcomes[config] = outcome
         self.measured.add(config)
         self.store.put_trial(
@@ -140,8 +143,9 @@ def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
     """Return a tuning with the outcomes in the store that still count."""
     key = request.key.digest
     digests = tuple(config_digest(config) for config in request.configs)
-    last = store.choice(key, request.declared) or store.choice(key)
-    outcomes = {} if request.force else _lasting(request, store, digests)
+    chosen = recall.usable_choice(request, store)
+    last = chosen or store.choice(key, request.declared) or store.choice(key)
+    outcomes = {} if request.force else recall.lasting_outcomes(request, store)
     works = {digests[config]: config for config, outcome in outcomes.items() if outcome.ok}
     incumbent = None if last is None else works.get(last.config_digest)
     generation = 1 if last is None else last.generation
@@ -152,24 +156,10 @@ def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
         digests,
         generation=store.generation(key) + 1 if request.force else generation,
         incumbent=incumbent,
+        stands=chosen is not None and incumbent is not None,
         new=tuple(config for config in range(len(digests)) if config not in outcomes),
         outcomes=outcomes,
     )
-
-
-def _lasting(request: TuningRequest, store: Store, digests: Sequence[str]) -> dict[int, Outcome]:
-    """Return the outcomes that are not measured again."""
-    trials = {
-        digests.index(trial.config_digest): trial
-        for trial in store.trials(request.key.digest)
-        if trial.config_digest in digests and trial.outcome.verdict not in TRANSIENT
-    }
-    some_work = len(trials) < len(digests) or any(trial.outcome.ok for trial in trials.values())
-    return {  # where no config works, the caller may have corrected its call since
-        config: trial.outcome
-        for config, trial in trials.items()
-        if some_work or trial.outcome.verdict not in OF_THE_CALL or trial.created > _STARTED
-    }
 
 
 def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
@@ -269,9 +259,10 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     outcome = tuning.outcomes[best]
     timing, dispute = outcome.timing, Mark.DISPUTED.reason_in(outcome.marks)
     assert timing is not None
+    replaces = tuning.stands and best != tuning.incumbent
     choice = ChoiceRecord(
         key=tuning.request.key.digest,
-        generation=tuning.generation,
+        generation=tuning.generation + replaces,
         config_digest=tuning.digests[best],
         config=config_record(tuning.request.configs[best]),
         declared=tuning.request.declared,

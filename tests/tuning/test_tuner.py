@@ -15,7 +15,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from safetune.keys.tuning_key import Device
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Verdict
 from safetune.settings import Settings
+from safetune.store.local import key_locks
 from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, TrialRecord
@@ -126,7 +127,12 @@ def make(tmp_path: Path) -> Make:
     """
     log, table = tmp_path / "launches", tmp_path / "times"
 
-    def tuned(times: Mapping[int, float], kernel: Any = copy_kernel) -> Tuned:
+    def tuned(
+        times: Mapping[int, float],
+        kernel: Any = copy_kernel,
+        left: Sequence[int] = (),
+        **options: Any,
+    ) -> Tuned:
         path, told, current = str(log), str(table), {"BLOCK": 0}
         table.write_text(json.dumps({str(block): ms for block, ms in times.items()}))
 
@@ -146,7 +152,11 @@ def make(tmp_path: Path) -> Make:
             return [milliseconds()] * 3
 
         configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in times]
-        made = Tuned(safetune(configs=configs, key=["n"], do_bench=bench)(kernel), log)
+        if left:
+            keep = lambda configs, *_, **__: [c for c in configs if c.kwargs["BLOCK"] in left]  # noqa: E731
+            options["prune_configs_by"] = {"early_config_prune": keep}
+        decorate = safetune(configs=configs, key=["n"], do_bench=bench, **options)
+        made = Tuned(decorate(kernel), log)
         made.tried()
         return made
 
@@ -382,7 +392,7 @@ class TestAnotherList:
         assert tuned.launch() == 32
 
     @pytest.mark.parametrize(
-        ("verdict", "tried"), [(Verdict.OUT_OF_BOUNDS, [16]), (Verdict.TIMEOUT, [])]
+        ("verdict", "tried"), [(Verdict.OUT_OF_BOUNDS, [16]), (Verdict.COMPILE_ERROR, [])]
     )
     def test_a_failure_that_the_call_may_have_caused_is_tried_by_a_later_process(
         self, make: Make, verdict: Verdict, tried: list[int]
@@ -434,6 +444,134 @@ class TestAnotherList:
             ("launch_error",),
             ("ok",),
         ]
+
+
+class TestPruning:
+    """Pruning may read what is not in the key, and it may be mended."""
+
+    def test_configs_that_it_newly_leaves_are_measured_once(self, make: Make, rows: Rows) -> None:
+        times = {16: 2.0, 32: 3.0, 64: 9.0, 128: 8.0}
+        assert make(times, left=(16, 32)).launch() == 16
+        four = make(times)
+        assert four.launch() == 16
+        assert four.tried() == [64, 128]
+        again = make(times)
+        assert again.launch() == 16
+        assert again.tried() == []
+        assert rows.query("SELECT generation FROM choice") == [(1,)]
+
+    def test_a_faster_one_among_them_is_the_choice_from_then_on(
+        self, make: Make, rows: Rows
+    ) -> None:
+        times = {16: 2.0, 32: 3.0, 64: 1.0}
+        assert make(times, left=(16, 32)).launch() == 16
+        assert make(times, left=(16, 64)).launch() == 64
+        assert rows.query("SELECT generation FROM choice ORDER BY generation") == [(1,), (2,)]
+        for left, chosen in (((16, 64), 64), ((16, 32, 64), 64), ((16, 32), 16)):
+            later = make(times, left=left)
+            assert later.launch() == chosen, "a choice stands while pruning leaves its config"
+            assert later.tried() == []
+
+    def test_a_subset_without_the_choice_opens_no_generation(self, make: Make, rows: Rows) -> None:
+        times = {16: 2.0, 32: 3.0, 64: 9.0, 128: 8.0}
+        assert make(times, left=(16, 32)).launch() == 16
+        for tried in ([64, 128], []):
+            others = make(times, left=(64, 128))
+            assert others.launch() == 128
+            assert others.tried() == tried
+        assert make(times, left=(16, 32)).launch() == 16
+        assert rows.query("SELECT generation FROM choice") == [(1,)]
+
+    def test_the_offline_command_measures_them_too(self, make: Make) -> None:
+        times = {16: 2.0, 32: 3.0, 64: 1.0}
+        make(times, left=(16, 32)).launch()
+        result = make(times).tune()
+        assert result.choice.kwargs == {"BLOCK": 64}
+        assert make(times).tune().measured == 0
+
+    @pytest.mark.parametrize("mode", ["frozen", "background"])
+    def test_other_modes_launch_the_stored_choice(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch, mode: str
+    ) -> None:
+        times = {16: 2.0, 32: 3.0, 64: 1.0}
+        make(times, left=(16, 32)).launch()
+        monkeypatch.setenv("SAFETUNE_MODE", mode)
+        three = make(times)
+        assert three.launch() == 16
+        assert three.tried() == []
+
+    def test_the_choice_stands_while_another_process_measures_them(
+        self, make: Make, rows: Rows, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        times = {16: 2.0, 32: 3.0, 64: 1.0}
+        make(times, left=(16, 32)).launch()
+        ((key,),) = rows.query("SELECT key FROM choice")
+        monkeypatch.setenv("SAFETUNE_WAIT", "0.1")
+        lock = key_locks.try_lock(cache_dir / "safetune.db", key)
+        assert lock is not None
+        assert make(times).launch() == 16
+        lock.release()
+        assert make(times).launch() == 64
+
+    def test_an_imported_choice_stands(self, make: Make, rows: Rows) -> None:
+        """It has no trials here, so nothing tells which configs were tried."""
+        times = {16: 2.0, 32: 3.0}
+        make(times).launch()
+        rows.query("DELETE FROM trial")
+        after = make(times)
+        assert after.launch() == 16
+        assert after.tried() == []
+
+
+class TestTimeLimits:
+    """A config that took too long is tried again once it may take longer, and only then."""
+
+    @pytest.fixture(params=[Verdict.TIMEOUT, Verdict.COMPILE_TIMEOUT])
+    def timed_out(self, request: pytest.FixtureRequest) -> Callable[..., None]:
+        def store(tuned: Tuned, detail: str, blocks: Sequence[int]) -> None:
+            call = (torch.zeros(N), torch.zeros(N), N)
+            key = Miss(tuned.kernel, call, {"grid": grid}).key()
+            for config in tuned.kernel.configs:
+                if config.kwargs["BLOCK"] in blocks:
+                    digest, outcome = config_digest(config), Outcome(request.param, detail=detail)
+                    open_store().put_trial(TrialRecord(key.digest, digest, {}, 1, outcome, 1.0))
+
+        return store
+
+    @pytest.mark.parametrize(
+        ("limit", "tried"), [("8 s", [16, 32]), ("", [16, 32]), ("9 s", []), ("9.5 s", [])]
+    )
+    def test_a_key_that_has_only_timeouts(
+        self, make: Make, timed_out: Callable[..., None], limit: str, tried: list[int]
+    ) -> None:
+        tuned = make({16: 2.0, 32: 3.0}, run_timeout_s=9, compile_timeout_s=9)
+        timed_out(tuned, limit, (16, 32))
+        if tried:
+            assert tuned.launch() == 16
+        else:
+            with pytest.raises(NoWorkingConfig, match=r"stored results; `safetune clear"):
+                tuned.launch()
+        assert tuned.tried() == tried
+
+    def test_a_key_that_has_a_choice(self, make: Make, timed_out: Callable[..., None]) -> None:
+        times = {16: 2.0, 32: 1.0}
+        timed_out(make(times), "5 s", (32,))
+        assert make(times, run_timeout_s=5, compile_timeout_s=5).launch() == 16
+        later = make(times, run_timeout_s=9, compile_timeout_s=9)
+        assert later.launch() == 32
+        assert later.tried() == [32]
+        assert make(times).launch() == 32
+
+    def test_a_trial_knows_its_limit(self, tmp_path: Path, rows: Rows) -> None:
+        def bench(launch: Callable[[], None], quantiles: Any) -> list[float]:
+            select.select([], [], [])  # for ever
+            return []
+
+        configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
+        kernel = safetune(configs=configs, key=["n"], do_bench=bench, run_timeout_s=0.2)
+        with pytest.raises(NoWorkingConfig):
+            kernel(copy_kernel)[grid](torch.zeros(N), torch.zeros(N), N)
+        assert rows.query("SELECT verdict, detail FROM trial") == [("timeout", "0.2 s")] * 2
 
 
 class TestForce:

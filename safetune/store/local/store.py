@@ -8,7 +8,7 @@ method raises `StoreError` and nothing else; `lookup` keeps that out of a run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,12 +151,19 @@ class Store:
             if trial.outcome.verdict not in TRANSIENT
         }
 
-    def choice(self, key: str, declared: str | None = None) -> ChoiceRecord | None:
-        """Return the choice of the highest generation, made from this config list or from any."""
+    def choice(
+        self, key: str, declared: str | None = None, among: Collection[str] | None = None
+    ) -> ChoiceRecord | None:
+        """Return the choice of the highest generation, made from this config list or from any.
+
+        Args:
+            among: the digests of the configs that count, None for all.
+        """
         wanted = [text(digest) for digest in (key, declared) if digest is not None]
         statement = CHOICES_OF_KEY if declared is None else CHOICES_OF_LIST
         with self.connection.reading() as connection:
-            return next(iter(self._checked(connection, CHOICE, statement, *wanted)), None)
+            found = self._checked(connection, CHOICE, statement, *wanted)
+        return next((c for c in found if among is None or c.config_digest in among), None)
 
     def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
         """Write a choice unless its generation has one; return the one that is stored now.
