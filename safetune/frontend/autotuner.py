@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
+from safetune.collection import no_collection
 from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
@@ -362,9 +363,7 @@ _run = Autotuner.run
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:
     if not backend.capture_under_way():
         return contextlib.nullcontext()
-    from safetune.miss import under_capture
-
-    return under_capture.no_collection()
+    return no_collection()
 
 
 def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:

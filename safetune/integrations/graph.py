@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetune import triton_internals
+from safetune.collection import no_collection
 from safetune.errors import InvalidSetting, NoDevice
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
@@ -174,7 +175,7 @@ def graph(
     if not torch.cuda.is_available():
         raise NoDevice("safetune.graph needs a GPU, and torch does not find one")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
-    quiet = under_capture.no_collection()
+    quiet = no_collection()
     with watch, _same_stream_after(), modules_stay_loaded(), quiet, unmasked(inner):
         watch.begin()
         yield watch

@@ -65,7 +65,7 @@ def usage_in_callbacks(
     heuristics = heuristics_below(kernel)
     for name, heuristic in itertools.chain.from_iterable(map(dict.items, heuristics)):
         found.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
-    found.add(_decorating_heuristics(jit, below=len(heuristics)))
+    found.add(_usage_above(jit, below=len(heuristics)))
     for label, callback, arguments in callbacks:
         found.add(usage_in_callback(label, callback, **arguments))
     return found
@@ -181,15 +181,36 @@ def _entry(node: ast.AST) -> tuple[str, ast.expr | None, bool]:
     return "", None, False
 
 
-def _decorating_heuristics(jit: Any, below: int) -> Usage:
-    """Return what the `@triton.heuristics` above a kernel read, except for the last `below`.
+def set_above(kernel: Any) -> set[str]:
+    """Return the parameters that heuristics above the tuner set, as far as their text shows."""
+    jit, function = base_function(kernel)
+    names: set[str] = set()
+    for value in _heuristics_above(jit, below=len(heuristics_below(kernel))):
+        if isinstance(value, ast.Dict):
+            names.update(str(key.value) for key in value.keys if isinstance(key, ast.Constant))
+        elif isinstance(known := Scope(function).value_of(dotted(value) or ""), dict):
+            names.update(known)
+    return names
+
+
+def _usage_above(jit: Any, below: int) -> Usage:
+    """Return what the heuristics above the tuner read."""
+    found = Usage()
+    for value in _heuristics_above(jit, below):
+        for function in value.values if isinstance(value, ast.Dict) else [value]:
+            found.add(_usage_in_written("a heuristic", function, jit.fn))
+    return found
+
+
+def _heuristics_above(jit: Any, below: int) -> list[ast.expr]:
+    """Return the arguments of each `@triton.heuristics` on a kernel, except for the last `below`.
 
     Heuristics above the tuner do not exist yet when the tuner is made; only their text does.
     """
     lines, first = source_lines(jit)
     text = "".join(lines[: definition_line(jit) - first])
     if "heuristics" not in text:
-        return Usage()
+        return []
     module = parse("\n" * (first - 1) + textwrap.dedent(text) + "def decorated(): ...")
     decorators = [
         decorator
@@ -197,12 +218,11 @@ def _decorating_heuristics(jit: Any, below: int) -> Usage:
         for decorator in getattr(node, "decorator_list", [])
         if isinstance(decorator, ast.Call) and last_name(decorator.func) == "heuristics"
     ]
-    found = Usage()
-    for decorator in decorators[: len(decorators) - below]:
-        for value in [*decorator.args, *(keyword.value for keyword in decorator.keywords)]:
-            for function in value.values if isinstance(value, ast.Dict) else [value]:
-                found.add(_usage_in_written("a heuristic", function, jit.fn))
-    return found
+    return [
+        value
+        for decorator in decorators[: len(decorators) - below]
+        for value in [*decorator.args, *(keyword.value for keyword in decorator.keywords)]
+    ]
 
 
 def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Usage:

@@ -1,7 +1,8 @@
 """Which key names a kernel reads, and which are dropped because nothing reads them.
 
-Decided once per kernel, from text: no code is called, compiled or imported. A name that nothing
-reads cannot change which config is best; each new value of it would only tune and compile again.
+Decided once per kernel, from the text of the kernel's package: no code is called, compiled or
+imported. Each new value of a name that nothing reads would tune and compile again. It can matter
+all the same, where it stands for another value; such a name is kept as far as launches show it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from safetune.collection import no_collection
 from safetune.errors import InvalidSetting, PhantomKey
-from safetune.keys.body_usage import Usage, usage_in_body
-from safetune.keys.callback_usage import usage_in_callbacks
+from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
+from safetune.keys.callback_usage import set_above, usage_in_callbacks
 from safetune.keys.grid_usage import usage_in_grids
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
+from safetune.keys.launch_usage import LaunchArguments
+from safetune.keys.launches import Launch, launches_of
 from safetune.settings import PhantomPolicy
 
 _log = logging.getLogger("safetune")
@@ -41,6 +45,9 @@ class NameKind(str, Enum):
     UNKNOWN = "unknown"
     READ = "read"
     BUCKET = "bucket"
+    STAND_IN = "stand-in"
+    SIZE = "size"
+    UNSEEN = "unseen"
     KEPT = "kept"
     PHANTOM = "phantom"
 
@@ -92,10 +99,11 @@ class KeyReport:
         return tuple(report.name for report in self.names if report.kind is kind)
 
     def __str__(self) -> str:
-        width = max((len(report.name) for report in self.names), default=0)
         lines = [f"{self.kernel} ({self.location})"]
+        width = max((len(report.name) for report in self.names), default=0)
+        kinds = max((len(report.kind.value) for report in self.names), default=0)
         lines += [
-            f"  {report.name:<{width}}  {report.kind.value:<7}  {report.reason}"
+            f"  {report.name:<{width}}  {report.kind.value:<{kinds}}  {report.reason}"
             for report in self.names
         ]
         if not self.names:
@@ -129,14 +137,15 @@ def classify(
             not a Triton kernel.
         PhantomKey: nothing reads a name, under the policy `error`.
     """
-    facts = _Kernel(kernel, list(configs), callbacks)
-    keep = _names("keep", keep)
-    names = facts.automatic_key() if key == "auto" else _names("key", key)
-    if stray := [name for name in keep if name not in names]:
-        raise InvalidSetting(
-            f"keep={keep} of {facts.name} has {', '.join(stray)}, which is not in key={names}"
-        )
-    reports = [facts.classify(name, keep, policy) for name in names]
+    with no_collection():
+        facts = _Kernel(kernel, list(configs), callbacks)
+        keep = _names("keep", keep)
+        names = facts.automatic_key() if key == "auto" else _names("key", key)
+        if stray := [name for name in keep if name not in names]:
+            raise InvalidSetting(
+                f"keep={keep} of {facts.name} has {', '.join(stray)}, which is not in key={names}"
+            )
+        reports = facts.classify(names, keep, policy)
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
     # One choice for all calls is worse than tuning too often.
     kept_all = len(phantom) > 0 and all(report.kind in _DROPPED for report in reports)
@@ -171,24 +180,39 @@ class _Kernel:
         ordered = list(self.parameters)
         skipped = option_of(jit, "do_not_specialize") or ()
         self._unspecialized = {ordered[n] if isinstance(n, int) else n for n in skipped}
-        self._set = set(inner_heuristics(kernel)).union(*(config.kwargs for config in configs))
+        in_configs = [config.kwargs for config in configs]
+        self._set = set(inner_heuristics(kernel)).union(set_above(kernel), *in_configs)
         self._body = usage_in_body(kernel)
         self._callbacks = usage_in_callbacks(kernel, configs, **callbacks)
 
     @functools.cached_property
+    def _launches(self) -> list[Launch]:
+        return launches_of(self._kernel)
+
+    @functools.cached_property
     def _grids(self) -> Usage:
-        return usage_in_grids(self._kernel, list(self.parameters))
+        return usage_in_grids(self._launches, list(self.parameters))
 
     def reader_of(self, name: str) -> str:
-        """Return what reads a parameter, or "". The module is searched for grids last."""
+        """Return what reads a parameter, or "". The package is searched for grids last."""
         return (
             self._body.reader_of(name)
             or self._callbacks.reader_of(name)
             or self._grids.reader_of(name)
         )
 
-    def classify(self, name: str, keep: Sequence[str], policy: PhantomPolicy) -> NameReport:
-        """Return the class of one key name."""
+    def classify(
+        self, names: Sequence[str], keep: Sequence[str], policy: PhantomPolicy
+    ) -> list[NameReport]:
+        """Return the class of each key name."""
+        reports = {name: self._by_name(name, keep, policy) for name in names}
+        unread = [name for name, report in reports.items() if report is None]
+        if unread:
+            reports.update(self._by_launch(names, unread))
+        return [report for report in reports.values() if report is not None]
+
+    def _by_name(self, name: str, keep: Sequence[str], policy: PhantomPolicy) -> NameReport | None:
+        """Return the class of a name; None where nothing reads it, or asks to keep it."""
         if name not in self.parameters:
             return NameReport(name, NameKind.UNKNOWN, "not a parameter of the kernel")
         reader = self.reader_of(name)
@@ -200,22 +224,58 @@ class _Kernel:
             return NameReport(name, NameKind.BUCKET, "nothing reads it; named as a bucket")
         if policy is PhantomPolicy.KEEP:
             return NameReport(name, NameKind.KEPT, 'nothing reads it; kept by phantom="keep"')
-        return NameReport(name, NameKind.PHANTOM, "nothing reads it; dropped")
+        return None
+
+    def _by_launch(self, names: Sequence[str], unread: Sequence[str]) -> dict[str, NameReport]:
+        """Return the classes of the names that nothing reads, by what launches pass for them."""
+        arguments = LaunchArguments(self._launches, list(self.parameters))
+        unset = self._unset(names)
+        found: dict[str, NameReport] = {}
+
+        def add(name: str, kind: NameKind, reason: str) -> None:
+            found[name] = NameReport(name, kind, f"nothing reads it; {reason}")
+
+        for name in unread:
+            if other := arguments.made_of(name, unset):
+                add(name, NameKind.STAND_IN, f"{other}; kept")
+        left = [name for name in unread if name not in found]
+        given = [name for name in names if name not in left]
+        missing = ", ".join(self.missing(names))
+        for name in left:
+            if not arguments.shown and (missing or self._multiplies_matrices):
+                lacks = f"the key lacks {missing}" if missing else "the kernel has tl.dot"
+                add(name, NameKind.UNSEEN, f"no launch shows its value, and {lacks}; kept")
+            elif not (sizes := arguments.sizes_of(name, given)):
+                add(name, NameKind.PHANTOM, "dropped")
+            elif self._multiplies_matrices:
+                add(
+                    name, NameKind.SIZE, f"made of {sizes}, which may decide a tile of tl.dot; kept"
+                )
+            else:
+                why = f"made of {sizes}, but the kernel has no tl.dot"
+                add(name, NameKind.PHANTOM, f"{why}; dropped")
+        return found
+
+    @functools.cached_property
+    def _multiplies_matrices(self) -> bool:
+        return multiplies_matrices(self._kernel)
 
     def automatic_key(self) -> list[str]:
         """Return every parameter that is read and that neither config nor heuristic sets."""
         skipped = self._set | self._unspecialized
         return [name for name in self.parameters if name not in skipped and self.reader_of(name)]
 
+    def _unset(self, names: Sequence[str]) -> list[str]:
+        """Return the parameters that the body reads and that neither key nor config sets."""
+        accounted = self._set.union(names)
+        return [
+            name for name in self.parameters if name not in accounted and self._body.reader_of(name)
+        ]
+
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads and that neither key nor config sets."""
-        accounted = self._set.union(names)
-        return tuple(
-            name
-            for name, parameter in self.parameters.items()
-            if "constexpr" in str(parameter.annotation) and name not in accounted
-            if self._body.reader_of(name)
-        )
+        annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
+        return tuple(name for name in self._unset(names) if "constexpr" in annotations[name])
 
 
 def _names(what: str, names: Iterable[str] | str | None) -> list[str]:

@@ -7,15 +7,12 @@ now, as neither is part of the graph.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import logging
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -47,33 +44,6 @@ _misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
 
 #: The captures whose misses `safetune.graph` reports in one warning, with their names.
 watched: dict[int, str] = {}
-
-
-_pause_lock = threading.Lock()
-_pauses = 0
-_resume = False
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, in all threads.
-
-    A miss allocates enough to start it, and if it destroys an older CUDA graph, a capture in global
-    mode becomes invalid.
-    """
-    global _pauses, _resume
-    with _pause_lock:
-        if not _pauses:
-            _resume = gc.isenabled()
-            gc.disable()
-        _pauses += 1
-    try:
-        yield
-    finally:
-        with _pause_lock:
-            _pauses -= 1
-            if not _pauses and _resume:
-                gc.enable()
 
 
 def resolve(

@@ -16,6 +16,7 @@ import triton
 from safetune.keys.body_usage import usage_in_body
 from safetune.keys.callback_usage import usage_in_callback, usage_in_callbacks
 from safetune.keys.grid_usage import usage_in_grids
+from safetune.keys.launches import launches_of
 
 _spec = importlib.util.spec_from_file_location(
     "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
@@ -616,7 +617,7 @@ def make_grid(n):
 
 
 def grids_of(module: ModuleType) -> str:
-    return read_names(usage_in_grids(module.kernel, ["x", "P", "Q", "R", "S"]))
+    return read_names(usage_in_grids(launches_of(module.kernel), ["x", "P", "Q", "R", "S"]))
 
 
 @pytest.mark.parametrize(("what", "launch", "expected"), GRIDS, ids=[case[0] for case in GRIDS])
@@ -656,10 +657,11 @@ def test_grids_of_a_module_that_is_still_loading_are_found(load: Load) -> None:
     """A decorator runs before the launches below it exist; the file has them already."""
     text = """
     from safetune.keys.grid_usage import usage_in_grids
+    from safetune.keys.launches import launches_of
     @jit
     def kernel(x, P, Q, R, S):
         pass
-    FOUND = usage_in_grids(kernel, ["x", "P", "Q"])
+    FOUND = usage_in_grids(launches_of(kernel), ["x", "P", "Q"])
     def launch(x):
         kernel[lambda meta: (meta["Q"],)](x)
     """

@@ -1,0 +1,152 @@
+"""The launches of a kernel in the text of its package.
+
+Searched are the kernel's own module and the modules of its package that import it. A launch in
+another place is not known here: what a key is depends on these files alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetune.keys.body_usage import bind
+from safetune.keys.kernel_digest import base_function
+from safetune.keys.name_values import Scopes
+from safetune.keys.package_imports import importers
+from safetune.keys.source_text import KEPT_TREES, last_name, module_text, parse
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An expression that launches something on a grid; `call` has the kernel's arguments."""
+
+    target: ast.AST
+    grid: ast.expr
+    call: ast.Call | None
+    scopes: Scopes
+    file: str = ""
+
+    @property
+    def location(self) -> str:
+        """The file and the line, for people."""
+        return f"{self.file}:{self.grid.lineno}"
+
+    def arguments(self, arg_names: Sequence[str]) -> dict[str, ast.expr] | None:
+        """Return the expression of each argument; None where the text does not show them all."""
+        call = self.call
+        if call is None or any(keyword.arg is None for keyword in call.keywords):
+            return None
+        if any(isinstance(argument, ast.Starred) for argument in call.args):
+            return None
+        if self.target is call and last_name(call.func) not in ("run", "warmup"):
+            return None  # a function that gets the kernel and a grid, and places the arguments
+        return dict(bind(call, arg_names))
+
+
+def launches_of(kernel: Any) -> list[Launch]:
+    """Return the launches of a kernel, those of its own module first."""
+    _, function = base_function(kernel)
+    file, name = function.__code__.co_filename, function.__name__
+    module = module_text(function)
+    texts = [(file, module.text, {name})] if module else []
+    for path, names in importers(file, name).items():
+        texts.append((str(path), path.read_text(encoding="utf-8", errors="replace"), names))
+    return [
+        replace(launch, file=Path(path).name)
+        for path, text, names in texts
+        for launch in _launches(text)
+        if _is_one_of(launch.target, _aliases(text, frozenset(names)))
+    ]
+
+
+@functools.lru_cache(KEPT_TREES)
+def _launches(text: str) -> tuple[Launch, ...]:
+    """Every launch in a module: `k[grid](...)`, `k[grid]`, and calls with `grid=`."""
+    module = parse(text)
+    return tuple(_find_launches(module.tree, (module.tree,))) if module else ()
+
+
+def _find_launches(node: ast.AST, scopes: Scopes) -> Iterator[Launch]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            if isinstance(child.func, ast.Subscript):
+                yield Launch(child.func.value, child.func.slice, child, scopes)
+            for keyword in child.keywords:
+                if keyword.arg == "grid":
+                    yield Launch(child, keyword.value, child, scopes)
+        elif isinstance(child, ast.Subscript) and child is not getattr(node, "func", None):
+            yield Launch(child.value, child.slice, None, scopes)
+        inner = (child, *scopes) if isinstance(child, (ast.FunctionDef, ast.Lambda)) else scopes
+        yield from _find_launches(child, inner)
+
+
+def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
+    """Whether a launch target, or one side of an assignment, is the kernel or is made of it."""
+    parts: Sequence[ast.AST] = ()
+    match node:
+        case ast.Name() | ast.Attribute():
+            return last_name(node) in names
+        case ast.Call(func=function):
+            owner = function.value if isinstance(function, ast.Attribute) else function
+            parts = [owner, *node.args, *(keyword.value for keyword in node.keywords)]
+        case ast.IfExp():
+            parts = [node.body, node.orelse]
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            pass
+        case ast.Dict(values=parts):
+            pass
+        case ast.Subscript():
+            parts = [node.value]
+    return any(_is_one_of(part, names) for part in parts)
+
+
+@functools.lru_cache(KEPT_TREES)
+def _aliases(text: str, imported: frozenset[str]) -> set[str]:
+    """Return a kernel's names and those that the module assigns it to, decorated or not."""
+    names = set(imported)
+    for _ in range(3):
+        for value, targets in _names_assigned(text):
+            if _is_one_of(value, names):
+                names.update(targets)
+    return names
+
+
+@functools.lru_cache(KEPT_TREES)
+def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
+    """Return the values that a module assigns to names, except for results of a launch."""
+    module = parse(text)
+    found = []
+    for node in ast.walk(module.tree) if module else ():
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                pass
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                targets = [target]
+            case ast.NamedExpr(target=target, value=value):
+                targets = [target]
+            case _:
+                continue
+        if not any(map(_is_launch, ast.walk(value))):
+            found.append((value, [name for target in targets for name in _target_names(target)]))
+    return found
+
+
+def _is_launch(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and (
+        isinstance(node.func, ast.Subscript) or any(k.arg == "grid" for k in node.keywords)
+    )
+
+
+def _target_names(target: ast.AST) -> Iterator[str]:
+    match target:
+        case ast.Name() | ast.Attribute():
+            yield last_name(target)
+        case ast.Subscript():
+            yield from _target_names(target.value)
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            for item in items:
+                yield from _target_names(item)

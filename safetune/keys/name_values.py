@@ -1,0 +1,147 @@
+"""What a name in a module's text may stand for.
+
+A name is followed through assignments as far as the text shows them; `None` stands for a value that
+is not in the text: a parameter, a part of something unpacked. An import stands for itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from safetune.keys.source_text import KEPT_TREES, body_of, dotted
+
+#: The functions around an expression and the module, innermost first.
+Scopes: TypeAlias = "tuple[ast.AST, ...]"
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_VALUES = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.BinOp)
+
+#: Attributes and methods that tell something else of a tensor than a size.
+_NOT_SIZES = frozenset(
+    {"contiguous", "data_ptr", "device", "dtype", "element_size", "get_device", "is_contiguous"}
+    | {"itemsize", "layout", "requires_grad", "stride", "type"}
+)
+
+_NO_SIZES = (ast.BoolOp, ast.Compare, ast.Constant, ast.JoinedStr, ast.Lambda, ast.Dict)
+_MADE_OF_PARTS = (ast.BinOp, ast.IfExp, ast.List, ast.NamedExpr, ast.Tuple, ast.UnaryOp)
+
+
+def texts_of(expression: ast.AST, scopes: Scopes, whole: bool) -> set[str]:
+    """Return the text of the values that equal `expression`; if `whole`, of its parts too."""
+    found: set[str] = set()
+    stack = [expression]
+    while stack:
+        value = stack.pop()
+        for node in ast.walk(value) if whole else [value]:
+            if not isinstance(node, _VALUES) or (text := ast.dump(node)) in found:
+                continue
+            found.add(text)
+            if isinstance(node, ast.Name):
+                stack += [v for v in bindings(node.id, scopes) if isinstance(v, ast.expr)]
+    return found
+
+
+def sizes_in(expression: ast.AST, scopes: Scopes) -> dict[str, str]:
+    """Return the run-time values that an expression is made of, which may be sizes.
+
+    Each by its dump (see `texts_of`), as text. Whatever is not seen to be something else may be a
+    size: a parameter, a part of a shape, the result of a call.
+    """
+    found: dict[str, str] = {}
+    pending, seen = [expression], {ast.dump(expression)}
+    while pending:
+        node = pending.pop()
+        parts = _parts(node, scopes)
+        if parts is None:
+            found[ast.dump(node)] = ast.unparse(node)
+        for part in parts or ():
+            if (text := ast.dump(part)) not in seen:
+                seen.add(text)
+                pending.append(part)
+    return found
+
+
+def _parts(node: ast.AST, scopes: Scopes) -> list[ast.AST] | None:
+    """Return the expressions whose sizes a node has; None where it may be one itself."""
+    match node:
+        case ast.UnaryOp(op=ast.Not()):
+            return []
+        case ast.Name(id=name):
+            values = bindings(name, scopes)
+            if not values or None in values:
+                return None
+            return [value for value in values if isinstance(value, ast.expr)]
+        case ast.Attribute(attr=attribute):
+            constant = _is_imported(node.value, scopes) or attribute in _NOT_SIZES
+            return [] if constant else None
+        case ast.Call(func=ast.Attribute(attr="numel" | "size")):
+            return None
+        case ast.Call(func=ast.Attribute(attr=attribute)) if attribute in _NOT_SIZES:
+            return []
+        case ast.Call(func=function):
+            owner = [function.value] if isinstance(function, ast.Attribute) else []
+            own = [each for each in owner if not _is_imported(each, scopes)]
+            return [*own, *node.args, *(keyword.value for keyword in node.keywords)]
+    if isinstance(node, _NO_SIZES):
+        return []
+    if isinstance(node, _MADE_OF_PARTS):
+        return [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+    return None
+
+
+def _is_imported(node: ast.AST, scopes: Scopes) -> bool:
+    """Whether an expression is a dotted name that begins with an imported one."""
+    values = bindings((dotted(node) or "").partition(".")[0], scopes)
+    return any(isinstance(value, ast.alias) for value in values)
+
+
+def bindings(name: str, scopes: Scopes) -> list[ast.AST | None]:
+    """Return the values that the innermost scope with `name` binds it to; [] without one."""
+    return next((found[name] for scope in scopes if name in (found := _bound_in(scope))), [])
+
+
+@functools.lru_cache(maxsize=8 * KEPT_TREES)
+def _bound_in(scope: ast.AST) -> dict[str, list[ast.AST | None]]:
+    found: dict[str, list[ast.AST | None]] = {}
+    stack: list[ast.AST] = []
+    if isinstance(scope, FUNCTIONS):
+        found = {node.arg: [None] for node in ast.walk(scope.args) if isinstance(node, ast.arg)}
+        stack = body_of(scope)
+    elif isinstance(scope, ast.Module):
+        stack = [*scope.body]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.setdefault(node.name, []).append(node)
+        elif not isinstance(node, (ast.Lambda, ast.ClassDef)):
+            for name, value in _bound_by(node):
+                found.setdefault(name, []).append(value)
+            stack.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _bound_by(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                yield from _unpacked(target, value)
+        case ast.AnnAssign() | ast.NamedExpr() | ast.AugAssign():
+            yield from _unpacked(node.target, node.value)
+        case ast.For() | ast.comprehension():
+            yield from _unpacked(node.target, None)
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            for alias in names:
+                yield (alias.asname or alias.name).partition(".")[0], alias
+
+
+def _unpacked(target: ast.AST, value: ast.AST | None) -> Iterator[tuple[str, ast.AST | None]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+        values = value.elts if same else [None] * len(target.elts)  # type: ignore[union-attr]
+        for part, item in zip(target.elts, values, strict=True):
+            yield from _unpacked(part, item)
