@@ -1,17 +1,20 @@
 """The layers in which a choice is looked for: memory, the local store, the shared store, packs.
 
 A store that cannot be opened costs one warning, and a store that fails later one line in the log
-(`GuardedStore`); the run goes on in memory.
+(`GuardedStore`); the run goes on in memory, and writes again once that is possible.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import os
 import threading
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,7 +23,8 @@ from safetune import forks
 from safetune.errors import StoreError
 from safetune.settings import Mode
 from safetune.store.local import db_files
-from safetune.store.local.db_files import Damaged
+from safetune.store.local.connection import Connection, ReadOnlyConnection
+from safetune.store.local.db_files import Damaged, Locked
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import DATABASE_NAME, Store
 from safetune.store.records import precedence
@@ -28,7 +32,6 @@ from safetune.store.records import precedence
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.settings import Settings
-    from safetune.store.local.connection import Connection
     from safetune.store.packs.packs import Packs
     from safetune.store.records import ChoiceRecord, RelatedChoice, TrialRecord
 
@@ -38,24 +41,29 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 _lookups: dict[tuple[Path, str, tuple[Path, ...], bool], Lookup] = {}
 _opening = threading.Lock()
+_guarded: weakref.WeakSet[GuardedStore] = weakref.WeakSet()
 
 
 def _guarded_write(method: Method) -> Method:
     @functools.wraps(method)
     def write(self: GuardedStore, record: Any) -> Any:
         try:
-            if self._spare is None:
-                try:
-                    return _tried(Damaged, method, self, record)
-                except RecordError:
-                    raise
-                except StoreError as error:
-                    logger.warning("%s; continuing in memory", error)
-                    self._spare = Store.in_memory()
-            return method(self._spare, record)
+            self.write_unsent()
+            stored = _tried(Damaged, method, self, record)
+            self._reported.discard(("write",))
+            return stored
+        except RecordError as error:
+            logger.warning("a record is not stored: %s", error)
+            return record
+        except StoreError as error:
+            self._report("write", "%s; continuing in memory", error)
+        try:
+            stored = method(self.spare(), record)
         except StoreError as error:
             logger.warning("a record is not stored: %s", error)
             return record
+        self._unsent.append(functools.partial(method, self, record))
+        return stored
 
     return cast("Method", write)
 
@@ -66,12 +74,13 @@ def _guarded_read(method: Method, merged: Callable[[list[Any]], Any]) -> Method:
     @functools.wraps(method)
     def read(self: GuardedStore, *arguments: Any) -> Any:
         answers = []
-        if not self._unreadable:
-            try:
-                answers.append(_tried(StoreError, method, self, *arguments))
-            except StoreError as error:
-                logger.warning("%s; continuing without its choices", error)
-                self._unreadable = True
+        with contextlib.suppress(StoreError):
+            self.write_unsent()
+        try:
+            answers.append(_tried(StoreError, method, self, *arguments))
+            self._reported.discard(("read",))
+        except StoreError as error:
+            self._report("read", "%s; continuing without its choices", error)
         if self._spare is not None:
             try:
                 answers.append(method(self._spare, *arguments))
@@ -103,20 +112,52 @@ def _choice(answers: list[ChoiceRecord | None]) -> ChoiceRecord | None:
 class GuardedStore(Store):
     """A store whose tuning methods never raise.
 
-    When a write fails, this and all later records go to memory; stored records are still read. When
-    a read fails, only memory is left. Each is logged once. A record that no store would keep is
-    logged and dropped. The methods of the command line (`choices`, `trials_of`, `kernels`, `clear`)
-    raise as they do in `Store`.
+    What cannot be written goes to memory, and is written as soon as that is possible again; where
+    the database cannot be read, only memory is left. Each is logged once. A record that no store
+    would keep is logged and dropped. The methods of the command line (`choices`, `trials_of`,
+    `kernels`, `clear`) raise as they do in `Store`.
     """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._spare: Store | None = None
-        self._unreadable = False
+        self._unsent: deque[Callable[[], object]] = deque()
+        _guarded.add(self)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was written is in the database."""
+        return self.path is not None and not self._unsent
+
+    def spare(self) -> Store:
+        """Return the store in memory that holds what could not be written."""
+        if self._spare is None:
+            self._spare = Store.in_memory()
+        return self._spare
+
+    def write_unsent(self) -> None:
+        """Write what could not be written before; raises `StoreError`."""
+        while self._unsent:
+            write = self._unsent.popleft()
+            try:
+                write()
+            except StoreError:
+                self._unsent.appendleft(write)
+                raise
+        if self._spare is not None:
+            self._spare = None
+            logger.info("the store %s is written to again", self.path)
+
+    def _report(self, what: str, text: str, error: StoreError) -> None:
+        """Log an error, once until this works again."""
+        if (what,) not in self._reported:
+            self._reported.add((what,))
+            logger.warning(text, error)
 
     put_key = _guarded_write(Store.put_key)
     put_trial = _guarded_write(Store.put_trial)
     put_choice = _guarded_write(Store.put_choice)
+    put_call = _guarded_write(Store.put_call)
     trials = _guarded_read(Store.trials, _trials)
     choice = _guarded_read(Store.choice, _choice)
     related = _guarded_read(Store.related, lambda answers: list(itertools.chain(*answers)))
@@ -220,16 +261,14 @@ def open_lookup(settings: Settings) -> Lookup:
             from safetune.store.shared.url import open_shared
 
             backend = open_shared(settings.shared)
-        try:
-            store, problem = (_read_only if frozen else GuardedStore.open)(directory), None
-        except StoreError as error:
-            store, problem = GuardedStore.in_memory(), error
+        store, problem = _opened(directory, frozen, settings.wait_s)
         if backend is not None:
             store.shared = SharedLayer(backend, store.connection, writes=not frozen)
         lookup = _lookups[identity] = Lookup(store, settings.packs)
     if problem is not None:
         warnings.warn(
-            f"safetune: {problem}; choices are kept in memory, for this process only",
+            f"safetune: {problem}; choices are kept in memory"
+            f"{', for this process only' if store.path is None else ' until it is free'}",
             stacklevel=2,
         )
     if not settings.shared and settings.world_size > settings.local_world_size:
@@ -242,17 +281,37 @@ def open_lookup(settings: Settings) -> Lookup:
     return lookup
 
 
-def _read_only(directory: Path) -> GuardedStore:
-    """The store of a process that writes nothing; an empty one where there is no database yet."""
+def _opened(directory: Path, frozen: bool, wait_s: float) -> tuple[GuardedStore, StoreError | None]:
+    """Return the store of a directory, or one in memory where it cannot be used, and why not.
+
+    A process that is `frozen` writes nothing: where there is no database yet, it has an empty one.
+    """
     path = directory / DATABASE_NAME
+    if frozen:
+        try:
+            path.lstat()
+            db_files.check(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return GuardedStore.in_memory(), None
+        except OSError:
+            pass  # opening the database reports the error
+        except StoreError as error:
+            return GuardedStore.in_memory(), error
+    store = GuardedStore((ReadOnlyConnection if frozen else Connection)(path, wait_s))
     try:
-        path.lstat()
-        db_files.check(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return GuardedStore.in_memory()
-    except OSError:
-        pass  # opening the database reports the error
-    return GuardedStore.open_read_only(path)
+        store.connection.open()
+    except Locked as error:
+        store._reported |= {("read",), ("write",)}  # the warning says it
+        return store, error
+    except StoreError as error:
+        return GuardedStore.in_memory(), error
+    return store, None
+
+
+def _write_all_unsent() -> None:
+    for store in tuple(_guarded):
+        with contextlib.suppress(StoreError):
+            store.write_unsent()
 
 
 def _after_fork_in_child() -> None:
@@ -260,4 +319,4 @@ def _after_fork_in_child() -> None:
     _opening = threading.Lock()
 
 
-forks.register("database", after_in_child=_after_fork_in_child)
+forks.register("database", after_in_child=_after_fork_in_child, at_exit=_write_all_unsent)

@@ -1,10 +1,34 @@
-"""Waiting for other processes: pauses that grow."""
+"""Waiting for other processes: pauses that grow, and the seconds that this process has waited."""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+
+from safetune import forks
+
+
+class Waited:
+    """The seconds that a process has waited for others."""
+
+    def __init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Count from zero: a forked child has not waited for any other process."""
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, seconds: float) -> None:
+        """Count a wait of some thread."""
+        with self._lock:
+            self.seconds += seconds
+
+
+#: The waits of this process, for tunings and for the lock of a database: SAFETUNE_WAIT bounds them.
+waited = Waited()
 
 
 def pauses(first_s: float, most_s: float) -> Iterator[float]:
@@ -29,3 +53,6 @@ def tries(
         if left_s <= 0:
             return
         time.sleep(max(0.0, min(pause_s, end - clock())))
+
+
+forks.register("tuning", after_in_child=waited.start_over)

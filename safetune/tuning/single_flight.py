@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from safetune.outcome import Outcome
 from safetune.store.local import key_locks
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
-from safetune.store.waiting import pauses
+from safetune.store.waiting import Waited, pauses, waited
 from safetune.tuning import recall
 from safetune.tuning.requests import TuningRequest
 
@@ -61,22 +61,6 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-class Waited:
-    """The seconds that a process has waited for others."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._lock = threading.Lock()
-
-    def add(self, seconds: float) -> None:
-        """Count a wait of some thread."""
-        with self._lock:
-            self.seconds += seconds
-
-
-_waited = Waited()
-
-
 @dataclass(frozen=True)
 class WaitBudget:
     """How long to wait for other processes.
@@ -89,7 +73,7 @@ class WaitBudget:
 
     seconds: float = math.inf
     check: Callable[[], None] = lambda: None
-    waited: Waited = field(default_factory=lambda: _waited)
+    waited: Waited = waited
 
     def tries(self, name: str, first_s: float, most_s: float) -> Iterator[None]:
         """Yield for each try to get what this name stands for, and wait between; raises `Busy`."""
@@ -304,9 +288,7 @@ def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
 
 
 def _after_fork_in_child() -> None:
-    """A forked child has not waited for any other process, and tunes nothing."""
-    global _waited
-    _waited = Waited()
+    """A forked child tunes nothing."""
     _of_thread.names.clear()
 
 

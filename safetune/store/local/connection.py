@@ -6,16 +6,19 @@ thread that waits for another process to write does not hold that lock: the othe
 
 A connection is closed before a fork, and each side opens its own at its next use. A database in
 memory cannot be opened again: a forked child starts with an empty one. A database that was deleted
-or replaced is opened again, and a damaged file is renamed. Every failure is a `StoreError`.
+or replaced is opened again, as is one whose log was deleted, and a damaged file is renamed. Every
+failure is a `StoreError`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,21 +26,21 @@ from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.errors import StoreError
-from safetune.store.local import db_files, migrations
-from safetune.store.local.db_files import Damaged
+from safetune.store.local import db_files, lost_log, migrations, opening
+from safetune.store.local.db_files import Damaged, Locked
+from safetune.store.local.opening import Identity
 from safetune.store.local.rows import RecordError
-from safetune.store.waiting import tries
+from safetune.store.waiting import tries, waited
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
 
 logger = logging.getLogger("safetune")
 
-#: Device and inode; None where the file cannot be replaced.
-Identity = tuple[int, int] | None
-
-#: How long a writer waits for others, in seconds.
+#: How long a use of a database waits for another process that has locked it, in seconds. Less where
+#: SAFETUNE_WAIT is less, but never under the second one: a transaction of another process is short.
 BUSY_TIMEOUT_S = 30.0
+_LEAST_TIMEOUT_S = 1.0
 
 #: The first and the longest pause of a writer between two tries, as SQLite's own while it waits.
 _PAUSES_S = (0.001, 0.1)
@@ -54,15 +57,27 @@ _abandoned: list[sqlite3.Connection] = []
 
 
 class Connection:
-    """The connection to one database file, or to one in memory when `path` is None."""
+    """The connection to one database file, or to one in memory when `path` is None.
 
-    def __init__(self, path: Path | None) -> None:
+    Once a wait for a lock was in vain, later uses try without waiting, until one succeeds.
+    """
+
+    def __init__(self, path: Path | None, wait_s: float = math.inf) -> None:
+        """Connect at the first use.
+
+        Args:
+            wait_s: SAFETUNE_WAIT: for all waits of this process together.
+        """
         self.path = path
+        self._wait_s = wait_s
+        self._gave_up: set[str] = set()
         self._name = "in memory" if path is None else str(path)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._sqlite: sqlite3.Connection | None = None
         self._file: Identity = None
+        self._logs: tuple[Identity, ...] = ()
+        self._rescued: lost_log.Rows = {}
         self._suspect = False
         self._closed = False
         _connections.add(self)
@@ -72,6 +87,7 @@ class Connection:
         """The connection, alone, for plain SELECTs; raises `StoreError`."""
         with self._alone() as connection, self._failures("read"):
             yield connection
+            self._gave_up.discard("read")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Database]:
@@ -83,14 +99,25 @@ class Connection:
             yield Database(connection, execute_plugins=False, recursive_triggers=False)
 
     @contextlib.contextmanager
-    def transaction(self, wait_s: float = BUSY_TIMEOUT_S) -> Iterator[sqlite3.Connection]:
+    def transaction(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """One transaction for plain statements, committed at the end; raises `StoreError`.
 
-        Other processes that write are waited for, `wait_s` seconds at most.
+        Other processes that write are waited for.
+
+        Args:
+            wait_s: how long; as long as SAFETUNE_WAIT and earlier waits leave if None.
         """
-        for last in tries(wait_s, *_PAUSES_S):
-            with self._alone() as connection, self._failures("write to"):
-                if _begin(connection, must=last):
+        begin, limit_s = time.monotonic(), self._timeout_s("write to") if wait_s is None else wait_s
+        for last in tries(limit_s, *_PAUSES_S):
+            with self._alone() as connection, self._failures("write to", begin, wait_s is None):
+                try:
+                    begun = _begin(connection, must=last)
+                finally:
+                    connection.execute(_busy_timeout(self._timeout_s("read")))
+                if begun:
+                    if wait_s is None:
+                        self._gave_up.discard("write to")
+                        waited.add(time.monotonic() - begin)
                     with migrations.ending(connection):
                         yield connection
                     return
@@ -104,8 +131,8 @@ class Connection:
         """Close for good; a later use raises `StoreError`."""
         self._notice_fork()
         with self._lock:
+            self._end()
             self._closed = True
-            self._disconnect()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[sqlite3.Connection]:
@@ -116,16 +143,32 @@ class Connection:
             if self._sqlite is not None and self._is_replaced():
                 logger.warning("the store %s was deleted or replaced; opening it again", self.path)
                 self._disconnect()
+            if self._is_log_gone():
+                self._rescue()
             if self._sqlite is None:
-                with self._failures("open"):
-                    self._sqlite, self._file = self._connect()
-                self._suspect = False
+                self._connect()
+            if self._rescued:
+                self._write_rescued()
+            assert self._sqlite is not None
             yield self._sqlite
 
-    def _connect(self) -> tuple[sqlite3.Connection, Identity]:
-        if self.path is None:
-            return migrations.prepared(_plain(":memory:"), migrations.prepare), None
-        return _connect(self.path, self._suspect)
+    def _connect(self) -> None:
+        with self._failures("open"):
+            if self.path is None:
+                self._sqlite = opening.in_memory()
+            else:
+                wait_s = self._timeout_s("open")
+                self._sqlite, self._file = opening.connect(self.path, self._suspect, wait_s)
+                self._logs = lost_log.logs(self.path)
+            self._suspect = False
+            self._gave_up.discard("open")
+
+    def _timeout_s(self, action: str) -> float:
+        """How long to wait now for a process that has locked the database."""
+        if action in self._gave_up:
+            return 0.0
+        left_s = self._wait_s - waited.seconds
+        return max(_LEAST_TIMEOUT_S, min(BUSY_TIMEOUT_S, left_s))
 
     def _is_replaced(self) -> bool:
         """Whether the path leads to another file now, so that what is written would be lost."""
@@ -136,9 +179,63 @@ class Connection:
         except OSError:  # SQLite will fail as well, if it lasts
             return False
 
+    def _is_log_gone(self) -> bool:
+        """Whether the log that this connection writes to is not the one that others find."""
+        if self._sqlite is None or self.path is None or self._file is None:
+            return False
+        try:
+            there = lost_log.logs(self.path)
+        except OSError:
+            return False
+        pairs = zip(self._logs, there, strict=True)
+        return any(own is not None and own != other for own, other in pairs)
+
+    def _rescue(self) -> None:
+        """Close the file whose log was deleted; what it had is written at the next opening."""
+        assert self._sqlite is not None
+        assert self.path is not None
+        same = [each for each in tuple(_connections) if each is not self and each.path == self.path]
+        with contextlib.ExitStack() as held:
+            for each in same:  # SQLite shares the log among all connections of a process
+                if not each._lock.acquire(timeout=_FORK_WAIT_S):
+                    raise StoreError(f"the log of the store {self.path} was deleted")
+                held.callback(each._lock.release)
+            logger.warning(
+                "the log of the store %s was deleted while it was open; what this process sees of "
+                "it is written again",
+                self.path,
+            )
+            self._rescued = lost_log.rows(self._sqlite, self._rescued)
+            with lost_log.files_kept(self.path):
+                for each in (*same, self):
+                    each._disconnect()
+
+    def _write_rescued(self) -> None:
+        """Write what a deleted log held; at the next use if that fails now."""
+        assert self._sqlite is not None
+        with contextlib.suppress(StoreError), self._failures("write to"):
+            self._sqlite.execute(_busy_timeout(self._timeout_s("write to")))
+            lost_log.write(self._sqlite, self._rescued)
+            self._rescued = {}
+
+    def _end(self) -> None:
+        """Close the file, and first save what a deleted log holds."""
+        if self._is_log_gone() or self._rescued:
+            with contextlib.suppress(StoreError), self._alone():
+                pass
+        self._disconnect()
+
     @contextlib.contextmanager
-    def _failures(self, action: str) -> Iterator[None]:
-        """Turn any error of SQLite and sqlite-utils into one line that names the path."""
+    def _failures(
+        self, action: str, begin: float | None = None, lasting: bool = True
+    ) -> Iterator[None]:
+        """Turn any error of SQLite and sqlite-utils into one line that names the path.
+
+        Args:
+            begin: when the wait for a lock began; now if None.
+            lasting: whether the lock of another process is not waited for again.
+        """
+        begin = time.monotonic() if begin is None else begin
         try:
             yield
         except RecordError:
@@ -150,6 +247,11 @@ class Connection:
                 # Such as a lock that could not be released: only a new connection clears that.
                 if action == "read" and self.path is not None:
                     self._disconnect()
+                if isinstance(error, Locked) or str(error) == "database is locked":
+                    if lasting:
+                        self._gave_up |= {action, "open"} if action == "read" else {action}
+                        waited.add(time.monotonic() - begin)
+                    raise Locked(message) from error
                 raise StoreError(message) from error
             self._suspect = True
             self._disconnect()
@@ -172,7 +274,7 @@ class Connection:
         if not self._lock.acquire(timeout=_FORK_WAIT_S):
             return False
         if self.path is not None:
-            self._disconnect()
+            self._end()
         return True
 
     def resume(self) -> None:
@@ -195,105 +297,32 @@ class ReadOnlyConnection(Connection):
     def reading(self) -> Iterator[sqlite3.Connection]:
         """The database, for plain SELECTs; raises `StoreError`."""
         assert self.path is not None
-        with (
-            self._failures("read"),
-            contextlib.closing(_connect_read_only(self.path)) as connection,
-        ):
+        with self._failures("read"), contextlib.ExitStack() as opened:
+            connection = opening.connect_read_only(self.path, self._timeout_s("read"))
+            opened.callback(connection.close)
+            self._gave_up.discard("read")
             yield connection
 
     @contextlib.contextmanager
-    def transaction(self, wait_s: float = 0.0) -> Iterator[sqlite3.Connection]:
+    def transaction(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """Raise `StoreError`."""
         raise StoreError(f"the store {self.path} is only read here")
         yield
 
 
-def _connect(path: Path, suspect: bool) -> tuple[sqlite3.Connection, Identity]:
-    """Open a database file, and return its identity; a damaged one is moved aside first.
-
-    Damage must be found twice: SQLite reports the same for a disk that fails to read once.
-    """
-    looked = False
-    for last in (False, False, False, True):
-        if path.exists() and not os.access(path.parent, os.W_OK):  # where SQLite must write
-            db_files.check(path)
-            return _connect_read_only(path), None
-        db_files.make_directory(path)
-        try:
-            with db_files.unmoved(path):
-                db_files.make(path)
-                found = db_files.identity(path)
-                prepare = migrations.prepare_suspect if suspect else migrations.prepare
-                connection = migrations.prepared(_plain(path), prepare)
-        except (sqlite3.Error, Damaged) as error:
-            # An error of a file that was replaced says nothing about the new one.
-            replaced = db_files.identity(path) != found
-            if last or not (replaced or db_files.is_damage(error)):
-                raise
-            if looked and not replaced:
-                db_files.move_aside(path, found, error)
-            looked = not replaced
-            continue
-        if found == db_files.identity(path):
-            return connection, found
-        connection.close()  # it was replaced meanwhile
-    raise StoreError("other processes replace it again and again")
-
-
-def _connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open a database file that is never written to: no lock file, no log, no migration.
-
-    SQLite writes files beside a database in WAL mode, even to read it. If there is no log, the file
-    is opened as immutable: no file is made beside it. If there is a log, a writer has made the
-    files that a reader needs; if those are gone, a private copy is read.
-    """
-    path = path.absolute()
-    path.stat()  # SQLite's own message does not say that the file is missing
-    log = path.with_name(f"{path.name}-wal")
-    if not (log.exists() and log.stat().st_size):
-        return _readable(f"{path.as_uri()}?mode=ro&immutable=1")
-    try:
-        return _readable(f"{path.as_uri()}?mode=ro")
-    except sqlite3.OperationalError:
-        return _copied(path, log)
-
-
-def _copied(path: Path, log: Path) -> sqlite3.Connection:
-    """A copy in memory of a database with its log."""
-    import shutil
-    import tempfile
-
-    memory = _plain(":memory:")
-    with tempfile.TemporaryDirectory(prefix="safetune-") as folder:
-        for file in (path, log):
-            shutil.copyfile(file, Path(folder) / file.name)
-        with contextlib.closing(_readable((Path(folder) / path.name).as_uri())) as copied:
-            memory.text_factory = copied.text_factory
-            copied.backup(memory)
-    return memory
-
-
-def _readable(uri: str) -> sqlite3.Connection:
-    return migrations.prepared(_plain(uri, is_uri=True), migrations.check_readable)
-
-
-def _plain(path: Path | str, is_uri: bool = False) -> sqlite3.Connection:
-    return sqlite3.connect(
-        path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=is_uri
-    )
+def _busy_timeout(wait_s: float) -> str:
+    return f"PRAGMA busy_timeout={wait_s * 1000:.0f}"
 
 
 def _begin(connection: sqlite3.Connection, must: bool) -> bool:
     """Take the write lock, without waiting; False (or an error) while another process has it."""
-    connection.execute("PRAGMA busy_timeout=0")
+    connection.execute(_busy_timeout(0.0))
     try:
         connection.execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
         if must or str(error) != "database is locked":
             raise
         return False
-    finally:
-        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000:.0f}")
     return True
 
 

@@ -29,7 +29,7 @@ KEY_LOCKS = ".keys.lock"
 #: The newest moved databases are kept, this many.
 _KEPT = 3
 
-#: How long to wait for the lock, in seconds.
+#: How long to wait for the lock before a database is moved, in seconds.
 _WAIT_S = 30.0
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
@@ -97,6 +97,10 @@ def _check(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
         )
 
 
+class Locked(StoreError):
+    """Another process keeps the database locked."""
+
+
 class Damaged(StoreError):
     """A database of safetune that cannot be used."""
 
@@ -114,7 +118,7 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
 
     Of many processes that see the damage one moves; `found` is the file that was seen.
     """
-    with _locked(path, exclusive=True):
+    with _locked(path, exclusive=True, wait_s=_WAIT_S):
         if found is None or identity(path) != found:
             return
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}-{os.getpid()}")
@@ -131,7 +135,7 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
 
 
 @contextlib.contextmanager
-def unmoved(path: Path) -> Iterator[None]:
+def unmoved(path: Path, wait_s: float) -> Iterator[None]:
     """Keep other processes from moving a database aside while it is opened; raises `StoreError`.
 
     SQLite finds the logs by their names: a process that has just opened the file that is moved, and
@@ -140,7 +144,7 @@ def unmoved(path: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, ImportError):
-            held.enter_context(_locked(path, exclusive=False))
+            held.enter_context(_locked(path, exclusive=False, wait_s=wait_s))
         yield
 
 
@@ -169,20 +173,20 @@ def moved(path: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, exclusive: bool) -> Iterator[None]:
+def _locked(path: Path, exclusive: bool, wait_s: float) -> Iterator[None]:
     """The lock for moving a database. Its file stays: deleting a lock file breaks the lock."""
     import fcntl
 
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     descriptor = open_lock(path.with_name(path.name + LOCK))
     try:
-        for _ in tries(_WAIT_S, 0.001, 0.1):
+        for _ in tries(wait_s, 0.001, 0.1):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
                 break
         else:
             busy = "opening" if exclusive else "moving"
-            raise StoreError(f"other processes have been {busy} it for {_WAIT_S:.0f} s")
+            raise Locked(f"other processes have been {busy} it for {wait_s:.0f} s")
         yield
     finally:
         os.close(descriptor)

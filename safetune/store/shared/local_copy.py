@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
 from safetune.store.local import rows
-from safetune.store.local.connection import BUSY_TIMEOUT_S, Connection
+from safetune.store.local.connection import Connection
 from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.store.shared.record import Name, encode, namespace
@@ -64,7 +64,7 @@ def copied(connection: Connection, origin: str) -> set[Name]:
 def adopt(
     connection: Connection,
     stored: Iterable[StoredChoice],
-    wait_s: float = BUSY_TIMEOUT_S,
+    wait_s: float | None = None,
     origin: str = "",
 ) -> None:
     """Write choices that were made elsewhere, in one transaction; raises `StoreError`.

@@ -28,8 +28,9 @@ from safetune.inputs.call import Call, Hooks
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.store.local import db_files, key_locks
 from safetune.store.local.store import Store
+from safetune.store.waiting import Waited
 from safetune.tuning.requests import TuningRequest
-from safetune.tuning.single_flight import COMPILING, WaitBudget, Waited, compiling, elect_local
+from safetune.tuning.single_flight import COMPILING, WaitBudget, compiling, elect_local
 
 ROOT = Path(__file__).parents[3]
 HERD = Path(__file__).parent / "scripts" / "herd.py"

@@ -106,10 +106,7 @@ def insert(connection: sqlite3.Connection, table: Table, row: dict[str, Any]) ->
         checksum = table.checksum(content)
     except (TypeError, ValueError):
         checksum = "none"
-    names, marks = ", ".join([*table.columns, "checksum"]), ", ".join("?" * (len(content) + 1))
-    connection.execute(
-        f"INSERT OR REPLACE INTO {table.name} ({names}) VALUES ({marks})", [*content, checksum]
-    )
+    table.insert(connection, {**row, "checksum": checksum}, "REPLACE")
 
 
 @settings(
@@ -137,7 +134,7 @@ def test_a_run_gets_a_declared_config(opened, rows_of) -> None:
     for stored_choice in opened.store.choices():
         assert isinstance(stored_choice.choice, ChoiceRecord)
     assert opened.store._spare is None
-    assert not opened.store._unreadable
+    assert ("read",) not in opened.store._reported
     # What people do with it: `safetune stats`, `gc`, `export` and `import`.
     assert gc.stats(opened.store)["trials"] <= len(rows_of)
     gc.sweep(opened.store, gc.Rule(before=2.0, triton="3", most_bytes=1), dry_run=True)

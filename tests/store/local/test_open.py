@@ -56,7 +56,8 @@ def test_the_migrations_make_the_tables_that_rows_describes(store):
     connection = sqlite3.connect(store.path)
     for table in rows.TABLES:
         found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
-        assert [name for _, name, *_ in found] == [*table.columns, "checksum"]
+        beside = ["checksum", "origin"] if table is rows.CHOICE else ["checksum"]
+        assert [name for _, name, *_ in found] == [*table.columns, *beside]
         order = sorted((position, name) for _, name, _, _, _, position in found if position)
         assert [name for _, name in order] == list(table.primary_key)
     connection.close()

@@ -77,6 +77,11 @@ def _write(directory: Path, *before: str, **options) -> subprocess.CompletedProc
     )
 
 
+def told(done: subprocess.CompletedProcess[str]) -> list[int]:
+    """Return the choices of which such a run was told that they are stored."""
+    return list(json.loads(done.stdout.splitlines()[-1])[1]) if done.stdout else []
+
+
 def _check(tally: Tally, what: str, directory: Path, done, before: int) -> bool:
     """Judge a run in a process of its own; return whether it went on in memory."""
     tally.tried += 1

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fault_file  # noqa: F401 - each enters its rows
+import fault_others  # noqa: F401
 import fault_processes  # noqa: F401
 import fault_system  # noqa: F401
 from tally import FAULTS, ROOT, Fault, NotHere, Tally

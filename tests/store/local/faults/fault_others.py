@@ -1,0 +1,144 @@
+"""What other programs do to a store that is open: delete its logs, lock it, clear it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import fault_system
+from tally import DECLARED, Tally, call, choice, fault, filled, heard, key, run, settings, trial
+
+from safetune.store import lookup
+from safetune.store.local.store import DATABASE_NAME, Store
+
+_LOGS = (("-wal",), ("-shm",), ("-wal", "-shm"))
+
+
+@fault(
+    "log-deleted",
+    "its log, or part of it, is deleted while it is open",
+    "every row is found; one line in the log",
+    3,
+    30,
+)
+def log_deleted(place: Path, times: int) -> Tally:
+    """In every other round another process opens it and writes before this one looks."""
+    tally = Tally()
+    for number in range(times):
+        directory, told = place / str(number), [*range(41)]
+        tally.tried += 1
+        store = Store.open(directory)
+        for index in range(40):
+            store.put_choice(choice(index))
+        for suffix in _LOGS[number % 3]:
+            (directory / f"{DATABASE_NAME}{suffix}").unlink()
+        if number % 2:
+            done = fault_system._write(directory)
+            tally.expect(not done.returncode, f"another process: {done.stderr[-200:]}")
+            told += fault_system.told(done)
+        with heard() as log:
+            store.put_choice(choice(40))
+        text = "".join(log.lines)
+        tally.expect(text.count("was deleted while it was open") == 1, f"told {log.lines}")
+        store.close()
+        after = run(directory, told)
+        tally.lose(len(told) - len(after.found), f"{_LOGS[number % 3]}, round {number}")
+        tally.expect(after.warnings == [], f"damaged afterwards: {after.warnings}")
+    return tally
+
+
+def _writing(path: Path) -> sqlite3.Connection:
+    """A program that leaves its transaction open, such as a database browser."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    return other
+
+
+def _exclusive(path: Path) -> sqlite3.Connection:
+    """A program that keeps even readers out."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("PRAGMA journal_mode=DELETE")
+    other.execute("BEGIN EXCLUSIVE")
+    return other
+
+
+@contextlib.contextmanager
+def _wait(seconds: str) -> Iterator[None]:
+    os.environ["SAFETUNE_WAIT"] = seconds
+    try:
+        yield
+    finally:
+        del os.environ["SAFETUNE_WAIT"]
+
+
+@fault(
+    "locked",
+    "another program keeps it locked",
+    "one wait; one line in the log, or one warning; all is written once it is free",
+    2,
+    10,
+)
+def locked(place: Path, times: int) -> Tally:
+    tally = Tally()
+    for number in range(times):
+        tally.tried += 1
+        directory = place / str(number)
+        lock = (_writing, _exclusive)[number % 2]
+        other = lock(filled(directory))
+        with _wait("0"):
+            lookup._lookups.clear()
+            with warnings.catch_warnings(record=True) as caught, heard() as log:
+                warnings.simplefilter("always")
+                opened = lookup.open_lookup(settings(directory))
+                for index in range(100, 130):
+                    opened.store.put_key(key(index))
+                    opened.store.put_trial(trial(index))
+                    put = opened.store.put_choice(choice(index))
+                    tally.expect(
+                        put == opened.find(call(index), DECLARED), "its own choice is not found"
+                    )
+                found = opened.find(call(1), DECLARED)
+                tally.expect(lock is _exclusive or found == choice(1), "a choice is not found")
+            told = [*(str(each.message) for each in caught), *log.lines]
+            tally.expect(all("database is locked" in line for line in told), f"told {told}")
+            tally.expect(len(told) == 1, f"told {len(told)} lines")
+        other.close()
+        tally.expect(
+            opened.find(call(1), DECLARED) == choice(1), "a choice is not found afterwards"
+        )
+        with sqlite3.connect(directory / DATABASE_NAME) as reader:
+            (there,) = reader.execute("SELECT count(*) FROM choice WHERE created > 0").fetchone()
+        reader.close()
+        tally.lose(70 - there, lock.__name__)
+        opened.store.close()
+    return tally
+
+
+@fault(
+    "cleared-while-tuned",
+    "a kernel is cleared while it is tuned",
+    "what is written later is stored, listed, and cleared again",
+    1,
+    20,
+)
+def cleared_while_tuned(place: Path, times: int) -> Tally:
+    tally = Tally()
+    for number in range(times):
+        tally.tried += 1
+        tuner, other = Store.open(place / str(number)), Store.open(place / str(number))
+        for steps in range(3):
+            tuner.put_key(key(1))
+            for step, write in enumerate((tuner.put_trial, tuner.put_trial, tuner.put_choice)):
+                if step == steps:
+                    tally.expect(other.clear("add") == 1, "there was nothing to clear")
+                write(choice(1) if step == 2 else trial(1))
+            listed = [entry.choice for entry in other.choices("add")]
+            tally.lose(listed != [choice(1)], f"cleared before step {steps}")
+        tally.expect(other.clear("add") == 1 and other.choices() == [], "it cannot be cleared")
+        tuner.close()
+        other.close()
+    return tally
