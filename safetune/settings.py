@@ -150,6 +150,23 @@ def display_url(url: str) -> str:
     return f"{scheme}://{re.split('[?#]', location)[0]}"
 
 
+def without_password(text: str, url: str) -> str:
+    """Return a message about a URL, or other words where it may have a part of the password.
+
+    A library may take a part of the password for something else, such as the host, and name it.
+    """
+    from urllib.parse import unquote
+
+    rest = url.partition("://")[2]
+    before = rest.rpartition("@")[0]
+    given = [before.partition(":")[2], *re.split("password=", rest, flags=re.IGNORECASE)[1:]]
+    secret = rest if re.search("[/?#]", before) else " ".join(given).strip()
+    parts = {secret, *re.split(r"\W+", secret), *re.split(r"\W+", unquote(secret))}
+    if any(part in text for part in parts if part):
+        return "the reason is not shown, as it may have a part of the password in it"
+    return text
+
+
 @dataclass(frozen=True)
 class Settings:
     """The process-wide settings; docs/configuration.md describes the variables.

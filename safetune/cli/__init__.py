@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from safetune.cli.messages import describe
+from safetune.cli.messages import describe, echo, warnings_as_lines
 from safetune.errors import NoWorkingConfig
 from safetune.settings import installs
 
@@ -37,17 +37,18 @@ class _Group(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         try:
-            return super().invoke(context)
+            with warnings_as_lines():
+                return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click answers its own exceptions
         except KeyboardInterrupt:
-            click.echo("Interrupted; finished trials are stored.", err=True)
+            echo("Interrupted; finished trials are stored.", err=True)
             sys.exit(INTERRUPTED)
         except Exception as error:
             if context.meta.get(_DEBUG):
                 traceback.print_exc()
             else:
-                click.echo(f"Error: {describe(error)}", err=True)
+                echo(f"Error: {describe(error)}", err=True)
             sys.exit(1 if isinstance(error, NoWorkingConfig) else 2)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from safetune.cli.messages import echo
 from safetune.cli.stored import json_option, open_store, print_json
 from safetune.cli.tables import counted
 from safetune.settings import parse_size
@@ -59,7 +60,7 @@ def gc(
     if as_json:
         print_json({**asdict(swept), "dry_run": dry_run})
         return
-    click.echo(_sentence(asdict(swept), dry_run))
+    echo(_sentence(asdict(swept), dry_run))
 
 
 def _sentence(swept: dict[str, Any], dry_run: bool) -> str:
@@ -85,12 +86,15 @@ def stats(as_json: bool) -> None:
         return
     width = max(map(len, found))
     for name, value in found.items():
-        click.echo(f"{name.replace('_', ' '):<{width}}  {_words(name, value)}")
+        echo(f"{name.replace('_', ' '):<{width}}  {_words(name, value)}")
 
 
 def _words(name: str, value: Any) -> str:
     if name in ("oldest", "newest") and value is not None:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
+        from safetune.store.schema import LAST_SECOND
+
+        seconds = max(0, min(value, LAST_SECOND))  # a row that another program wrote may say 1e300
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     if isinstance(value, dict):
         return ", ".join(f"{count} {each or '?'}" for each, count in value.items()) or "-"
     if isinstance(value, list):

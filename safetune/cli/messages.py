@@ -1,8 +1,13 @@
-"""Errors and warnings as one line each, with the line of the user's code that raised it."""
+"""What the command prints, and errors and warnings as one line each.
+
+Nothing that is printed can control a terminal: a name or a value may come from a file or a database
+that anybody wrote. Text goes through `visible`, in `echo` and in the console of `tables`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import sysconfig
 import traceback
@@ -16,6 +21,19 @@ from safetune.errors import SafetuneError
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _KERNELS = str(Path(_PACKAGE) / "kernels")
+
+
+def visible(text: str) -> str:
+    """Return a text with every character that does not print, but a new line, as an escape."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+def echo(text: object, err: bool = False) -> None:
+    """Print a text on standard output, or on standard error."""
+    click.echo(visible(str(text)), err=err)
 
 
 def describe(error: BaseException) -> str:
@@ -49,16 +67,38 @@ def location_of(error: BaseException) -> str:
     return ""
 
 
+class _Lines(logging.Handler):
+    """Prints what safetune logs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _warn(record.getMessage())
+
+
 @contextlib.contextmanager
-def only_our_output() -> Iterator[None]:
-    """Send what a target prints to stderr, and print warnings as one line each, without source."""
+def warnings_as_lines() -> Iterator[None]:
+    """Print warnings, and what safetune logs as one, as one line each, without source.
+
+    Characters that the terminal's encoding lacks are printed as escapes.
+    """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        click.echo(f"Warning: {_one_line(str(message))}", err=True)
+        _warn(str(message))
 
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    logger, lines = logging.getLogger("safetune"), _Lines(logging.WARNING)
+    logger.addHandler(lines)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
+    finally:
+        logger.removeHandler(lines)
+
+
+def _warn(text: str) -> None:
+    echo(f"Warning: {_one_line(text)}", err=True)
 
 
 def _one_line(text: str) -> str:

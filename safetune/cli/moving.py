@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from safetune.cli.messages import echo
 from safetune.cli.stored import json_option, open_store, print_json
 from safetune.cli.tables import counted
 from safetune.errors import TargetError
@@ -64,7 +65,7 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
         lines.append(f"{done.kept} not imported: {known}")
     if done.unknown:
         lines.append(f"{done.unknown} not imported: only a newer safetune knows all their fields")
-    click.echo(", ".join(lines))
+    echo(", ".join(lines))
 
 
 @click.command("merge")
@@ -109,7 +110,7 @@ def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: 
     packs = [path for path in Settings.current().packs if any(path.glob("*.json"))]
     _write(_merged(packs, stored), kernel, device, directory, as_json)
     if not as_json:
-        click.echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
+        echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
 
 
 def _merged(paths: Iterable[Path], stored: Iterable[StoredChoice] = ()) -> list[StoredChoice]:
@@ -122,7 +123,7 @@ def _merged(paths: Iterable[Path], stored: Iterable[StoredChoice] = ()) -> list[
 def _reported(collected: Collected) -> list[StoredChoice]:
     """Return the collected choices; print a warning for each that is left out."""
     for line in collected.left_out:
-        click.echo(f"Warning: left out: {line}", err=True)
+        echo(f"Warning: left out: {line}", err=True)
     return collected.entries
 
 
@@ -156,7 +157,7 @@ def _write(
         print_json({"written": written})
         return
     for file, pack in targets.items():
-        click.echo(f"{file}: {counted(len(pack), 'choice')}")
+        echo(f"{file}: {counted(len(pack), 'choice')}")
 
 
 def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None) -> str:

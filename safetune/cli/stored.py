@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from safetune.cli.messages import echo
 from safetune.cli.tables import (
     call_words,
     config_words,
@@ -105,7 +106,7 @@ def path(as_json: bool) -> None:
     if as_json:
         print_json({"path": str(database), "exists": database.exists()})
     else:
-        click.echo(database)
+        echo(database)
 
 
 @click.command("clear")
@@ -120,7 +121,7 @@ def clear(kernel: str, as_json: bool) -> None:
     if as_json:
         print_json({"kernel": kernel, "cleared": count})
     else:
-        click.echo(f"cleared {counted(count, 'key')} of {kernel}")
+        echo(f"cleared {counted(count, 'key')} of {kernel}")
 
 
 def _database() -> Path:

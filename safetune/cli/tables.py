@@ -11,7 +11,9 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from safetune.cli.messages import visible
 from safetune.keys.tuning_key import readable
 from safetune.miss.progress import milliseconds
 from safetune.outcome import Mark, Outcome
@@ -31,10 +33,17 @@ def stdout_console() -> Console:
     $COLUMNS overrides both. Text is printed literally: a config's `[64, 64]` is not rich markup.
     """
     plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
-    console = Console(**plain)
+    console = _Console(**plain)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return Console(**plain, width=_WIDE)
+    return _Console(**plain, width=_WIDE)
+
+
+class _Console(Console):
+    """A console whose texts cannot control the terminal; its styles can."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
 
 
 def print_outcomes(console: Console, title: str, rows: Sequence[Row]) -> None:

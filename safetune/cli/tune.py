@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import click
 from rich.console import Console
 
 from safetune.cli import targets
-from safetune.cli.messages import only_our_output
+from safetune.cli.messages import echo
 from safetune.cli.stored import print_json
 from safetune.cli.tables import Row, counted, outcome_data, print_outcomes, stdout_console
 from safetune.errors import NoWorkingConfig, TargetError
@@ -71,14 +72,14 @@ def tune_command(
     switched = targets.use_interpreter_without_gpu()
     report = _Report(allow_disputed)
     try:
-        with only_our_output():
+        with contextlib.redirect_stdout(sys.stderr):  # what the targets print
             kernels = targets.kernels_of(target, with_workload=not recorded)
             if recorded:
                 count, tasks = _recorded(kernels, device, zeros, report.left_out)
             else:
                 count, tasks = _declared(kernels, device, dtype, shape)
             if switched:
-                click.echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
+                echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
             line = Line(hidden=as_json or not Console(stderr=True).is_terminal)
             _tune_all(tasks, count, force, isolation, line, report)
     except Exception:

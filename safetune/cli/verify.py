@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import click
 from rich.console import Console
 
 from safetune.cli import targets
-from safetune.cli.messages import describe, location_of, only_our_output, typed
+from safetune.cli.messages import describe, echo, location_of, typed
 from safetune.cli.stored import print_json
 from safetune.cli.tables import empty_table, stdout_console
 from safetune.errors import SafetuneError, TargetError
@@ -52,7 +53,7 @@ def verify_command(
     """
     targets.use_interpreter_without_gpu()
     left_out: list[str] = []
-    with only_our_output():
+    with contextlib.redirect_stdout(sys.stderr):  # what the targets print
         kernels = targets.kernels_of(target, left_out=left_out)
         verified = list(_verify_all(kernels, shape, dtype, max_elements))
     if as_json:
@@ -60,7 +61,7 @@ def verify_command(
     else:
         _print(verified)
         if left_out:
-            click.echo(f"not checked, because they declare no workload: {', '.join(left_out)}")
+            echo(f"not checked, because they declare no workload: {', '.join(left_out)}")
     sys.exit(1 if any(not row.ok for one in verified for row in one.rows) else 0)
 
 

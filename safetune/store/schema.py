@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Annotated, Any
@@ -27,11 +28,17 @@ from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 #: The format that this version writes, and the newest that it reads.
 FORMAT = 1
 
-#: The fields of a choice that are part of its key.
-CALL = ("values", "dtypes", "options")
+#: Of the year 9999, since the epoch.
+LAST_SECOND = 253402300799
+
+#: A generation is counted up one by one. Nobody may claim the last one, as the next `--force` would
+#: be refused for ever; so there is none: from here on the limit goes up by one each second.
+_GENERATIONS = 1_000_000
+
+#: Lists and objects in one another: more than a value of any call has, and few enough to print.
+_MOST_DEPTH = 64
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
-_LAST_SECOND = 253402300799  # of the year 9999
 
 _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Count = Annotated[int, Meta(ge=0, le=rows.MOST)]
@@ -53,23 +60,39 @@ class _Toolchain(Struct):
     environment: dict[str, str]
 
 
-class Choice(Struct):
-    """One choice of a pack: what was called, the config, and how it was chosen."""
-
+class _Call(Struct):
     values: list[tuple[str, Any]]
     dtypes: list[tuple[str, str]]
     options: list[tuple[str, Any]]
+
+
+class Choice(_Call):
+    """One choice of a pack: what was called, the config, and how it was chosen."""
+
     config: Annotated[dict[str, Any], Meta(min_length=1)]
     median_ms: Annotated[float, Meta(gt=0, le=rows.MOST)]
     measured: _Count
-    generation: Annotated[int, Meta(ge=1, le=rows.MOST)]
-    created: Annotated[float, Meta(ge=0, le=_LAST_SECOND)] | str
+    generation: Annotated[int, Meta(ge=1)]
+    created: Annotated[float, Meta(ge=0, le=LAST_SECOND)] | str
     marks: list[str] = []
 
     def __post_init__(self) -> None:
         if "ir_override" in self.config:
             raise ValueError("config sets ir_override, which is code: a file of choices must not")
+        if self.generation > max(_GENERATIONS, time.time()):
+            raise ValueError(f"generation is {self.generation}, which no count of tunings reaches")
+        if not all(mark.isprintable() for mark in self.marks):  # they are in warnings
+            raise ValueError("marks have control characters")
         seconds(self.created)
+
+
+#: The fields of a choice that are part of its key.
+CALL = _Call.__struct_fields__
+
+
+class _Key(Struct):
+    call: _Call
+    toolchain: _Toolchain
 
 
 class _Tuning(Struct, forbid_unknown_fields=True):
@@ -88,6 +111,24 @@ class _Pack(Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.device.name.isprintable():  # it is shown in terminals
             raise ValueError(f"the device's name {self.device.name[:60]!r} has control characters")
+
+
+def is_key(key: Mapping[str, Any]) -> bool:
+    """Whether call and toolchain of a stored key have the fields that readers take for granted."""
+    return _has_shape(key, _Key)
+
+
+def is_device(record: Mapping[str, Any]) -> bool:
+    """Whether a stored device has all its fields."""
+    return _has_shape(record, Device)
+
+
+def _has_shape(data: Mapping[str, Any], kind: type) -> bool:
+    try:
+        msgspec.convert(data, kind)
+    except (msgspec.ValidationError, RecursionError, UnicodeError):
+        return False
+    return not _is_deep(data)
 
 
 def parsed(data: bytes | str) -> Any:
@@ -109,6 +150,8 @@ def entries(content: Any) -> list[StoredChoice]:
     sealed = {name: value for name, value in content.items() if name != "checksum"}
     found: dict[tuple[str, str], StoredChoice] = {}
     try:
+        if _is_deep(content):
+            raise PackError("its lists or objects are too deep")
         msgspec.convert(content, _Pack)
         if sealed != content and encoding.digest(sealed) != content["checksum"]:
             raise PackError("its checksum does not match")
@@ -121,8 +164,8 @@ def entries(content: Any) -> list[StoredChoice]:
         reason, _, path = str(error).partition(" - at `$.")
         where = path.removesuffix("`") or "the pack"
         raise PackError(f"{where}: {reason[0].lower()}{reason[1:]}") from error
-    except (RecursionError, UnicodeError) as error:
-        raise PackError("its lists or objects are too deep, or a text is not UTF-8") from error
+    except UnicodeError as error:
+        raise PackError("a text is not UTF-8") from error
     return list(found.values())
 
 
@@ -156,7 +199,7 @@ def choice_object(entry: StoredChoice) -> Mapping[str, Any]:
 
 def time_text(seconds_since_epoch: float) -> str:
     """Return a time as packs show it to people: in UTC, whole seconds."""
-    second = max(0, min(int(seconds_since_epoch), _LAST_SECOND))
+    second = max(0, min(int(seconds_since_epoch), LAST_SECOND))
     return datetime.fromtimestamp(second, timezone.utc).strftime(_TIME)
 
 
@@ -211,6 +254,13 @@ def _check_format(content: Any) -> None:
             f"it has pack format {content['safetune_pack']}, and this safetune knows {FORMAT}: "
             "install the safetune that wrote it, or export it again"
         )
+
+
+def _is_deep(data: Any, most: int = _MOST_DEPTH) -> bool:
+    if not isinstance(data, (dict, list)):
+        return False
+    inner = data.values() if isinstance(data, dict) else data
+    return most == 0 or any(_is_deep(each, most - 1) for each in inner)
 
 
 def _no_duplicates(named: list[tuple[str, Any]]) -> dict[str, Any]:

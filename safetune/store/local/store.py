@@ -191,7 +191,7 @@ class Store:
         """Return the current choice of each key and config list of a kernel on a device."""
         wanted = (text(kernel_digest), text(device_digest))
         with self.connection.reading() as connection:
-            keys = self._fetch(connection, KEY, _RELATED_KEYS, *wanted)
+            keys = self._fetch_keys(connection, _RELATED_KEYS, *wanted)
             current = _first_of_lists(self._fetch(connection, CHOICE, _RELATED_CHOICES, *wanted))
         return [
             RelatedChoice(key["toolchain"], key["call"], choice)
@@ -275,14 +275,29 @@ class Store:
             table.put_if_absent(database.conn, of_key)
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
+        from safetune.store import schema
+
         kernels, devices = (
             {values["digest"]: values for values in self._fetch(connection, table, table.select)}
             for table in (KERNEL, DEVICE)
         )
+        devices = {n: each for n, each in devices.items() if schema.is_device(each["record"])}
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
-            for key in self._fetch(connection, KEY, _KEYS, _name(kernel_name))
+            for key in self._fetch_keys(connection, _KEYS, _name(kernel_name))
             if key["kernel"] in kernels and key["device"] in devices
+        ]
+
+    def _fetch_keys(
+        self, connection: sqlite3.Connection, statement: str, *parameters: Scalar
+    ) -> list[Any]:
+        """The keys that a reader can use. A checksum is no guard against another program."""
+        from safetune.store import schema  # msgspec is not needed to launch a stored choice
+
+        return [
+            key
+            for key in self._fetch(connection, KEY, statement, *parameters)
+            if schema.is_key(key)
         ]
 
     def _fetch(

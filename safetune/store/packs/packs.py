@@ -47,10 +47,13 @@ def beginning(path: Path, count: int) -> bytes:
     """Return the first bytes of a regular file; raises `PackError` for a pipe, and `OSError`."""
     # Opening a pipe would wait until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise PackError("it is not a regular file")
-        return file.read(count)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(count)
+    finally:
+        os.close(descriptor)
 
 
 def shipped() -> Path | None:

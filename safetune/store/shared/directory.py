@@ -5,89 +5,122 @@
 Made for NFS, Lustre and FUSE: no locks, no mmap, no rename over a valid file, and no directory is
 ever removed. A file is written under another name, synced, and linked to its own, which fails where
 that exists: the first wins. Where there are no hard links it is renamed if the name is free, and
-the record that is read back counts. A file that is gone, stale or unreadable is a miss.
+the record that is read back counts. A file that is gone, stale or unreadable is a miss, as is
+anything else under a record's name: a directory, a pipe, a link to itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
+from safetune.errors import PackError
+from safetune.store.packs.packs import beginning
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.record import Name
 from safetune.store.shared.record_files import RecordFiles, file_name, name_in
 
+logger = logging.getLogger("safetune")
+
 #: Errors of a network file system for a file that another client has just changed or removed.
-_MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.EISDIR}
+_MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.ENOTDIR}
 
 #: Its errors where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class Directory(RecordFiles):
-    """The records below a directory, which is made at the first write."""
+    """The records below a directory. The first writer makes it, but not the directory above it."""
 
     def __init__(self, root: Path) -> None:
-        self.location = f"file://{root}"
+        self.location = self.url = f"file://{root}"
         self._root = root / str(shared_record.FORMAT)
 
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
         if not self._root.parent.exists():
             os.stat(self._root.parent.parent)  # raises where the share is not mounted
         root = self._root / namespace
-        buckets = _entries(root) if keys is None else {key[:2] for key in keys}
+        buckets = _namespace_entries(root) if keys is None else {key[:2] for key in keys}
         paths = (root / bucket / file for bucket in buckets for file in _entries(root / bucket))
         return {name: path for path in paths if (name := name_in(path.name))}
 
-    def _load(self, paths: Mapping[Name, Path]) -> list[StoredChoice]:
-        return [found for name, path in paths.items() if (found := self._read(path, name))]
+    def _load(self, namespace: str, paths: Mapping[Name, Path]) -> list[StoredChoice]:
+        read = (self._read(path, namespace, name) for name, path in paths.items())
+        return [found for found in read if found]
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
         name = shared_record.name_of(record)
         directory = self._root / namespace / name.key[:2]
         path = directory / file_name(record)
-        if stored := self._read(path, name):
+        if stored := self._read(path, namespace, name):
             return stored
         data = shared_record.encode(record).encode()
+        with contextlib.suppress(FileExistsError):
+            self._root.parent.mkdir()  # without the directories above: the share may be unmounted
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{path.name}.{uuid.uuid4().hex}"
         try:
             _write(temporary, data)
             if not _link(temporary, path):
-                if stored := _decoded(path, name):
-                    return stored
-                os.replace(temporary, path)  # what is there is not a record, such as half of one
+                is_record = functools.partial(self._read, namespace=namespace, name=name)
+                _mend(path, temporary, is_record)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        return self._read(path, name) or record
+        return self._read(path, namespace, name) or record
 
-    def _read(self, path: Path, name: Name) -> StoredChoice | None:
+    def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
         try:
-            return _decoded(path, name)
-        except OSError as error:
-            if error.errno in _MISSES:
-                return None
-            raise
+            text = beginning(path, shared_record.MAX_BYTES + 1)
+        except (OSError, PackError) as error:
+            logger.debug("%s is not read: %s", path, error)
+            return None
+        return shared_record.decoded(text, namespace, name)
 
 
-def _decoded(path: Path, name: Name) -> StoredChoice | None:
-    with path.open("rb") as file:
-        return shared_record.decoded(file.read(shared_record.MAX_BYTES + 1), name)
+def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> None:
+    """Put a record in place of a file that is not one, such as half of one, and of nothing else.
+
+    The file is moved aside first and looked at there: another node may have mended it meanwhile.
+    """
+    try:
+        beginning(path, 1)
+    except (OSError, PackError) as error:
+        logger.info("%s is not a record, and is left as it is: %s", path, error)
+        return
+    if is_record(path):
+        return
+    aside = temporary.with_name(f"{temporary.name}.old")
+    with contextlib.suppress(FileNotFoundError):  # another node has moved it
+        path.rename(aside)
+        if is_record(aside):
+            _link(aside, path)
+        aside.unlink()
+    _link(temporary, path)
+
+
+def _namespace_entries(directory: Path) -> list[str]:
+    """What is in the directory of a namespace; raises `OSError` where the store does not answer."""
+    try:
+        return os.listdir(directory)
+    except OSError as error:
+        if error.errno in _MISSES:
+            return []
+        raise
 
 
 def _entries(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
-    except OSError as error:
-        if error.errno in _MISSES | {errno.ENOTDIR}:
-            return []
-        raise
+    except OSError:
+        return []
 
 
 def _write(path: Path, data: bytes) -> None:

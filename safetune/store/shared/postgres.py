@@ -16,9 +16,11 @@ from typing import Any
 
 import psycopg
 from psycopg import errors
+from psycopg.adapt import Loader
+from psycopg.pq import Conninfo
 
-from safetune.errors import StoreError
-from safetune.settings import display_url
+from safetune.errors import SafetuneError, StoreError
+from safetune.settings import display_url, without_password
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import Lease, NoLease, Unwritable
@@ -42,8 +44,9 @@ INSERT INTO safetune.choice (namespace, key, declared, generation, kernel, recor
 VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING
 """
 _OF_NAME = "namespace = %s AND key = %s AND declared = %s AND generation = %s"
-_SELECT = f"SELECT record FROM safetune.choice WHERE {_OF_NAME}"
-_REPLACE = f"UPDATE safetune.choice SET record = %s WHERE {_OF_NAME} AND record = %s"
+_BEGINNING = f"left(record, {shared_record.MAX_BYTES + 1})"
+_SELECT = f"SELECT {_BEGINNING} FROM safetune.choice WHERE {_OF_NAME}"
+_REPLACE = f"UPDATE safetune.choice SET record = %s WHERE {_OF_NAME} AND {_BEGINNING} = %s"
 _NAMES = "SELECT key, declared, generation FROM safetune.choice WHERE namespace = %s"
 _PULL = f"""
 SELECT record FROM safetune.choice
@@ -73,6 +76,11 @@ _RELEASE = f"""
 UPDATE safetune.lease SET owner = %s, expires = {_EXPIRY}
 WHERE key = %s AND owner = %s AND token = %s
 """
+#: Rows of keys that nobody tunes any more; not one that another node is deleting now.
+_PRUNE = """
+DELETE FROM safetune.lease WHERE key IN (SELECT key FROM safetune.lease
+WHERE expires < clock_timestamp() - interval '1 day' FOR UPDATE SKIP LOCKED)
+"""
 _OWNER = "SELECT owner FROM safetune.lease WHERE key = %s"
 
 #: The owner of a lease that every node gets for a while: its last holder did not publish a choice.
@@ -85,15 +93,28 @@ _abandoned: list[psycopg.Connection[Any]] = []
 #: The number of the advisory lock for migrations: "safetune" in ASCII.
 _MIGRATION_LOCK = 0x7361666574756E65
 
-#: Defaults for what the URL does not set: notice within seconds that a server is gone.
+#: Defaults for what neither the URL nor a PG* variable sets: notice within seconds that a server is
+#: gone.
 _DEFAULTS = {
     "connect_timeout": "2",
     "keepalives_idle": "5",
     "keepalives_interval": "2",
     "keepalives_count": "2",
     "tcp_user_timeout": "5000",
-    "application_name": "safetune",
+    "fallback_application_name": "safetune",
 }
+
+#: What a server says that has no free connection (53300), or that does not accept any yet (57P03).
+#: psycopg does not pass on the code of an error that ends the connecting.
+_PASSES = (
+    "too many",
+    "remaining connection slots",
+    "no more connections",
+    "starting up",
+    "shutting down",
+    "in recovery mode",
+    "not yet accepting",
+)
 
 #: How long to try to connect: others use a connection for some ten milliseconds each.
 CONNECT_FOR_S = 1.6
@@ -144,7 +165,6 @@ class Postgres:
         self._connect_for_s = connect_for_s
         self._connection: psycopg.Connection[Any] | None = None
         self._pid = os.getpid()
-        self._prepared = False
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace; raises `StoreError`."""
@@ -156,14 +176,14 @@ class Postgres:
         for start in range(0, len(listed), _TOGETHER):
             columns = map(list, zip(*listed[start : start + _TOGETHER], strict=True))
             for (text,) in self._rows(_PULL, *columns, namespace):
-                stored = shared_record.decoded(text)
+                stored = shared_record.decoded(text, namespace)
                 if stored is not None and shared_record.name_of(stored) in names:
                     yield stored
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation; raises `StoreError`."""
         for text, generation in self._rows(_GET, namespace, key, declared):
-            if stored := shared_record.decoded(text, Name(key, declared, generation)):
+            if stored := shared_record.decoded(text, namespace, Name(key, declared, generation)):
                 return stored
         return None
 
@@ -179,6 +199,7 @@ class Postgres:
     def lease(self, key: str, node: str) -> Lease | None:
         """Take the lease of a key; None while another node has it."""
         with self.writing() as connection:
+            connection.execute(_PRUNE)
             row = connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone()
             if row is None:
                 found = connection.execute(_OWNER, (key,)).fetchone()
@@ -197,17 +218,15 @@ class Postgres:
     def reading(self) -> Iterator[psycopg.Connection[Any] | None]:
         """A connection in a transaction; None where no writer has made the tables yet."""
         with self._transaction("read") as connection:
-            version = None if self._prepared else _version(connection)
-            yield connection if self._prepared or version else None
+            yield connection if _version(connection) else None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[psycopg.Connection[Any]]:
         """A connection in a transaction, with the tables made."""
         with self._transaction("write to") as connection:
-            if not self._prepared and _version(connection) != len(_HISTORY):
+            if _version(connection) != len(_HISTORY):
                 _migrate(connection)
             yield connection
-        self._prepared = True
 
     @contextlib.contextmanager
     def _transaction(self, action: str) -> Iterator[psycopg.Connection[Any]]:
@@ -220,11 +239,13 @@ class Postgres:
                 yield self._connection
         except BaseException as error:
             self.close()
-            if not isinstance(error, (psycopg.Error, OSError)):
+            if isinstance(error, SafetuneError) or not isinstance(error, Exception):
                 raise
-            kind = Unwritable if isinstance(error, _UNWRITABLE) else StoreError
+            unwritable = action != "read" and isinstance(error, _UNWRITABLE)
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise kind(f"cannot {action} the shared store {self.location}: {lines[0]}") from error
+            reason = without_password(lines[0], self._url)
+            problem = f"cannot {action} the shared store {self.location}: {reason}"
+            raise (Unwritable if unwritable else StoreError)(problem) from error
 
     def _notice_fork(self) -> None:
         """Do not touch the parent's connection, whose lock a thread may hold."""
@@ -263,30 +284,57 @@ def _publish(
 ) -> StoredChoice:
     name, text = shared_record.name_of(record), shared_record.encode(record)
     key = (namespace, *name)
-    connection.execute(_INSERT, (*key, record.key.kernel_name, text))
+    kernel = record.key.kernel_name.encode("ascii", "backslashreplace").decode()
+    connection.execute(_INSERT, (*key, kernel, text))  # ASCII, which a database of any encoding has
     for _ in range(2):
         row = connection.execute(_SELECT, key).fetchone()
-        if row and (stored := shared_record.decoded(row[0], name)):
+        if row and (stored := shared_record.decoded(row[0], namespace, name)):
             return stored
         if row:  # what is there is not a record; the first to replace it wins
             connection.execute(_REPLACE, (text, *key, row[0]))
     return record
 
 
+class _Text(Loader):
+    """Text of a database of any encoding, in which anything may have been written."""
+
+    def load(self, data: Any) -> str:
+        return bytes(data).decode("utf-8", "replace")
+
+
 def connect(
     url: str, for_s: float = CONNECT_FOR_S, clock: Callable[[], float] = time.monotonic
 ) -> psycopg.Connection[Any]:
     """Connect, and try again for `for_s` seconds: a server may have no connection left just now."""
-    given = psycopg.conninfo.conninfo_to_dict(url)
+    given = {*psycopg.conninfo.conninfo_to_dict(url), *_given_in_environment()}
     options: dict[str, Any] = {n: v for n, v in _DEFAULTS.items() if n not in given}
+    options["client_encoding"] = (
+        "SQL_ASCII"  # no conversion, as one may fail: what we write is ASCII
+    )
     for last in tries(for_s, *_CONNECT_PAUSES_S, clock):
         try:
             # No prepared statements: a pooler may give each transaction another server process.
-            return psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
-        except psycopg.OperationalError:
-            if last:
+            connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
+        except psycopg.OperationalError as error:
+            if last or not _may_pass(error):
                 raise
+        else:
+            connection.adapters.register_loader("text", _Text)
+            return connection
     raise AssertionError("the last try returns or raises")
+
+
+def _given_in_environment() -> set[str]:
+    """The options that a PG* variable or a service file sets."""
+    defaults = Conninfo.get_defaults()
+    return {each.keyword.decode() for each in defaults if each.val != each.compiled}
+
+
+def _may_pass(error: psycopg.OperationalError) -> bool:
+    """Whether to connect again: not after a refusal, as each wrong password may lock an account."""
+    asked = error.pgconn is not None and (error.pgconn.used_password or error.pgconn.needs_password)
+    refused = asked or "FATAL" in str(error)
+    return not refused or any(words in str(error) for words in _PASSES)
 
 
 def _version(connection: psycopg.Connection[Any]) -> int:

@@ -26,9 +26,6 @@ FORMAT = 2
 #: A record has about 1 KB; more than this is not a choice.
 MAX_BYTES = 64 << 10
 
-#: A generation is counted up one by one. A writer must not be able to claim the last generation.
-MAX_GENERATION = 1_000_000
-
 
 class Name(NamedTuple):
     """The name of a record. There is one record of a name, the first."""
@@ -83,15 +80,14 @@ def decode(text: str | bytes) -> StoredChoice:
         raise ForeignRecord("it has no checksum")
     if len(found) != 1:
         raise ForeignRecord(f"it has {len(found)} choices, not 1")
-    if found[0].choice.generation > MAX_GENERATION:
-        raise ForeignRecord(f"its generation is {found[0].choice.generation}")
     return found[0]
 
 
-def decoded(text: str | bytes, name: Name | None = None) -> StoredChoice | None:
-    """Return the choice in a record; None if it is not a record, or not the one of this name."""
+def decoded(text: str | bytes, space: str, name: Name | None = None) -> StoredChoice | None:
+    """Return the choice in a record; None if it is not a record of this namespace and name."""
     try:
         found = decode(text)
     except ForeignRecord:
         return None
-    return found if name in (None, name_of(found)) else None
+    there = namespace(found.key.device, found.key.toolchain)
+    return found if there == space and name in (None, name_of(found)) else None

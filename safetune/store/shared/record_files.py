@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from safetune.errors import StoreError
+from safetune.settings import without_password
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import Lease, NoLease, Unwritable
@@ -26,7 +27,7 @@ _TOGETHER = 200
 _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _FILE = re.compile(
-    r"[\w-]{0,64}\.([0-9a-f]{32})\.([0-9a-f]{32})\.([1-9][0-9]{0,6})\.json", re.ASCII
+    r"[\w-]{0,64}\.([0-9a-f]{32})\.([0-9a-f]{32})\.([1-9][0-9]{0,9})\.json", re.ASCII
 )
 
 
@@ -34,6 +35,7 @@ class RecordFiles(ABC):
     """Records as files. A subclass decides where they are, and how one is read and written."""
 
     location: str
+    url: str
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace; raises `StoreError`."""
@@ -47,7 +49,9 @@ class RecordFiles(ABC):
         wanted = sorted(names & listing.keys())
         for start in range(0, len(wanted), _TOGETHER):
             with self._failures("read"):
-                found = self._load({n: listing[n] for n in wanted[start : start + _TOGETHER]})
+                found = self._load(
+                    namespace, {n: listing[n] for n in wanted[start : start + _TOGETHER]}
+                )
             yield from found
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
@@ -55,7 +59,7 @@ class RecordFiles(ABC):
         with self._failures("read"):
             listing = self._listing(namespace, {key})
             for name in sorted((n for n in listing if n[:2] == (key, declared)), reverse=True):
-                if found := self._load({name: listing[name]}):
+                if found := self._load(namespace, {name: listing[name]}):
                     return found[0]
         return None
 
@@ -76,7 +80,7 @@ class RecordFiles(ABC):
         """The path of each record, of these keys at least."""
 
     @abstractmethod
-    def _load(self, paths: Mapping[Name, Any]) -> list[StoredChoice]:
+    def _load(self, namespace: str, paths: Mapping[Name, Any]) -> list[StoredChoice]:
         """The valid records in these files."""
 
     @abstractmethod
@@ -94,6 +98,7 @@ class RecordFiles(ABC):
             refused = refused or getattr(error, "errno", None) in _UNWRITABLE
             kind = Unwritable if refused and action != "read" else StoreError
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = without_password(reason, self.url)
             raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
 
 

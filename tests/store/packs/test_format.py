@@ -111,7 +111,7 @@ def calls(draw: Any) -> dict[str, Any]:
         st.tuples(
             calls(),
             st.floats(1e-9, 1e9),
-            st.integers(1, 10**12),
+            st.integers(1, 10**9),
             st.floats(0, 4e9),
             st.sampled_from(["3.6.0", "3.9.0"]),
             st.dictionaries(st.text(max_size=5), values, min_size=1),
@@ -203,7 +203,7 @@ FIRST = "tunings.0.choices.0"
         (f"{FIRST}.median_ms", -1.5, "median_ms: expected `float` > 0"),
         (f"{FIRST}.median_ms", "1", "median_ms: expected `float`, got `str`"),
         (f"{FIRST}.generation", 0, r"\[0\].generation: expected `int` >= 1"),
-        (f"{FIRST}.generation", 2**63, "generation: expected `int` <= 1000000000000"),
+        (f"{FIRST}.generation", 2**63, "generation is 9223372036854775808, which no count"),
         (f"{FIRST}.generation", 1.0, "generation: expected `int`, got `float`"),
         (f"{FIRST}.measured", True, "measured: expected `int`, got `bool`"),
         (f"{FIRST}.created", "yesterday", "created is 'yesterday', not a time such as"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from safetune.errors import InvalidSetting
+from safetune.errors import InvalidSetting, StoreError
+from safetune.keys import encoding
 from safetune.settings import Settings, display_url
 from safetune.store.shared import record as shared_record
 from safetune.store.shared.protocol import SharedStore
@@ -205,6 +207,80 @@ def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_password_of_any_characters_is_not_shown(url: str, place: str) -> None:
     assert display_url(url) == place
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        form.format(password=password)
+        for form in (
+            "postgresql://user:{password}@127.0.0.1:1/db",
+            "postgresql://127.0.0.1:1/db?user=u&password={password}",
+            "postgresql:///db?host=127.0.0.1&port=1&password={password}&sslmode=disable",
+        )
+        for password in (
+            *("s3cr3t%zzTAIL", "s3cr3t/TAIL", "s3cr3t@TAIL", "s3cr3t#TAIL", "s3cr3t?TAIL"),
+            *("s3cr3t:TAIL", "s3cr3t TAIL", "s3cr3t[TAIL", "s3cr3t%", "s3cr3t&TAIL=1"),
+            *("s3cr3t,TAIL", "%73%33%63r3t%41", "s3cr3t\\TAIL", "s3cr3t=TAIL", "s3cr3t&port=TAIL"),
+        )
+    ],
+)
+def test_an_error_of_the_server_or_of_libpq_shows_no_password(url: str) -> None:
+    """A library that takes a part of it for something else names that part."""
+    postgres = pytest.importorskip("safetune.store.shared.postgres")
+    with pytest.raises(StoreError) as caught:
+        postgres.Postgres(url, connect_for_s=0.0).names(SPACE)
+    assert not re.search("s3cr3t|TAIL|%73|%33", str(caught.value))
+
+
+def test_an_error_of_a_file_system_shows_no_password(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+
+    class Telling(fsspec.implementations.memory.MemoryFileSystem):
+        protocol = "telling"
+        cachable = False
+
+        def ls(self, path: str, *_: Any, **__: Any) -> Any:
+            raise ValueError(f"cannot log in to {path}")
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return path
+
+    fsspec.register_implementation("telling", Telling, clobber=True)
+    with pytest.raises(
+        StoreError, match=r"telling://host/folder: the reason is not shown"
+    ) as caught:
+        open_shared("telling://user:s3cr3t@host/folder").names(SPACE)
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_valid_record_stays_where_a_file_system_ignores_how_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Azure's does: it takes `mode="create"` among its other arguments, and overwrites."""
+    fsspec = pytest.importorskip("fsspec")
+
+    class Overwriting(fsspec.implementations.memory.MemoryFileSystem):
+        protocol = "overwriting"
+        store: ClassVar[dict[str, Any]] = {}
+
+        def pipe_file(self, path: str, value: bytes, overwrite: bool = True, **_: Any) -> None:
+            super().pipe_file(path, value, mode="overwrite")
+
+    fsspec.register_implementation("overwriting", Overwriting, clobber=True)
+    one, other = open_shared("overwriting://folder"), open_shared("overwriting://folder")
+    assert one.publish(SPACE, [stored(0, 64)]) == [stored(0, 64)]
+    assert other.publish(SPACE, [stored(0, 128)]) == [stored(0, 64)]
+    assert one.get(SPACE, key().digest, LIST) == stored(0, 64)
+
+
+def test_a_record_in_the_namespace_of_another_device_is_absent(shared: SharedStore) -> None:
+    """Whoever may write can put a valid record anywhere; no node adopts it there."""
+    record, elsewhere = stored(), encoding.digest("another device")
+    shared.publish(elsewhere, [record])
+    assert shared.get(elsewhere, record.choice.key, LIST) is None
+    assert list(shared.pull(elsewhere, shared.names(elsewhere))) == []
 
 
 def test_the_name_of_any_kernel_makes_a_valid_file_name() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
 
 from safetune.errors import StoreError  # noqa: E402
+from safetune.keys.tuning_key import key_digest  # noqa: E402
 from safetune.store.shared.postgres import Postgres, connect  # noqa: E402
 from safetune.store.shared.protocol import NoLease, Unwritable  # noqa: E402
+from safetune.store.shared.record import name_of  # noqa: E402
 
 from .conftest import LIST, SPACE, key, stored  # noqa: E402
 
@@ -238,3 +241,129 @@ def test_a_server_that_has_no_connection_left_is_tried_again(database: str) -> N
     with connect(database, clock=clock) as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
     assert attempts >= 3
+
+
+class TestEncodings:
+    """`initdb` under LANG=C makes SQL_ASCII, which checks nothing; LATIN1 lacks most letters."""
+
+    @pytest.fixture(params=["SQL_ASCII", "LATIN1"])
+    def encoded(self, request: pytest.FixtureRequest, server: Any) -> str:
+        name = f"test_{os.urandom(6).hex()}"
+        execute(
+            server.url(),
+            f"CREATE DATABASE {name} ENCODING '{request.param}' TEMPLATE template0 "
+            "LC_COLLATE 'C' LC_CTYPE 'C'",
+        )
+        return str(server.url(name))
+
+    def test_records_of_kernels_with_any_name_are_shared(self, encoded: str) -> None:
+        greek = stored()
+        name = "κernel"
+        parts = (greek.key.kernel_digest, greek.key.call, greek.key.device, greek.key.toolchain)
+        digest = key_digest(name, *parts)
+        greek = replace(
+            greek,
+            key=replace(greek.key, kernel_name=name, digest=digest),
+            choice=replace(greek.choice, key=digest),
+        )
+        with closing(Postgres(encoded)) as store:
+            assert store.publish(SPACE, [greek, stored(1)]) == [greek, stored(1)]
+            names = store.names(SPACE)
+            assert names == {name_of(greek), name_of(stored(1))}
+            assert {found.key.kernel_name for found in store.pull(SPACE, names)} == {
+                name,
+                "add_kernel",
+            }
+
+    def test_bytes_that_are_not_text_are_a_miss(self, encoded: str) -> None:
+        with closing(Postgres(encoded)) as store:
+            store.publish(SPACE, [stored(number) for number in range(3)])
+            with psycopg.connect(encoded, autocommit=True, client_encoding="LATIN1") as connection:
+                for column, number in (("record", 0), ("key", 1)):
+                    connection.execute(
+                        f"UPDATE safetune.choice SET {column} = '\xff' WHERE key = %s",
+                        (key(number).digest,),
+                    )
+            names = store.names(SPACE)
+            assert [found.choice.key for found in store.pull(SPACE, names)] == [key(2).digest]
+
+
+class TestConnecting:
+    def test_a_wrong_password_is_sent_once(self, server: Any, proxy: Any) -> None:
+        """Each further one may lock the account."""
+        role, (rules,) = f"role_{os.urandom(6).hex()}", server._directory.rglob("pg_hba.conf")
+        before = rules.read_text()
+        execute(server.url(), f"CREATE ROLE {role} LOGIN PASSWORD 'right'")
+        rules.write_text(f"host all {role} 127.0.0.1/32 scram-sha-256\n{before}")
+        try:
+            execute(server.url(), "SELECT pg_reload_conf()")
+            with pytest.raises(psycopg.OperationalError):
+                while True:  # until the server has read the rules
+                    psycopg.connect(server.url().replace("//postgres@", f"//{role}@")).close()
+            url = f"postgresql://{role}:{{}}@127.0.0.1:{proxy.port}/postgres?sslmode=disable"
+            with pytest.raises(StoreError, match="password authentication failed"):
+                Postgres(url.format("wrong")).names(SPACE)
+            assert proxy.accepted == 1
+            with closing(Postgres(url.format("right"))) as store:
+                assert store.names(SPACE) == set()
+        finally:
+            rules.write_text(before)
+            execute(server.url(), "SELECT pg_reload_conf()")
+
+    def test_a_refusal_that_lasts_is_not_asked_for_again(self, proxy: Any) -> None:
+        url = f"postgresql://nobody@127.0.0.1:{proxy.port}/postgres?sslmode=disable"
+        with pytest.raises(StoreError, match='role "nobody" does not exist'):
+            Postgres(url).names(SPACE)
+        assert proxy.accepted == 1
+
+    def test_variables_of_libpq_count(self, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PGAPPNAME", "training")
+        with connect(database) as connection:
+            assert connection.info.parameter_status("application_name") == "training"
+        monkeypatch.delenv("PGAPPNAME")
+        with connect(database) as connection:
+            assert connection.info.parameter_status("application_name") == "safetune"
+            assert connection.info.get_parameters()["connect_timeout"] == "2"
+        monkeypatch.setenv("PGCONNECT_TIMEOUT", "7")
+        with connect(database) as connection:
+            assert connection.info.get_parameters().get("connect_timeout", "7") == "7"
+
+
+def test_tables_that_are_dropped_are_made_again(database: str, shared: Postgres) -> None:
+    """While a process of weeks is using them."""
+    shared.publish(SPACE, [stored()])
+    execute(database, "DROP SCHEMA safetune CASCADE")
+    assert shared.names(SPACE) == set()
+    assert shared.get(SPACE, key().digest, LIST) is None
+    assert shared.publish(SPACE, [stored(0, 128)]) == [stored(0, 128)]
+
+
+def test_a_role_that_may_not_read_is_told_so(database: str, shared: Postgres) -> None:
+    """It is no matter of sharing what is chosen here: nothing is read, either."""
+    shared.publish(SPACE, [stored()])
+    role = f"role_{os.urandom(6).hex()}"
+    execute(database, f"CREATE ROLE {role} LOGIN")
+    store = Postgres(database.replace("//postgres@", f"//{role}@"))
+    with (
+        closing(store),
+        pytest.raises(StoreError, match=r"cannot read .*permission denied") as told,
+    ):
+        store.names(SPACE)
+    assert not isinstance(told.value, Unwritable)
+    execute(database, f"DROP ROLE {role}")
+
+
+def test_leases_of_keys_that_nobody_tunes_any_more_go(database: str, shared: Postgres) -> None:
+    for number in range(5):
+        lease = shared.lease(f"key {number}", "node")
+        assert lease is not None
+        lease.release()
+    execute(database, "UPDATE safetune.lease SET expires = now() - interval '2 days'")
+    shared.lease("another key", "node")
+    assert execute(database, "SELECT key FROM safetune.lease") == [("another key",)]
+
+
+def test_a_row_of_any_size_is_a_miss_and_is_replaced(database: str, shared: Postgres) -> None:
+    shared.publish(SPACE, [stored()])
+    execute(database, "UPDATE safetune.choice SET record = repeat('x', 30000000)")
+    assert shared.publish(SPACE, [stored(0, 128)]) == [stored(0, 128)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetune.keys import encoding
 from safetune.store.local.rows import RecordError
 from safetune.store.packs import packs
 from safetune.store.schema import Choice
-from safetune.store.shared.record import ForeignRecord, decode, encode
+from safetune.store.shared.record import ForeignRecord, decode, decoded, encode, name_of, namespace
 
 from . import conftest as make
 from .conftest import DEVICE, TOOLCHAIN
@@ -67,9 +68,11 @@ def test_source_and_file_of_a_kernel_are_not_in_a_record() -> None:
         (changed(*CHOICE, "values", to=5), r"choices\[0\].values: expected `array`"),
         (changed(*CHOICE, "dtypes", to=[["x", [1]]]), "dtypes.*expected `str`"),
         (changed(*CHOICE, "generation", to=2**62), "generation"),
-        (changed(*CHOICE, "generation", to=1_000_001), "generation is 1000001"),
+        (changed(*CHOICE, "generation", to=10**10), "generation is 10000000000, which no count"),
+        (changed(*CHOICE, "values", to=[["n", json.loads("[" * 70 + "]" * 70)]]), "too deep"),
         (changed(*CHOICE, "generation", to=0), "generation"),
         (changed(*CHOICE, "generation", to=True), "generation"),
+        (changed(*CHOICE, "marks", to=["disputed: \x1b[31m"]), "marks have control characters"),
         (changed(*CHOICE, "median_ms", to="fast"), "median_ms"),
         (changed(*CHOICE, "median_ms", to=-1.0), "median_ms"),
         (changed(*CHOICE, "created", to=-1e300), "created"),
@@ -82,6 +85,25 @@ def test_source_and_file_of_a_kernel_are_not_in_a_record() -> None:
 def test_text_that_is_not_a_record_is_foreign(text: str, reason: str) -> None:
     with pytest.raises(ForeignRecord, match=reason):
         decode(text)
+
+
+def test_a_record_counts_in_its_own_namespace_only() -> None:
+    """Whoever may write can put it anywhere."""
+    record = make.stored()
+    text = encode(record)
+    assert decoded(text, make.SPACE, name_of(record)) == record
+    assert decoded(text, make.SPACE) == record
+    assert (
+        decoded(text, namespace({**record.key.device, "sm_count": 7}, record.key.toolchain)) is None
+    )
+    assert decoded(text, make.SPACE, name_of(make.stored(1))) is None
+
+
+def test_the_next_forced_tuning_can_always_be_shared() -> None:
+    """Whatever generation another node claims, a later one is still a record."""
+    claimed = int(time.time()) - 1  # the last one, a second ago
+    decode(changed(*CHOICE, "generation", to=claimed))
+    assert decode(encode(make.stored(generation=claimed + 1))).choice.generation == claimed + 1
 
 
 def test_a_record_is_a_pack_of_one_choice() -> None:

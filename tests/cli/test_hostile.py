@@ -1,0 +1,200 @@
+"""Records that anybody wrote: whatever is in them, a command ends well and controls no terminal."""
+
+from __future__ import annotations
+
+import ast
+import json
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from safetune.keys import encoding
+from safetune.outcome import Outcome, Verdict
+from safetune.store.local import rows
+from safetune.store.local.store import Store
+from safetune.store.records import KeyRecord, TrialRecord
+from safetune.store.shared import local_copy
+from safetune.store.shared.record import ForeignRecord, decode, encode
+from tests.selection import FULL
+from tests.store.shared.conftest import config, key, stored
+
+CLI = Path(__file__).parents[2] / "safetune" / "cli"
+
+ESCAPE = "\x1b]0;title\x07\x1b[31m\u202e\u2028\x85\ud800 name"
+
+#: Values that mean something where they are read, and JSON of any shape.
+ANY = st.sampled_from(
+    [ESCAPE, {}, [], [[]], 5, 10**4000, 1e308, 5e-324, -0.0, None, {ESCAPE: [ESCAPE]}, {"repr": {}}]
+) | st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+CHOICE = ("tunings", 0, "choices", 0)
+FIELDS: list[tuple[Any, ...]] = [
+    *(("kernel", "name"), ("device", "name"), ("device", "sm_count"), ("device", "newer")),
+    *(("tunings", 0, "toolchain", name) for name in ("triton", "environment", "newer")),
+    *((*CHOICE, name) for name in ("values", "dtypes", "options", "config", "created", "marks")),
+    *((*CHOICE, name, 0, part) for name in ("values", "dtypes") for part in (0, 1)),
+    *((*CHOICE, "config", name) for name in ("BLOCK", "num_warps", "pre_hook", ESCAPE)),
+    *((*CHOICE, name) for name in ("median_ms", "measured", "generation")),
+]
+
+few = settings(
+    max_examples=200 if FULL else 20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture
+def store(cache_dir: Path) -> Iterator[Store]:
+    """A store with a choice that nothing is wrong with."""
+    opened = Store.open(cache_dir)
+    local_copy.adopt(opened.connection, [stored()])
+    yield opened
+    opened.close()
+
+
+def check(safetune: Any, tmp_path: Path, *kernels: str) -> None:
+    """Every command that reads the store ends well, and no character would control a terminal."""
+    for words in (
+        *(("list",), ("stats",), ("list", "--json"), ("stats", "--json")),
+        *(("export", tmp_path / "out"), ("gc", "--dead-toolchains", "--dry-run")),
+        *(("show", kernel) for kernel in kernels),
+    ):
+        result = safetune(*words)
+        assert result.exit_code == 0, result.output
+        check_text(result.output)
+
+
+def check_text(text: str) -> None:
+    assert not {
+        c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl") and c != "\n"
+    }
+
+
+@few
+@given(changes=st.lists(st.tuples(st.sampled_from(FIELDS), ANY), min_size=1, max_size=3))
+def test_any_record_is_shown_or_absent(
+    safetune: Any, store: Store, tmp_path: Path, changes: Any
+) -> None:
+    """With the right checksum and anything in its fields; and a node keeps it for good."""
+    content = json.loads(encode(stored()))
+    del content["checksum"]
+    for path, value in changes:
+        part = content
+        try:
+            for name in path[:-1]:
+                part = part[name]
+            part[path[-1]] = value
+        except (IndexError, KeyError, TypeError):
+            continue  # an earlier change took the place away
+    try:
+        found = decode(encoding.dumps({**content, "checksum": encoding.digest(content)}))
+    except ForeignRecord:
+        return
+    local_copy.adopt(store.connection, [found])
+    check(safetune, tmp_path, "add_kernel")
+
+
+@few
+@given(
+    call=st.dictionaries(st.sampled_from(["values", "dtypes", "options"]), ANY),
+    toolchain=st.dictionaries(st.sampled_from(["triton", "target", "backend"]), ANY),
+    device=st.dictionaries(st.sampled_from(["name", "sm_count"]), ANY),
+)
+def test_any_row_with_the_right_checksum_is_shown_or_absent(
+    safetune: Any, store: Store, tmp_path: Path, call: Any, toolchain: Any, device: Any
+) -> None:
+    """As another program may write it."""
+    values = {**vars(KeyRecord.of(key(1))), "call": call, "toolchain": toolchain, "device": device}
+    values["device_digest"] = encoding.digest(device)
+    with store.connection.transaction() as sqlite:
+        for table, row in rows.key_rows(KeyRecord(**values)):
+            table.insert(sqlite, row, "REPLACE")
+        rows.CHOICE.insert(sqlite, rows.choice_row(stored(1, created=1e300).choice), "REPLACE")
+    check(safetune, tmp_path, "add_kernel")
+
+
+def test_the_texts_of_a_trial_are_escaped(safetune: Any, store: Store, tmp_path: Path) -> None:
+    """A compiler may say anything about a kernel, and so may the kernel."""
+    for number, verdict in enumerate((Verdict.OK, Verdict.DIED, Verdict.read(ESCAPE))):
+        outcome = Outcome(verdict, None, ESCAPE, f"{ESCAPE}\n{ESCAPE}", ESCAPE, ESCAPE, (ESCAPE,))
+        block = {"BLOCK": ESCAPE, "n": number}
+        store.put_trial(TrialRecord(key().digest, config(number), block, 1, outcome, created=1e300))
+    check(safetune, tmp_path, "add_kernel")
+    assert "\\x1b[31m" in safetune("show", "add_kernel").output
+
+
+def test_names_and_logged_rows_are_escaped(safetune: Any, store: Store, tmp_path: Path) -> None:
+    with store.connection.transaction() as sqlite:
+        named = rows.KEY.seal(
+            {
+                "digest": "d",
+                "name": ESCAPE,
+                "kernel": key().kernel.digest,
+                "device": key().device.digest,
+                "toolchain": {"triton": ESCAPE},
+                "call": KeyRecord.of(key()).call,
+            }
+        )
+        rows.KEY.insert(sqlite, named, "REPLACE")
+        sqlite.execute("INSERT INTO choice (key, declared) VALUES (?, ?)", (ESCAPE[:-6],) * 2)
+    check(safetune, tmp_path, "add_kernel")
+    for words in (("show", "nope"), ("clear", "nope"), ("clear", ESCAPE[:-6])):
+        check_text(safetune(*words).output)
+
+
+def test_what_is_wrong_with_a_file_is_escaped(safetune: Any, tmp_path: Path) -> None:
+    content = json.loads(encode(stored()))
+    del content["checksum"]
+    for path in (("kernel", "name"), ("device", "name"), (*CHOICE, "created"), (*CHOICE, "values")):
+        changed = json.loads(json.dumps(content))
+        part = changed
+        for name in path[:-1]:
+            part = part[name]
+        part[path[-1]] = ESCAPE
+        file = tmp_path / "hostile\x1b[31m.json"
+        file.write_text(json.dumps(changed))
+        check_text(safetune.error("import", file))
+
+
+def test_a_table_is_printed_where_the_terminal_lacks_its_letters(
+    store: Store, cache_dir: Path, start: Any
+) -> None:
+    """Regression: the name of a Greek kernel ended `list` under an ASCII locale."""
+    import subprocess
+
+    with store.connection.transaction() as sqlite:
+        greek = {**vars(KeyRecord.of(key())), "kernel_name": "κernel"}
+        for table, row in rows.key_rows(KeyRecord(**greek)):
+            table.insert(sqlite, row, "REPLACE")
+    env = {"SAFETUNE_CACHE_DIR": str(cache_dir), "PYTHONIOENCODING": "ascii"}
+    process = start("list", env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    assert b"\\u03baernel" in output
+
+
+def test_every_command_prints_through_one_function() -> None:
+    """Else one of them would forget to escape; JSON is ASCII as it is."""
+    calls = {
+        f"{path.stem}.{function.name}"
+        for path in CLI.glob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ("click.echo", "click.secho", "print")
+    }
+    assert calls == {"messages.echo", "stored.print_json"}
