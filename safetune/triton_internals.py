@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 Function = Callable[..., Any]
 
 #: The newest Triton whose launcher is known; a newer one is launched with more of its own code.
 NEWEST = (3, 9)
+
+_UNSET = object()
 
 #: The driver that `target_name` was last asked about, and the name of its target.
 _last_target: tuple[Any, str] | None = None
@@ -105,125 +104,6 @@ def hash_own_files() -> None:
     from triton.runtime import cache
 
     cache.triton_key()
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """How a compiled kernel is launched: `run(x, y, z, stream, *head, *arguments)`.
-
-    With `together` the kernel's own arguments are one tuple.
-    """
-
-    run: Function
-    head: tuple[Any, ...]
-    together: bool
-
-
-def launcher(kernel: Any, with_scratch: Callable[..., Any]) -> Launcher | None:
-    """Return how to launch a kernel where there are no hooks; None where only Triton knows.
-
-    `with_scratch` calls its first argument, with an allocator for scratch memory.
-    """
-    run, metadata = kernel.run, kernel.metadata
-    if getattr(metadata, "profile_scratch_size", 0):
-        return None
-    packed, function, hooks = kernel.packed_metadata, kernel.function, (None, None, None)
-    if getattr(metadata, "global_scratch_size", 0):
-        return Launcher(functools.partial(with_scratch, run), (function, packed, *hooks), False)
-    known = version() <= NEWEST and type(run).__module__ == "triton.backends.nvidia.driver"
-    if not known or getattr(run, "gsan_enabled", False):
-        return Launcher(run, (function, packed, *hooks), False)
-    # Below CudaLauncher.__call__, which only provides scratch memory.
-    start = (function, run.launch_cooperative_grid, run.launch_pdl)
-    if not hasattr(run, "arg_annotations"):  # Triton 3.6
-        return Launcher(run.launch, (*start, None, None, packed, *hooks), False)
-    ends = (None, None, run.arg_annotations, run.kernel_signature)
-    return Launcher(run.launch, (*start, packed, *hooks, *ends), True)
-
-
-def own_jit_run() -> Any:
-    """Return Triton's own `JITFunction.run`; None where a tool has replaced it."""
-    from triton.runtime import jit
-
-    run = jit.JITFunction.run
-    return run if getattr(run, "__globals__", None) is vars(jit) else None
-
-
-def has_hook_chains() -> bool:
-    """Whether the hooks around a launch are lists, which can be seen to be empty."""
-    from triton import knobs
-
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return all(isinstance(hook, knobs.HookChain) for hook in hooks)
-
-
-#: A switch of Triton 3.9 that decides the code which is generated.
-_FPSAN = "fpsan_homomorphic_casts"
-
-#: Python expressions over `launch_names` and, in the second, a `device`: what is in the way of a
-#: launch past Triton's own path; what Triton has compiled; and whether Triton would refuse.
-_IN_THE_WAY = (
-    "runtime.launch_enter_hook is not enter or enter.calls"
-    " or runtime.launch_exit_hook is not leave or leave.calls"
-    " or runtime.debug is not debug or jit.debug is not own_debug"
-    " or compilation.instrumentation_mode != instrumentation"
-    " or runtime.add_stages_inspection_hook is not None"
-    " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
-)
-COMPILED = "jit.device_caches.get(device)"
-REFUSED = "jit.used_global_vals and changed(jit.used_global_vals)"
-
-
-def in_the_way() -> str:
-    """Return the Python expression that says whether Triton's own path has to launch."""
-    from triton import knobs
-
-    has_fpsan = _FPSAN in vars(type(knobs.compilation))
-    return _IN_THE_WAY + (" or fpsan() != sanitized" if has_fpsan else "")
-
-
-def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
-    """Return the names in the expressions above, with the switches as they are now."""
-    from triton import knobs
-    from triton.runtime.jit import JITFunction
-
-    return {
-        "jit": jit,
-        "overridden": vars(jit),
-        "own_debug": jit.debug,
-        "JITFunction": JITFunction,
-        "jit_run": jit_run,
-        "runtime": knobs.runtime,
-        "compilation": knobs.compilation,
-        "enter": knobs.runtime.launch_enter_hook,
-        "leave": knobs.runtime.launch_exit_hook,
-        "debug": knobs.runtime.debug,
-        "instrumentation": knobs.compilation.instrumentation_mode,
-        "fpsan": functools.partial(_fpsan, knobs.compilation.__dict__),
-        "sanitized": _fpsan(knobs.compilation.__dict__),
-        "changed": _changed,
-    }
-
-
-#: `os.environ` without its encoding, which takes as long as the rest of a launch.
-_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_FPSAN_VARIABLE: Any = getattr(os.environ, "encodekey", str)("TRITON_FPSAN_HOMOMORPHIC_CASTS")
-
-
-def _fpsan(compilation: Mapping[str, Any]) -> Any:
-    """Return the values that decide the switch; Triton 3.9 reads the environment at each launch."""
-    return compilation.get(_FPSAN), _ENVIRONMENT.get(_FPSAN_VARIABLE)
-
-
-def _changed(used: Mapping[Any, Any]) -> bool:
-    """Whether a global that the kernel uses has changed, so that Triton would refuse to launch."""
-    missing = object()
-    return any(names.get(name, missing) != value for (name, _), (value, names) in used.items())
-
-
-def compiled_on(jit: Any, device: Any) -> Any:
-    """Return the cache of a kernel's binaries for a device; None before the first."""
-    return jit.device_caches.get(device)
 
 
 def private_copy(kernel: Any) -> tuple[Any, Any]:
@@ -373,8 +253,6 @@ def knobs_set_in_code() -> dict[str, dict[str, Any]]:
                 groups.setdefault(name, {})[knob] = value
     return groups
 
-
-_UNSET = object()
 
 #: What the last `set_knobs` has set: group, knob and value before.
 _replaced_knobs: list[tuple[str, str, Any]] = []

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: own layer, not in that of its folder; a new folder or top-level module needs a layer here.
 LAYERS: list[list[str]] = [
     ["collection", "errors", "forks", "outcome", "settings"],
-    ["triton_internals"],
+    ["triton_internals", "triton_launch"],
     # What a device and a child are to every other module: both have no imports but those above.
     ["isolation.backend", "isolation.cuda", "isolation.protocol"],
     ["keys"],
@@ -266,7 +266,8 @@ def test_only_forks_registers_hooks() -> None:
 NAMES_CUDA = {
     "safetune.isolation.cuda": "it is the back end",
     "safetune.isolation.backend": "it lists the back ends",
-    "safetune.triton_internals": "torch's name for NVIDIA and AMD devices; launchers of Triton's",
+    "safetune.triton_internals": "torch's name for NVIDIA and AMD devices",
+    "safetune.triton_launch": "the launcher of Triton's that is known",
     "safetune.launch.fast_path": "it launches past Triton only where the launcher is known",
     "safetune.launch.fast_path_codegen": "a tensor's own attribute is the quickest to ask",
     "safetune.launch.scratch_memory": "torch's caching allocator",
@@ -296,7 +297,7 @@ def test_only_a_back_end_names_its_kind_of_device() -> None:
     assert not found, "\n".join(found)
 
 
-#: What Triton may change in any version. Only `triton_internals` names it.
+#: What Triton may change in any version. Only `triton_internals` and `triton_launch` name it.
 INTERNALS = frozenset(
     """
     _active _allocator _bench _do_compile _profile_allocator HookChain NullAllocator
@@ -319,7 +320,8 @@ def test_only_triton_internals_reaches_behind_triton() -> None:
     found = [
         f"{where(module, node.lineno)}: {ast.unparse(node)}"
         for module in product().values()
-        if module.name not in ("safetune.triton_internals", "safetune.verify.interpretation")
+        if not module.name.startswith("safetune.triton_")
+        and module.name != "safetune.verify.interpretation"
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Attribute)
         and node.attr in INTERNALS - NAMES_INTERNALS.get(module.name, set())
@@ -372,3 +374,18 @@ def test_only_tuning_unpickles() -> None:
         if any("load" in alias.name or alias.name == "Unpickler" for alias in node.names)
     ]
     assert not unpickling, "\n".join(unpickling)
+
+
+def test_no_parameter_of_ours_takes_a_keyword_of_a_kernel() -> None:
+    """A kernel's parameter may have any name, e.g. `run`, so a function that passes a call on takes
+    its own arguments by position only.
+    """
+    found = [
+        f"{where(module, node.lineno)}: {node.name}"
+        for module in product().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if node.args.kwarg is not None and node.args.kwarg.arg == "kwargs" and node.args.args
+        if module.path.parent != ROOT / "kernels"
+    ]
+    assert not found, f"write a `/` behind these parameters: {found}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
 
-from safetune import triton_internals
+from safetune import triton_internals, triton_launch
 from tests.backends import launching_on
 
 pytestmark = pytest.mark.internals
@@ -62,13 +63,16 @@ def test_every_function_has_a_contract_test_here() -> None:
     """A new one is a new part of Triton that may change, so it needs a test that says so."""
     public = {
         name
-        for name, value in vars(triton_internals).items()
+        for module in (triton_internals, triton_launch)
+        for name, value in vars(module).items()
         if inspect.isfunction(value)
-        and value.__module__ == triton_internals.__name__
+        and value.__module__ == module.__name__
         and not name.startswith("_")
     }
     here = Path(__file__).read_text(encoding="utf-8")
-    assert {name for name in public if f"triton_internals.{name}(" not in here} == set()
+    assert {
+        name for name in public if not re.search(rf"triton_(internals|launch).{name}\(", here)
+    } == set()
 
 
 def test_this_triton_is_supported() -> None:
@@ -142,7 +146,7 @@ class TestLauncher:
         self, run: CudaLauncher, calls: list[Any]
     ) -> None:
         with launching_on(None):
-            found = triton_internals.launcher(compiled(run), lambda *_: None)
+            found = triton_launch.launcher(compiled(run), lambda *_: None)
             assert found is not None
             assert found.run is run.launch
             found.run(1, 2, 3, 100, *found.head, *([(5, 6)] if found.together else (5, 6)))
@@ -154,7 +158,7 @@ class TestLauncher:
         self, run: CudaLauncher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(triton, "__version__", "3.10.0")
-        found = triton_internals.launcher(compiled(run), lambda *_: None)
+        found = triton_launch.launcher(compiled(run), lambda *_: None)
         assert found is not None
         assert found.run is run
         assert found.head == (7, (4, 1, 0), None, None, None)
@@ -162,14 +166,22 @@ class TestLauncher:
     def test_scratch_memory_is_provided_around_it(self, run: CudaLauncher) -> None:
         seen = []
         kernel = compiled(run, global_scratch_size=128)
-        found = triton_internals.launcher(kernel, lambda *call: seen.append(call))
+        found = triton_launch.launcher(kernel, lambda *call: seen.append(call))
         assert found is not None
         found.run(1, 2)
         assert seen == [(run, 1, 2)]
 
+    def test_a_tool_in_its_place_is_called(
+        self, run: CudaLauncher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(CudaLauncher, "__call__", lambda *_: None)
+        found = triton_launch.launcher(compiled(run), lambda *_: None)
+        assert found is not None
+        assert found.run is run
+
     def test_an_instrumented_kernel_is_left_to_triton(self, run: CudaLauncher) -> None:
         kernel = compiled(run, profile_scratch_size=128)
-        assert triton_internals.launcher(kernel, lambda *_: None) is None
+        assert triton_launch.launcher(kernel, lambda *_: None) is None
 
 
 class TestInTheWay:
@@ -177,11 +189,11 @@ class TestInTheWay:
 
     @pytest.fixture
     def in_the_way(self, jit: Any) -> Any:
-        names = triton_internals.launch_names(jit, triton_internals.own_jit_run())
-        return lambda: bool(eval(triton_internals.in_the_way(), names))
+        names = triton_launch.launch_names(jit, triton_launch.own_jit_run())
+        return lambda: bool(eval(triton_launch.in_the_way(), names))
 
     def test_nothing_is_in_the_way_by_default(self, in_the_way: Any) -> None:
-        assert triton_internals.has_hook_chains()
+        assert triton_launch.has_hook_chains()
         assert not in_the_way()
 
     def test_a_launch_hook(self, in_the_way: Any) -> None:
@@ -206,10 +218,30 @@ class TestInTheWay:
         assert triton_internals.has_launch_hooks(jit)
 
     def test_a_replaced_run(self, in_the_way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert triton_internals.own_jit_run() is JITFunction.run
+        assert triton_launch.own_jit_run() is JITFunction.run
         monkeypatch.setattr(JITFunction, "run", lambda *_: None)
-        assert triton_internals.own_jit_run() is None
+        assert triton_launch.own_jit_run() is None
+        assert not triton_launch.has_own(JITFunction, "run")
         assert in_the_way()
+
+    def test_a_replaced_launcher(self, in_the_way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert triton_launch.has_own(CudaLauncher, "__call__")
+        monkeypatch.setattr(CudaLauncher, "__call__", lambda *_: None)
+        assert not triton_launch.has_own(CudaLauncher, "__call__")
+        assert in_the_way()
+
+    def test_another_value_of_a_switch(self, jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = triton_launch.switches(jit)
+        assert triton_launch.switches(jit) == before
+        monkeypatch.setitem(vars(knobs.runtime), "debug", True)
+        assert triton_launch.switches(jit) != before
+
+    def test_an_option_that_run_sets_is_the_name_of_a_parameter(self, jit: Any) -> None:
+        assert not triton_launch.set_by_run(jit)
+
+        def kernel(x, debug): ...
+
+        assert triton_launch.set_by_run(JITFunction(kernel))
 
     def test_a_switch_in_the_environment(
         self, in_the_way: Any, monkeypatch: pytest.MonkeyPatch
@@ -221,12 +253,12 @@ class TestInTheWay:
         assert in_the_way()
 
     def test_a_changed_global_is_refused(self, jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        names = triton_internals.launch_names(jit, None)
+        names = triton_launch.launch_names(jit, None)
         assert jit.cache_key  # notes the globals that the kernel uses
         assert jit.used_global_vals
-        assert not eval(triton_internals.REFUSED, names)
+        assert not eval(triton_launch.REFUSED, names)
         monkeypatch.setitem(globals(), "FACTOR", tl.constexpr(3))
-        assert eval(triton_internals.REFUSED, names)
+        assert eval(triton_launch.REFUSED, names)
 
 
 class TestCompileStep:
@@ -247,7 +279,16 @@ class TestCompileStep:
         assert target == TARGET
         assert jit.device_caches is caches
         assert "_do_compile" not in vars(jit)
-        assert not triton_internals.compiled_on(jit, 0)[0]
+        assert not jit.device_caches[0][0]
+
+    def test_a_binary_has_a_name_in_the_cache_of_its_device(self, jit: Any) -> None:
+        binary = object()
+        assert triton_launch.binary_name(jit, 0, binary) is None
+        names = {"jit": jit, "device": 0, "binary": "name"}
+        jit.device_caches[0][0]["name"] = binary
+        assert triton_launch.binary_name(jit, 0, binary) == "name"
+        assert triton_launch.binary_name(jit, 1, binary) is None
+        assert eval(triton_launch.COMPILED, names) is binary
 
     def test_a_private_copy_shares_no_cache(self, jit: Any) -> None:
         heuristics = triton.heuristics({"BLOCK": lambda named: 16})(jit)
@@ -256,7 +297,7 @@ class TestCompileStep:
         assert copied.fn is below is not jit
         assert below.device_caches is not jit.device_caches
         below.device_caches[0]
-        assert triton_internals.compiled_on(jit, 0) is None
+        assert 0 not in jit.device_caches
 
     def test_a_kernel_of_another_kind_has_no_copy(self, jit: Any) -> None:
         tuner = triton.autotune(configs=[triton.Config({})], key=[])(jit)

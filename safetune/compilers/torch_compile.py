@@ -69,7 +69,7 @@ def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
     _tuners[number] = tuner
     keys, parameters = tuple(tuner.keys), tuple(tuner.arg_names)
 
-    def choose(configs: Any, named_args: Any, **kwargs: Any) -> list[Config]:
+    def choose(configs: Any, named_args: Any, /, **kwargs: Any) -> list[Config]:
         """Return one of `configs`. Dynamo traces this function, so it has to stay plain."""
         import torch
         from torch.fx.experimental.symbolic_shapes import guard_or_false, has_static_value

@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import triton.runtime.autotuner as triton_autotuner
@@ -85,8 +86,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     ) -> None:
         name = kernel_name(fn)
         configs = check_configs(name, configs, arg_names)
-        around = {"reset_to_zero": reset_to_zero, "restore_value": restore_value}
-        scratch = scratch if isinstance(scratch, str) else tuple(scratch)
+        around = {"reset_to_zero": _once(reset_to_zero), "restore_value": _once(restore_value)}
+        scratch = _once(scratch)
         check_names(name, arg_names, {**around, "scratch": scratch})
         check_functions(name, {"reference": reference, "inputs": inputs})
         self.limits = Limits(compile_timeout_s, run_timeout_s)
@@ -131,11 +132,11 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what launches on this grid: `kernel[grid](...)`."""
-        if observers.active or "run" in self.__dict__ or type(self).run is not _run:
+        if observers.active or "run" in self.__dict__ or self.__class__.run is not _run:
             return super().__getitem__(grid)  # type: ignore[no-any-return]
-        return functools.partial(self._call, grid)
+        return partial(self._call, grid)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel with the chosen config, tuning first if the key has no choice.
 
         Raises:
@@ -148,7 +149,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def _launch(self, /, *args: Any, **kwargs: Any) -> Any:
         if "grid" not in kwargs or kwargs.get("warmup", True):
-            return self._by_triton(args, kwargs, {})[0]
+            return self._by_triton(args, kwargs).result
         grid = kwargs.pop("grid")
         del kwargs["warmup"]
         return self._call(grid, *args, **kwargs)
@@ -169,35 +170,36 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """Launch as Triton does, and remember the launch for calls that are the same to Triton."""
         launches = self._launches  # replaced once anything that a launch depends on is changed
         complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
-        if kind not in launches:
+        launch = launches.get(kind)
+        if kind not in launches or (launch and launch.fast_path.outdated()):
             made = None if is_interpreted(self.fn) else fast_path.make(self, args, kwargs)
-            launches[kind] = made and made.launch
-        launch = launches[kind]
-        values: Kwargs = {}
-        # A hook may be in the way of this launch only.
-        plain = launch is not None and not launch.fast_path.in_the_way()
-        kernel, config = self._by_triton(args, complete, values)
-        if plain and config is not None:
-            launch.fast_path.remember(args, kwargs, config, kernel, values)
-        return kernel
+            launch = launches[kind] = made and made.launch
+        # Before the launch: a grid function may change the current device, or a tensor.
+        key = launch and launch.fast_path.key(args, kwargs)
+        launched = self._by_triton(args, complete)
+        if key:
+            launch.fast_path.remember(key, launched)
+        return launched.result
 
-    def _by_triton(self, args: Args, kwargs: Kwargs, values: Kwargs) -> tuple[Any, Config | None]:
-        """Launch with the key's config, tuning first if the key has no choice.
-
-        Args:
-            values: gets the values that the heuristics set for this launch, by name.
-
-        Returns:
-            What Triton returns, and the config; None if it had to be replaced for this launch.
-        """
+    def _by_triton(self, args: Args, kwargs: Kwargs) -> relaunch.Launched:
+        """Launch with the key's config, tuning first if the key has no choice."""
         shape = self.shapes.of(args, kwargs)
         with _no_collection_under_capture():  # Triton may compile, even for a known choice
             if len(self.configs) == 1:
-                only = self.configs[0]
-                return relaunch.launch(self, None, shape, only, args, kwargs, values)
+                return relaunch.launch(self, None, shape, self.configs[0], args, kwargs)
             key = shape.key(args, kwargs)
             config = self.states.hits.get(key) or self._miss(key, shape, args, kwargs)
-            return relaunch.launch(self, key, shape, config, args, kwargs, values)
+            return relaunch.launch(self, key, shape, config, args, kwargs)
+
+    def launch_with(
+        self, config: Config, values: Kwargs, grid: Any, args: Args, kwargs: Kwargs
+    ) -> relaunch.Launched:
+        """Launch with a config by Triton's path, with what the heuristics have said already."""
+        complete = {**kwargs, "grid": grid, "warmup": False}
+        shape = self.shapes.of(args, complete)
+        with _no_collection_under_capture():
+            key = None if len(self.configs) == 1 else shape.key(args, complete)
+            return relaunch.launch(self, key, shape, config, args, complete, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Forget every launch when anything is changed that one may depend on."""
@@ -215,7 +217,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.__dict__["_launches"] = {}
 
     def resolve(
-        self, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
+        self, /, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
     ) -> Resolved:
         """Return the plain kernel and what to launch it with: see `compilers.resolve`."""
         from safetune.compilers import resolve as compilers_resolve
@@ -292,7 +294,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """Return the configs that are left for one call; this tuner stays as it is."""
         return call_shape.pruned_configs(self, named, kwargs)
 
-    def warmup(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def warmup(self, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Compile every config left by pruning in this process, as `triton.autotune` does."""
         shape = self.shapes.of(args, kwargs)
         named = call_shape.named_arguments(self.arg_names, args)
@@ -351,13 +353,18 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
             from safetune.miss import under_capture
 
-            return under_capture.resolve(self, state, shape, args, kwargs, running)
+            return under_capture.resolve(self, state, args, kwargs, running)
         with state.lock:  # of threads that miss the same key, the others find what the first found
             known = self.states.hits.get(key)
-            return known or miss_resolve.resolve(self, state, shape, args, kwargs)
+            return known or miss_resolve.resolve(self, state, args, kwargs)
 
 
 _run = Autotuner.run
+
+
+def _once(names: Iterable[str] | None) -> Any:
+    """Return names that can be read more than once; None and a single string as they are."""
+    return names if names is None or isinstance(names, str) else tuple(names)
 
 
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:

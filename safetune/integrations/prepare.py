@@ -75,7 +75,7 @@ class PrepareReport:
         return tuple(key for key in self.keys if not key.settled)
 
 
-def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> PrepareReport:
+def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareReport:
     """Call `fn(*args, **kwargs)` so that a capture of the same call does nothing but launch.
 
     Every safetuned kernel that it launches, from any thread, is tuned if it has no choice,

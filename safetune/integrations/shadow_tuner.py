@@ -79,7 +79,7 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
     run, bench = stock.run, stock._bench
 
     @functools.wraps(run)
-    def reached_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def reached_run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         shadow = None if isinstance(self, ours) else _shadow(installation, self, stock)
         if shadow is None:
             return run(self, *args, **kwargs)
@@ -98,7 +98,7 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
         return launched
 
     @functools.wraps(bench)
-    def noted_bench(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted_bench(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, ours):
             why = f"tuned in this process by {type(self).__name__}"
             installation.refused.setdefault(kernel_name(self), why)

@@ -7,12 +7,14 @@ straight-line code, so that a hit reads the arguments it needs and nothing else.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
 
+from safetune import triton_launch
 from safetune.config import check_conflicts
 from safetune.errors import TracingError
 from safetune.keys import encoding
@@ -56,29 +58,36 @@ def device_index(args: Args, kwargs: Kwargs) -> int:
     return -1
 
 
-def heuristic_values(kernel: Any, named: Kwargs, exact: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel below heuristics, and the values that these set for a call, by name.
-
-    Args:
-        exact: stop at a subclass of Triton's `Heuristics`, which may launch in another way.
-    """
+def heuristic_values(kernel: Any, named: Kwargs) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel below heuristics, and the values that these set for a call, by name."""
     values: dict[str, Any] = {}
-    while type(kernel) is Heuristics or (isinstance(kernel, Heuristics) and not exact):
-        for name, heuristic in kernel.values.items():
-            values[name] = heuristic({**named, **values})
+    while isinstance(kernel, Heuristics):
+        values = set_by(kernel, named, values)
         kernel = kernel.fn
     return kernel, values
 
 
-def run_below_heuristics(kernel: Any, found: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Launch as Triton's `Heuristics.run` does, and add the values that they set to `found`."""
-    if type(kernel) is not Heuristics:
-        return kernel.run(*args, **kwargs)
-    below, values = heuristic_values(
-        kernel, named_arguments(kernel.arg_names, args, kwargs), exact=True
-    )
-    found.update(values)
-    return below.run(*args, **{**kwargs, **values})
+def set_by(heuristics: Heuristics, named: Kwargs, values: Kwargs) -> dict[str, Any]:
+    """Return `values` and what the heuristics set for a call; each sees what is set before it."""
+    found = dict(values)
+    for name, heuristic in heuristics.values.items():
+        found[name] = heuristic({**named, **found})
+    return found
+
+
+def own_heuristics(kernel: Any) -> tuple[Any, list[Heuristics]]:
+    """Return what is below a tuner's heuristics, and these, as far as they launch as Triton's do:
+    neither a subclass nor a tool runs code of its own.
+    """
+    found: list[Heuristics] = []
+    while (
+        type(kernel) is Heuristics
+        and "run" not in vars(kernel)
+        and triton_launch.has_own(Heuristics, "run")
+    ):
+        found.append(kernel)
+        kernel = kernel.fn
+    return kernel, found
 
 
 def pruned_configs(tuner: Autotuner, named: Kwargs, kwargs: Kwargs) -> list[Config]:
@@ -128,6 +137,11 @@ class Tuner(Protocol):
     best_config: Config
     needs_scratch: bool
 
+    def launch_with(
+        self, config: Config, values: dict[str, Any], grid: Any, args: Args, kwargs: dict[str, Any]
+    ) -> Any:
+        """Launch by Triton's path, with values that the tuner's heuristics have given."""
+
 
 class CallShape:
     """One way of calling one kernel.
@@ -163,7 +177,7 @@ class CallShape:
                 originals[name], holder[index] = holder[index], PIN
         grid = new_kwargs.get("grid")
         if originals and callable(grid):
-            new_kwargs["grid"] = lambda arguments: grid({**arguments, **originals})
+            new_kwargs["grid"] = functools.partial(_grid_of, grid, originals)
         return tuple(new_args), new_kwargs
 
     def pinnable(self, name: str, value: Any) -> bool:
@@ -188,6 +202,14 @@ class CallShape:
         source = f"lambda a, k: ({', '.join(parts)},)"
         names = {"plain": _plain, "type_of": encoding.element_type, "device": device_index}
         return eval(source, names)  # type: ignore[no-any-return]
+
+
+def _grid_of(grid: Callable[..., Any], originals: Kwargs, arguments: dict[str, Any]) -> Any:
+    """Call a grid function on Triton's own dict, which it may change, with the caller's values."""
+    arguments.update(originals)
+    result = grid(arguments)
+    arguments.update(dict.fromkeys(originals, PIN))
+    return result
 
 
 class CallShapes:
@@ -221,20 +243,16 @@ def constexpr_names(kernel: Any) -> frozenset[str]:
     return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
 
 
-def specialisation(
-    tuner: Tuner, shape: CallShape, config: Config, args: Args, kwargs: Kwargs
-) -> Any:
+def specialisation(tuner: Tuner, named: Kwargs) -> Any:
     """Return what decides which binary of a config a call needs: at least what Triton tells apart.
 
-    The tuner's heuristics see the config, and the values that they set are a part of that.
+    Args:
+        named: what the kernel below the tuner's heuristics gets, by name.
     """
-    args, kwargs = shape.pinned(args, kwargs)
-    named = named_arguments(tuner.arg_names, args, kwargs)
-    _, values = heuristic_values(tuner.fn, {**named, **config.all_kwargs()}, exact=True)
     constants = constexpr_names(tuner.fn)
     return tuple(
         (name, _exact(value) if name in constants or name not in tuner.arg_names else _kind(value))
-        for name, value in sorted({**named, **values}.items())
+        for name, value in sorted(named.items())
         if name not in LAUNCH_KEYWORDS
     )
 

@@ -10,17 +10,19 @@ needs Triton's own path.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol
 
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import JITFunction
 
-from safetune import triton_internals
+from safetune import triton_internals, triton_launch
 from safetune.launch import fast_path_codegen, scratch_memory
-from safetune.launch.call_shape import PIN, CallShape, Tuner, named_arguments
+from safetune.launch.call_shape import PIN, CallShape, Tuner, named_arguments, own_heuristics
+from safetune.launch.grid_functions import only_reads
 from safetune.settings import Settings
 
 #: The most compiled kernels that one kind of call remembers. After that all are forgotten at once,
@@ -29,7 +31,18 @@ _MOST_LAUNCHES = 4096
 
 #: A kind of call: positional types, keyword names, keyword types.
 Kind = tuple[Any, ...]
+#: What a call is remembered by here, and its memory key where there are several configs.
+Key = tuple[tuple[Any, ...], Any]
 Launch = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class Launched(Protocol):
+    """A launch by Triton's own path: see `miss.relaunch`."""
+
+    result: Any
+    config: Config | None
+    options: Mapping[str, Any]
+    values: Mapping[str, Any]
 
 
 class FastPath:
@@ -45,7 +58,7 @@ class FastPath:
         self,
         tuner: Tuner,
         jit: Any,
-        heuristics: Mapping[str, Any],
+        heuristics: Sequence[Heuristics],
         shape: CallShape,
         source: fast_path_codegen.Source,
     ) -> None:
@@ -55,64 +68,116 @@ class FastPath:
         defaults = {parameter.name: parameter.default for parameter in jit.params}
         self._absent = {name: defaults[name] for name in source.absent}
         self._jit = jit
+        self._switches = self._seen = triton_launch.switches(jit)
         self._known: dict[Any, tuple[Any, ...]] = {}
-        self._chosen: dict[Any, dict[str, Any]] = {}  # for heuristics, which see a config's options
-        self._heuristics = tuple(heuristics)
+        self._chosen: dict[Any, tuple[Any, ...]] = {}  # heuristics see what a config sets
+        self._heuristics = [vars(each) for each in heuristics]
+        # With a copy of each dict of functions, which may be changed in place.
+        self._as_made = [{**each, "values": {**each["values"]}} for each in self._heuristics]
+        set_below = {name: f for each in self._as_made for name, f in each["values"].items()}
+        self._set = [*set_below]
         names = {
             **_names(tuner, jit),
             "known": self._known,
             "chosen": self._chosen,
-            "heuristics": tuple(heuristics.values()),
+            **{f"heuristic{number}": f for number, f in enumerate(set_below.values())},
+            "below": self._heuristics,
+            "as_made": self._as_made,
+            "by_triton": self._by_triton,
         }
+
+        def learn(grid: Any) -> bool:
+            """Whether a grid function only reads; if so, its code is that of the next ones, too."""
+            simple = type(grid) is FunctionType and only_reads(grid.__code__)
+            if simple:
+                names["simple_grid"] = grid.__code__
+            return simple
+
+        names["learn"] = learn
         exec(_compiled(source.text()), names)
         self.launch: Launch = names["launch"]
         self._choice_key: Callable[..., Any] = names["choice_key"]
         self.in_the_way: Callable[[], bool] = names["in_the_way"]
         self.launch.__dict__["fast_path"] = self
 
-    def remember(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        config: Config,
-        kernel: Any,
-        values: Mapping[str, Any],
-    ) -> None:
+    def outdated(self) -> bool:
+        """Whether this code is in its own way: heuristics have changed, or a switch has another
+        value than when it was made, for the second launch in a row.
+        """
+        before, self._seen = self._seen, triton_launch.switches(self._jit)
+        switched = self._seen == before != self._switches
+        return switched or self._heuristics != self._as_made
+
+    def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key | None:
+        """Return what a call is remembered by; None if it is not."""
+        choice = None if self.in_the_way() else self._choice_key(args, kwargs)
+        if choice is None:
+            return None
+        return choice, None if self._single else self._shape.key(args, kwargs)
+
+    def remember(self, key: Key, launched: Launched) -> None:
         """Launch this kernel for such calls from now on, if that can be done without Triton.
 
         Args:
-            values: the values that the heuristics set for the launch of this kernel, by name. For
-                another launch of the same arguments they may set others.
+            key: of the call, from before the launch.
         """
-        tuner = self._tuner
-        if type(kernel) is not CompiledKernel or config.pre_hook is not None or self.in_the_way():
+        tuner, kernel, config = self._tuner, launched.result, launched.config
+        if config is None or type(config) is not Config or type(kernel) is not CompiledKernel:
+            return
+        if config.pre_hook is not None or self.in_the_way():
             return
         if (len(tuner.configs) == 1) is not self._single:
             return  # configs were added or removed in place
-        if not self._single and tuner.states.hits.get(self._shape.key(args, kwargs)) is not config:
+        choice, memory_key = key
+        if not self._single and tuner.states.hits.get(memory_key) is not config:
             return  # for this call only: another one was rejected, or a graph captured it
         options = config.all_kwargs()
-        rest = [options.get(name, default) for name, default in self._absent.items()]
-        key = self._choice_key(args, kwargs)
-        how = triton_internals.launcher(kernel, scratch_memory.launch)
-        if key is None or how is None:
+        if options != launched.options:  # changed by what the launch called
             return
-        made_in = triton_internals.compiled_on(self._jit, key[0])
+        rest = [options.get(name, default) for name, default in self._absent.items()]
+        how = triton_launch.launcher(kernel, scratch_memory.launch)
+        binary = triton_launch.binary_name(self._jit, choice[0], kernel)
+        if how is None or binary is None:
+            return
         if len(self._known) >= _MOST_LAUNCHES:
             self._known.clear()
             self._chosen.clear()
-        if self._heuristics:
+        # With a copy of the dict of kwargs, which may be changed in place, too.
+        guard: tuple[Any, ...] = (
+            config,
+            vars(config),
+            {**vars(config), "kwargs": {**config.kwargs}},
+        )
+        if self._set:
+            values = launched.values
             plain = fast_path_codegen.plain_types().issuperset(map(type, values.values()))
-            if not plain or tuple(values) != self._heuristics:
+            if not plain or [*values] != self._set:
                 return
-            self._chosen[key] = options
-            key = (key, *(part for value in values.values() for part in (value, value.__class__)))
-        self._known[key] = (kernel, config, made_in, how.run, how.head, how.together, rest)
+            self._chosen[choice], guard = (*guard, options), ()
+            parts = (part for value in values.values() for part in (value, value.__class__))
+            choice = (choice, *parts)
+        self._known[choice] = (*guard, binary, how.run, how.head, how.together, rest, kernel)
+
+    def _by_triton(
+        self,
+        config: Config,
+        values: dict[str, Any],
+        grid: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Launch a call whose heuristics have been called already, and must not be called again."""
+        key = self.key(args, kwargs)
+        launched = self._tuner.launch_with(config, values, grid, args, kwargs)
+        if key is not None:
+            self.remember(key, launched)
+        return launched.result
 
 
 def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPath | None:
     """Return the fast path for calls like this one; None where Triton's own path is needed."""
-    jit, heuristics = _below(tuner.fn)
+    jit, heuristics = own_heuristics(tuner.fn)
+    set_below = [name for each in heuristics for name in each.values]
     if (
         not Settings.current().fast_launch
         or type(jit) is not JITFunction
@@ -120,32 +185,26 @@ def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPat
         or tuner.states.tuner is not tuner  # a copy does not get to know when a choice changes
         # Another back end may specialise a binary on more of a tensor than the code here reads.
         or triton_internals.target_name() != "cuda"
-        or not triton_internals.has_hook_chains()
+        or not triton_launch.has_hook_chains()
         or any(each.kind is each.VAR_POSITIONAL for each in jit.signature.parameters.values())
+        or triton_launch.set_by_run(jit)
+        or len({*set_below}) < len(set_below)
     ):
         return None
     names = [parameter.name for parameter in jit.params]
     if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
         return None
     values = named_arguments(names, args, kwargs)
-    if heuristics.keys() & values.keys():
+    if values.keys() & {*set_below}:
         return None
     shape = tuner.shapes.of(args, kwargs)
-    source = fast_path_codegen.Source(tuner, jit, tuple(heuristics), shape, len(args), values)
+    source = fast_path_codegen.Source(tuner, jit, set_below, shape, len(args), values)
     return FastPath(tuner, jit, heuristics, shape, source) if source.possible else None
 
 
-def _below(kernel: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel below a tuner's heuristics, and these in the order in which they run."""
-    found: dict[str, Any] = {}
-    while type(kernel) is Heuristics and not found.keys() & kernel.values.keys():
-        found.update(kernel.values)
-        kernel = kernel.fn
-    return kernel, found
-
-
 #: As it was before a tool could replace it.
-_JIT_RUN = triton_internals.own_jit_run()
+_JIT_RUN = triton_launch.own_jit_run()
+_HEURISTICS_RUN = Heuristics.run
 
 
 def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
@@ -155,7 +214,7 @@ def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
     torch_device = torch.cuda.current_device
     return {
         "state": vars(tuner),
-        **triton_internals.launch_names(jit, _JIT_RUN),
+        **triton_launch.launch_names(jit, _JIT_RUN),
         "configs": tuner.configs,
         "driver": driver,
         "own_driver": driver.active,
@@ -164,12 +223,22 @@ def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
         "wide": _wide,
         "PIN": PIN,
         "plain": fast_path_codegen.plain_types(),
+        "Heuristics": Heuristics,
+        "heuristics_run": _HEURISTICS_RUN,
+        "function": FunctionType,
+        "simple_grid": None,
+        "sizes": _sizes,
     }
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(source: str) -> Any:
     return compile(source, "<safetune launch>", "exec")
+
+
+def _sizes(grid: Any) -> tuple[Any, Any, Any]:
+    dimensions = len(grid)
+    return grid[0], grid[1] if dimensions > 1 else 1, grid[2] if dimensions > 2 else 1
 
 
 def _wide(value: int) -> Any:

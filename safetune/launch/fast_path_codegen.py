@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from safetune import triton_internals
+from safetune import triton_launch
 from safetune.launch.call_shape import CallShape, Tuner
 
 #: The attribute that is true for a tensor whose address a kernel can use. It is false for a tensor
@@ -17,12 +17,14 @@ ON_DEVICE = "is_cuda"
 #: The properties of an integer that Triton specialises on, and more for those over 32 bits.
 _INTEGER = "(2 if {0} == 1 else not {0} & 15) if -0x80000000 <= {0} <= 0x7fffffff else wide({0})"
 
+#: The property `driver.active` sets `_active` where it is None.
 _DEVICE = (
-    "active = driver.active",
-    "if active is not own_driver:",
+    "if driver._active is not own_driver:",
     "    return None",
-    "current = active.get_current_device",
-    "device = quick_device() if current is torch_device else current()",
+    "if own_driver.get_current_device is torch_device:",
+    "    device = quick_device()",
+    "else:",
+    "    device = own_driver.get_current_device()",
 )
 
 
@@ -69,10 +71,11 @@ class Source:
     def text(self) -> str:
         """Return the code."""
         arguments = "".join(f"{self._argument(i)}, " for i in range(len(self._names)))
-        named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
-        same = "len(configs) == 1 and configs[0] is config" if self.single else "len(configs) > 1"
         absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
-        in_the_way = triton_internals.in_the_way()
+        in_the_way = triton_launch.in_the_way()
+        compiled = f"{triton_launch.COMPILED} is kernel"
+        known = compiled if self._heuristics else f"{compiled} and not ({self._changed})"
+        launched = "" if self._heuristics else "config, settings, as_launched, "
         return f"""
 def in_the_way():
     return bool({in_the_way})
@@ -84,22 +87,21 @@ def choice_key(a, k):
 def launch(grid, a, k):
     if {in_the_way}:
         return None
-    if {triton_internals.REFUSED}:
+    if {triton_launch.REFUSED}:
         return None
 {self._unpack()}
     key = {self._key()}
 {self._set_by_heuristics()}
     found = known.get(key)
     if found is None:
-        return None
-    kernel, config, made_in, run, head, together, rest = found
-    if config.pre_hook is not None or {triton_internals.COMPILED} is not made_in or not ({same}):
-        return None
+        {self._missed}
+    {launched}binary, run, head, together, rest, kernel = found
+    if not ({known}):
+        {self._missed}
     {f"{absent}= rest" if absent else ""}
-    stream = active.get_current_stream(device)
+    stream = own_driver.get_current_stream(device)
     state["best_config"] = config
-    if grid.__class__ is not tuple and callable(grid):
-        grid = grid({{{named}}})
+{self._grid()}
     dimensions = len(grid)
     y = grid[1] if dimensions > 1 else 1
     z = grid[2] if dimensions > 2 else 1
@@ -109,6 +111,40 @@ def launch(grid, a, k):
         run(grid[0], y, z, stream, *head, {arguments})
     return kernel
 """
+
+    def _grid(self) -> str:
+        """Write the call of a grid function."""
+        named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
+        put_back = "".join(f"meta[{self._names[i]!r}] = " for i in self._pinned)
+        return f"""
+    if grid.__class__ is not tuple:
+        if grid.__class__ is function and grid.__code__ is simple_grid:
+            grid = grid({{{named}}})
+        elif callable(grid):
+            if learn(grid):
+                grid = grid({{{named}}})
+            else:  # it may change what is launched
+                meta = {{{named}}}
+                grid = grid(meta)
+                {put_back}PIN
+                meta = (*meta.values(),)
+                run(*sizes(grid), stream, *head, *((meta,) if together else meta))
+                return kernel
+"""
+
+    @property
+    def _changed(self) -> str:
+        """Whether the config of a launch, or the list that it is from, is another one now."""
+        configs = "len(configs) != 1 or configs[0] is not config"
+        return f"settings != as_launched or {configs if self.single else 'len(configs) < 2'}"
+
+    @property
+    def _missed(self) -> str:
+        """Leave a launch to Triton, which is not to call the heuristics a second time."""
+        if not self._heuristics:
+            return "return None"
+        values = ", ".join(f"{name!r}: {variable}" for name, variable in self._heuristics)
+        return f"return by_triton(config, {{{values}}}, grid, a, k)"
 
     @property
     def absent(self) -> list[str]:
@@ -129,17 +165,22 @@ def launch(grid, a, k):
         ]
         extra = "**options, 'grid': grid, 'warmup': False"
         lines = [
-            "options = chosen.get(key)",
-            "if options is None:",
+            "if Heuristics.run is not heuristics_run or below != as_made:",
+            "    return None",
+            "found = chosen.get(key)",
+            "if found is None:",
+            "    return None",
+            "config, settings, as_launched, options = found",
+            f"if {self._changed}:",
             "    return None",
             f"named = {{{', '.join([*given, extra])}}}",
         ]
         variables = [variable for _, variable in self._heuristics]
         for number, (name, variable) in enumerate(self._heuristics):
-            lines.append(f"{variable} = named[{name!r}] = heuristics[{number}]({{**named}})")
+            lines.append(f"{variable} = named[{name!r}] = heuristic{number}({{**named}})")
         lines += [
             f"if not plain.issuperset(({''.join(f'{each}.__class__, ' for each in variables)})):",
-            "    return None",
+            f"    {self._missed}",
             f"key = (key, {''.join(f'{each}, {each}.__class__, ' for each in variables)})",
         ]
         return "\n".join(f"    {line}" for line in lines)

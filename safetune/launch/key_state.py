@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-#: Computes what decides which binary of a config a call needs: see `call_shape.specialisation`.
-Specialise = Callable[[Config], Any]
+#: Computes what decides which binary a call needs: see `call_shape.specialisation`.
+Specialise = Callable[[], Any]
 
 #: Held while a state and the two dictionaries change together, and no longer: a call under capture
 #: must not wait for a thread that tunes the key. Also held around a fork.
@@ -135,7 +135,7 @@ class KeyState:
         """
         if not self._rejected:
             return config
-        specialisation = specialise(config)
+        specialisation = specialise()
         if config not in self._rejected.get(specialisation, ()):
             return config
         substitute = self._substitutes.get(specialisation, config)

@@ -88,7 +88,7 @@ def allocate(size: int, alignment: int, stream: int | None) -> Block:
     return _for_graph(size, alignment, stream, capture)
 
 
-def launch(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def launch(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `run`, with `allocate` as Triton's allocator unless the user's own is visible."""
     with scratch_allocator():
         return run(*args, **kwargs)

@@ -93,14 +93,14 @@ class BackgroundBench(LaunchBench):
             self._entered = True
             self.__exit__(None)
 
-    def compiled(self, *args: Any, **kwargs: Any) -> Iterator[tuple[int, Outcome | None]]:
+    def compiled(self, /, *args: Any, **kwargs: Any) -> Iterator[tuple[int, Outcome | None]]:
         """Yield as `LaunchBench` does, until the process ends."""
         for found in super().compiled(*args, **kwargs):
             _worker.check()
             yield found
         _worker.check()
 
-    def measure(self, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
+    def measure(self, /, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
         """Measure as `LaunchBench` does, and mark timings taken beside the program's own work.
 
         What else runs on a GPU during a measurement is unknown. In the interpreter, the program was

@@ -11,6 +11,7 @@ import functools
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
@@ -24,8 +25,9 @@ from safetune.launch import scratch_memory
 from safetune.launch.call_shape import (
     CallShape,
     named_arguments,
+    own_heuristics,
     refuse_vmap,
-    run_below_heuristics,
+    set_by,
     specialisation,
 )
 from safetune.launch.key_state import KeyState, without_frames
@@ -41,6 +43,23 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A launch by Triton's own path.
+
+    Attributes:
+        result: what Triton returned.
+        config: the config that was launched; None if it took the place of another.
+        options: what the config set for this launch, by name.
+        values: what the heuristics set for this launch, by name.
+    """
+
+    result: Any
+    config: Config | None
+    options: Kwargs
+    values: Kwargs
+
+
 def launch(
     tuner: Tuner,
     key: Any,
@@ -48,44 +67,55 @@ def launch(
     config: Config,
     args: Args,
     kwargs: Kwargs,
-    values: Kwargs,
-) -> tuple[Any, Config | None]:
+    values: Kwargs | None = None,
+) -> Launched:
     """Launch a call with a config, or with the next-best config if Triton cannot launch it.
 
     Args:
         key: the memory key; None to raise the error of this config.
-        values: gets the values that the heuristics set for this launch, by name.
-
-    Returns:
-        The result of Triton's launch, and the config; None if another config was launched.
+        values: what the heuristics have said for this launch; None to call them.
     """
     tuner.best_config = config
     options = config.all_kwargs()
     if config.pre_hook is not None:
         config.pre_hook({**named_arguments(tuner.arg_names, args, kwargs), **options})
-    pinned, named = shape.pinned(args, kwargs) if shape.pins else (args, kwargs)
-    run = functools.partial(run_below_heuristics, tuner.fn, values)
+    pinned, passed = shape.pinned(args, kwargs)
+    passed = dict(**passed, **options)  # TypeError if the call passes what the config sets
+    named = named_arguments(tuner.arg_names, pinned, passed)
+    below, heuristics = own_heuristics(tuner.fn)
+    if values is None:
+        values = {}
+        for each in heuristics:
+            values = set_by(each, named, values)
+    specialise = functools.partial(specialisation, tuner, {**named, **values})
+    state = None if key is None else tuner.states.of(key)
+    if state is not None and (other := state.allowed(config, specialise)) is not config:
+        return replace(launch(tuner, None, shape, other, args, kwargs), config=None)
+    passed |= values
+    launched = functools.partial(Launched, options=options, values=values)
     try:
         if tuner.needs_scratch:
-            return scratch_memory.launch(run, *pinned, **named, **options), config
-        return run(*pinned, **named, **options), config
+            return launched(scratch_memory.launch(below.run, *pinned, **passed), config)
+        return launched(below.run(*pinned, **passed), config)
     except RuntimeError as error:
         if tuner.needs_scratch or not triton_internals.lacks_allocator(error):
             refuse_vmap(tuner.base_fn.__name__, args)
             raise
         tuner.needs_scratch = True
-        return scratch_memory.launch(run, *pinned, **named, **options), config
+        return launched(scratch_memory.launch(below.run, *pinned, **passed), config)
     except _CLEAN_FAILURES as error:
-        off = key is None or Settings.current().mode is Mode.OFF
-        if off or _is_callers(error, tuner.fn, kwargs):
+        if state is None or Settings.current().mode is Mode.OFF:
             raise
-        state = tuner.states.of(key)
-        return _relaunch(tuner, state, shape, config, error, args, kwargs), None
+        if _is_callers(error, tuner.fn, kwargs):
+            raise
+        result = _relaunch(tuner, state, specialise(), shape, config, error, args, kwargs)
+        return launched(result, None)
 
 
 def _relaunch(
     tuner: Tuner,
     state: KeyState,
+    special: Any,
     shape: CallShape,
     config: Config,
     error: Exception,
@@ -98,14 +128,13 @@ def _relaunch(
         Exception: the last error, where no config can be launched; an error of the caller's own
             grid or heuristic at once.
     """
-    special = specialisation(tuner, shape, config, args, kwargs)
     rejected = state.reject(special, config)
     reason = _text(error)
     for other in _candidates(tuner, args, kwargs):
         if other in rejected:
             continue
         try:
-            result, _ = launch(tuner, None, shape, other, args, kwargs, {})
+            result = launch(tuner, None, shape, other, args, kwargs).result
         except _CLEAN_FAILURES as next_error:
             if _is_callers(next_error, tuner.fn, kwargs):
                 raise

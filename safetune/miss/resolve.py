@@ -42,7 +42,6 @@ from safetune.tuning import recall
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
-    from safetune.launch.call_shape import CallShape
     from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
 
@@ -117,7 +116,6 @@ def _device_index(tuner: Tuner, named: Mapping[str, Any], given: int | None) -> 
 def resolve(
     tuner: Tuner,
     state: KeyState,
-    shape: CallShape,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Config:
@@ -131,13 +129,8 @@ def resolve(
     """
     known = state.decision()
     if known is not None and (known.retry is None or not known.retry.due(Settings.current())):
-        config = known.config
-    else:
-        config = _find(tuner, state, args, kwargs)
-    specialise = functools.partial(
-        call_shape.specialisation, tuner, shape, args=args, kwargs=kwargs
-    )
-    return state.allowed(config, specialise)
+        return known.config
+    return _find(tuner, state, args, kwargs)
 
 
 def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:

@@ -7,7 +7,6 @@ now, as neither is part of the graph.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import warnings
@@ -19,7 +18,6 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
 from safetune.errors import CaptureMiss
-from safetune.launch import call_shape
 from safetune.launch.key_state import CapturedMiss, KeyState
 from safetune.miss import candidates
 from safetune.miss import resolve as miss_resolve
@@ -27,7 +25,6 @@ from safetune.settings import CaptureMissPolicy, Mode, Settings
 from safetune.store.lookup import open_lookup
 
 if TYPE_CHECKING:
-    from safetune.launch.call_shape import CallShape
     from safetune.miss.tuner import Tuner
     from safetune.store.local.store import Store
     from safetune.store.lookup import Lookup
@@ -49,7 +46,6 @@ watched: dict[int, str] = {}
 def resolve(
     tuner: Tuner,
     state: KeyState,
-    shape: CallShape,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     capture: int,
@@ -63,13 +59,9 @@ def resolve(
         CaptureMiss: there is no choice, and the policy is `error`.
     """
     if Settings.current().mode is Mode.OFF:
-        return miss_resolve.resolve(tuner, state, shape, args, kwargs)
+        return miss_resolve.resolve(tuner, state, args, kwargs)
     known = state.decision(capture)
-    config = known.config if known else _find(tuner, state, args, kwargs, capture)
-    specialise = functools.partial(
-        call_shape.specialisation, tuner, shape, args=args, kwargs=kwargs
-    )
-    return state.allowed(config, specialise)
+    return known.config if known else _find(tuner, state, args, kwargs, capture)
 
 
 def _find(

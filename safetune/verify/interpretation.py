@@ -108,7 +108,7 @@ class _Interpreted:
         self._function = function
         self._functions = functions
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.rewritten(*args, **kwargs)
 
     @functools.cached_property
@@ -194,7 +194,7 @@ def is_jit(value: Any) -> bool:
     return isinstance(value, kinds) and inspect.isfunction(value.fn)
 
 
-def _call_builtin(builtin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_builtin(builtin: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function of the language that a module, or a library, has imported by name."""
     kwargs.pop("_semantic", None)
     return builtin(*args, **kwargs, _semantic=interpreter.interpreter_semantic)

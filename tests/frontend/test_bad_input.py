@@ -208,6 +208,18 @@ class TestSettings:
             message(caught) == f"{name}='dst' of copy_kernel is one string; write {name}=[\"dst\"]"
         )
 
+    @pytest.mark.parametrize("name", ["reset_to_zero", "restore_value", "scratch", "key", "keep"])
+    def test_names_that_can_be_read_once(self, name: str) -> None:
+        """An iterator was empty once its names had been checked."""
+        options: dict[str, Any] = {"key": ["N"], name: iter(["N"])}
+        kernel = safetune(configs=iter(CONFIGS), **options)(copy_kernel)
+        assert kernel.configs == CONFIGS
+        assert list(kernel.keys) == ["N"]
+        hooks = kernel.hooks
+        assert (hooks.reset_to_zero, hooks.restore_value, hooks.scratch) == tuple(
+            ("N",) if name == each else () for each in ("reset_to_zero", "restore_value", "scratch")
+        )
+
     def test_key_as_one_string(self) -> None:
         with pytest.raises(InvalidSetting) as caught:
             safetune(configs=CONFIGS, key="src")(copy_kernel)

@@ -140,6 +140,11 @@ def kernels() -> ModuleType:
     return module
 
 
+def jit_function(kernel: Any) -> JITFunction:
+    """The jit function below heuristics and tuners."""
+    return kernel if isinstance(kernel, JITFunction) else jit_function(kernel.fn)
+
+
 class Tuned:
     """A tuner whose misses choose one of its configs by turns, and measure nothing.
 
@@ -150,7 +155,7 @@ class Tuned:
 
     def __init__(self, jit: Any, configs: list[triton.Config], **options: Any) -> None:
         self.tuner = safetune(configs=configs, **options)(jit)
-        self.jit = jit
+        self.jit = jit_function(jit)
         self._turn = itertools.cycle(configs)
         self.tuner._miss = self._choose
         self.by_triton = 0

@@ -16,6 +16,11 @@ def scale(x, out, n, eps, T, D: tl.constexpr, BLOCK: tl.constexpr, bias=None):
     tl.store(out + offset, value, mask=offset < n)
 
 
+def launch_scale(x, out, n, eps, T, D):
+    """Shows that T stands for no other value."""
+    scale[(1,)](x, out, n, eps, T, D=D)
+
+
 def nothing(BLOCK: tl.constexpr):
     """No argument but a config's."""
     tl.arange(0, BLOCK)
@@ -41,3 +46,39 @@ def annotated(x, out, n: tl.int64, factor: tl.float32, BLOCK: tl.constexpr):
     """Numbers, whatever is given for them."""
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + offset, tl.load(x + offset, mask=offset < n) * factor, mask=offset < n)
+
+
+def scale_further(x, out, n, eps, T, D: tl.constexpr, BLOCK: tl.constexpr, bias=None, bias2=None):
+    """Another kernel with the same arguments, and one more."""
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offset, tl.load(x + offset, mask=offset < n) * D - eps, mask=offset < n)
+
+
+def named_debug(out, debug, BLOCK: tl.constexpr):
+    """Triton sets an option of this name at each launch; so for the next one."""
+    tl.store(out, debug)
+
+
+def named_run(out, run, BLOCK: tl.constexpr):
+    """Functions of ours have a parameter of this name, or had one; so for the next ones."""
+    tl.store(out, run)
+
+
+def named_kernel(out, kernel, BLOCK: tl.constexpr):
+    tl.store(out, kernel)
+
+
+def named_config(out, config, BLOCK: tl.constexpr):
+    tl.store(out, config)
+
+
+def named_args(out, args, BLOCK: tl.constexpr):
+    tl.store(out, args)
+
+
+def named_fn(out, fn, BLOCK: tl.constexpr):
+    tl.store(out, fn)
+
+
+def named_values(out, values, BLOCK: tl.constexpr):
+    tl.store(out, values)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Heuristics
 
-from safetune.launch.call_shape import heuristic_values, named_arguments
+from safetune.launch.call_shape import heuristic_values, named_arguments, own_heuristics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,11 +48,11 @@ def test_a_heuristic_sees_the_values_of_those_before_it(outer: bool) -> None:
     assert named == {"x": 0, "n": 4, "BLOCK": 1}
 
 
-def test_an_exact_walk_stops_at_a_subclass_that_may_launch_otherwise() -> None:
+def test_a_tuners_own_heuristics_end_at_a_subclass_that_may_launch_otherwise() -> None:
     subclass = above(kernel, Subclass, TWICE=lambda given: 1)
     decorated = above(subclass, BLOCK=lambda given: 2)
 
-    assert heuristic_values(decorated, {}, exact=True) == (subclass, {"BLOCK": 2})
+    assert own_heuristics(decorated) == (subclass, [decorated])
     assert heuristic_values(decorated, {}) == (kernel, {"BLOCK": 2, "TWICE": 1})
 
 

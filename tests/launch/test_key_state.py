@@ -125,8 +125,8 @@ class TestDecision:
         state.set_choice(FIRST)
         assert state.reject("odd", FIRST) == [FIRST]
         state.substitute("odd", SECOND)
-        assert state.allowed(FIRST, lambda _: "odd") is SECOND
-        assert state.allowed(FIRST, lambda _: "even") is FIRST
+        assert state.allowed(FIRST, lambda: "odd") is SECOND
+        assert state.allowed(FIRST, lambda: "even") is FIRST
         assert state.decision() == Decision(FIRST, Reason.CHOICE)
         assert states.hits == {}, "not every call can launch it"
         assert states.choices == {"key": FIRST}
@@ -140,13 +140,13 @@ class TestDecision:
         state.reject("odd", FIRST)
         state.substitute("odd", ValueError("too large"))
         with pytest.raises(ValueError, match="too large"):
-            state.allowed(FIRST, lambda _: "odd")
+            state.allowed(FIRST, lambda: "odd")
 
     def test_specialisations_are_computed_only_where_one_was_rejected(
         self, state: KeyState
     ) -> None:
         state.set_choice(FIRST)
-        assert state.allowed(FIRST, lambda _: pytest.fail("not needed")) is FIRST
+        assert state.allowed(FIRST, lambda: pytest.fail("not needed")) is FIRST
 
     def test_launches_are_forgotten_when_a_known_one_changes(
         self, tuner: Tuner, state: KeyState

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import TracingError, prepare, safetune, triton_internals
+from safetune import TracingError, prepare, safetune, triton_launch
 from safetune.keys import tuning_key
 from safetune.keys.key_names import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
@@ -273,7 +273,7 @@ class TestInTheWay:
             return run(self, *args, **kwargs)
 
         monkeypatch.setattr(JITFunction, "run", watched)
-        monkeypatch.setattr(fast_path, "_JIT_RUN", triton_internals.own_jit_run())
+        monkeypatch.setattr(fast_path, "_JIT_RUN", triton_launch.own_jit_run())
         for _ in range(3):
             call(kernel)
         assert seen == [16] * 3

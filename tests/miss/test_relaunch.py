@@ -244,6 +244,29 @@ def test_another_heuristic_value_is_another_specialisation(
     assert len(caught) == 1
 
 
+def test_a_heuristic_is_called_once_for_each_launch_of_a_key_with_a_rejected_config(
+    copies: Any, small: Device, caught: list[warnings.WarningMessage]
+) -> None:
+    timed, said = Timed(128, 64, 32, 16), [0]
+    made = copies(*timed.hooks, blocks=BLOCKS, do_bench=timed.bench)
+    asked: list[int] = []
+
+    def flag(named: dict[str, Any]) -> int:
+        asked.append(named["BLOCK"])
+        return said[0]
+
+    made.tuner.fn = triton.heuristics({"FLAG": flag})(made.tuner.fn)
+    dst, src = torch.zeros(100), torch.ones(100)
+    made.tuner[(8,)](dst, src, 100)
+    small.limit, said[0] = 32, 1
+    made.tuner[(8,)](dst, src, 100)
+    said[0] = 0
+    asked.clear()
+    for _ in range(3):
+        made.tuner[(8,)](dst, src, 100)
+    assert asked == [128] * 3
+
+
 def test_with_mode_off_nothing_is_caught(
     copies: Any, small: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,9 +285,8 @@ def test_calls_that_triton_compiles_again_have_other_specialisations(copies: Any
     memory = torch.zeros(128)
 
     def kind(dst: Any, n: Any, flag: Any = 0, **options: Any) -> Any:
-        kwargs = {"FLAG": flag, "grid": (1,), **options}
-        shape = tuner.shapes.of((dst, memory, n), kwargs)
-        return specialisation(tuner, shape, tuner.configs[0], (dst, memory, n), kwargs)
+        passed = dict(zip(tuner.arg_names, (dst, memory, n), strict=False))
+        return specialisation(tuner, {**passed, "FLAG": flag, **options})
 
     assert kind(memory, 100) == kind(memory.clone(), 116)
     different = [

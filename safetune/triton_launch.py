@@ -1,0 +1,175 @@
+"""The part of `triton_internals` for known launches: the launcher, and what may be in its way."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from safetune.triton_internals import NEWEST, Function, version
+
+_UNSET = object()
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How a compiled kernel is launched: `run(x, y, z, stream, *head, *arguments)`.
+
+    With `together` the kernel's own arguments are one tuple.
+    """
+
+    run: Function
+    head: tuple[Any, ...]
+    together: bool
+
+
+def launcher(kernel: Any, with_scratch: Function) -> Launcher | None:
+    """Return how to launch a kernel where there are no hooks; None where only Triton knows.
+
+    `with_scratch` calls its first argument, with an allocator for scratch memory.
+    """
+    run, metadata = kernel.run, kernel.metadata
+    if getattr(metadata, "profile_scratch_size", 0):
+        return None
+    packed, function, hooks = kernel.packed_metadata, kernel.function, (None, None, None)
+    if getattr(metadata, "global_scratch_size", 0):
+        return Launcher(functools.partial(with_scratch, run), (function, packed, *hooks), False)
+    known = version() <= NEWEST and type(run).__module__ == "triton.backends.nvidia.driver"
+    if not known or getattr(run, "gsan_enabled", False) or not has_own(type(run), "__call__"):
+        return Launcher(run, (function, packed, *hooks), False)
+    # Below CudaLauncher.__call__, which only provides scratch memory.
+    start = (function, run.launch_cooperative_grid, run.launch_pdl)
+    if not hasattr(run, "arg_annotations"):  # Triton 3.6
+        return Launcher(run.launch, (*start, None, None, packed, *hooks), False)
+    ends = (None, None, run.arg_annotations, run.kernel_signature)
+    return Launcher(run.launch, (*start, packed, *hooks, *ends), True)
+
+
+def has_own(cls: Any, method: str) -> bool:
+    """Whether a method of a class of Triton's is Triton's own: no tool has replaced it."""
+    function = getattr(cls, method)
+    return getattr(function, "__globals__", None) is vars(sys.modules[cls.__module__])
+
+
+def own_jit_run() -> Any:
+    """Return Triton's own `JITFunction.run`; None where a tool has replaced it."""
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction.run if has_own(JITFunction, "run") else None
+
+
+def has_hook_chains() -> bool:
+    """Whether the hooks around a launch are lists, which can be seen to be empty."""
+    from triton import knobs
+
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return all(isinstance(hook, knobs.HookChain) for hook in hooks)
+
+
+#: A switch of Triton 3.9 that decides the code which is generated.
+_FPSAN = "fpsan_homomorphic_casts"
+
+#: Python expressions over `launch_names` and, in the second, a `device`: what is in the way of a
+#: launch past Triton's own path; what Triton has compiled; and whether Triton would refuse.
+_IN_THE_WAY = (
+    "runtime.launch_enter_hook is not enter or enter.calls"
+    " or runtime.launch_exit_hook is not leave or leave.calls"
+    " or runtime.debug is not debug or jit.debug is not own_debug"
+    " or compilation.instrumentation_mode != instrumentation"
+    " or runtime.add_stages_inspection_hook is not None"
+    " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
+    " or CudaLauncher.__call__ is not launcher_call"
+)
+_OTHER_FPSAN = " or (fpsan(fpsan_name), environ(fpsan_variable)) != sanitized"
+COMPILED = "jit.device_caches[device][0].get(binary)"
+REFUSED = "jit.used_global_vals and changed(jit.used_global_vals)"
+
+
+def in_the_way() -> str:
+    """Return the Python expression that says whether Triton's own path has to launch."""
+    from triton import knobs
+
+    has_fpsan = _FPSAN in vars(type(knobs.compilation))
+    return _IN_THE_WAY + (
+        " or (fpsan(fpsan_name), environ(fpsan_variable)) != sanitized" if has_fpsan else ""
+    )
+
+
+def switches(jit: Any) -> tuple[Any, ...]:
+    """Return the values that the first expression compares, but for hooks."""
+    from triton import knobs
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    compilation = knobs.compilation
+    return (
+        knobs.runtime.debug,
+        jit.debug,
+        compilation.instrumentation_mode,
+        _fpsan(compilation.__dict__),
+        CudaLauncher.__call__,
+    )
+
+
+def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
+    """Return the names in the expressions above, with the switches as they are now."""
+    from triton import knobs
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.runtime.jit import JITFunction
+
+    return {
+        "CudaLauncher": CudaLauncher,
+        "launcher_call": CudaLauncher.__call__,
+        "jit": jit,
+        "overridden": vars(jit),
+        "own_debug": jit.debug,
+        "JITFunction": JITFunction,
+        "jit_run": jit_run,
+        "runtime": knobs.runtime,
+        "compilation": knobs.compilation,
+        "enter": knobs.runtime.launch_enter_hook,
+        "leave": knobs.runtime.launch_exit_hook,
+        "debug": knobs.runtime.debug,
+        "instrumentation": knobs.compilation.instrumentation_mode,
+        "fpsan": knobs.compilation.__dict__.get,
+        "fpsan_name": _FPSAN,
+        "environ": _ENVIRONMENT.get,
+        "fpsan_variable": _FPSAN_VARIABLE,
+        "sanitized": _fpsan(knobs.compilation.__dict__),
+        "changed": _changed,
+    }
+
+
+#: `os.environ` without its encoding, which takes as long as the rest of a launch.
+_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_FPSAN_VARIABLE: Any = getattr(os.environ, "encodekey", str)("TRITON_FPSAN_HOMOMORPHIC_CASTS")
+
+
+def _fpsan(compilation: Mapping[str, Any]) -> Any:
+    """Return the values that decide the switch; Triton 3.9 reads the environment at each launch."""
+    return compilation.get(_FPSAN), _ENVIRONMENT.get(_FPSAN_VARIABLE)
+
+
+def _changed(used: Mapping[Any, Any]) -> bool:
+    """Whether a global that the kernel uses has changed, so that Triton would refuse to launch."""
+    for (name, _), (value, names) in used.items():
+        found = names.get(name, _UNSET)
+        if found is not value and found != value:  # a comparison of constexprs is slow
+            return True
+    return False
+
+
+def binary_name(jit: Any, device: Any, kernel: Any) -> Any | None:
+    """Return the key of a binary in Triton's cache of a device; None if it is not there."""
+    if device not in jit.device_caches:
+        return None
+    binaries = jit.device_caches[device][0]
+    return next((name for name, binary in binaries.items() if binary is kernel), None)
+
+
+def set_by_run(jit: Any) -> bool:
+    """Whether a parameter has the name of an option that Triton's `run` sets itself."""
+    code = getattr(type(jit).run, "__code__", None)
+    return code is None or not {*jit.arg_names}.isdisjoint(code.co_consts)
