@@ -198,14 +198,13 @@ class Settings:
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        directory = _get("SAFETUNE_CACHE_DIR")
         world_size = max(_number(_get("WORLD_SIZE")), _distributed_size())
         return cls(
             mode=parse_choice(Mode, "SAFETUNE_MODE", _get("SAFETUNE_MODE", "tune")),
             phantom=parse_choice(
                 PhantomPolicy, "SAFETUNE_PHANTOM", _get("SAFETUNE_PHANTOM", "drop")
             ),
-            cache_dir=Path(os.path.expanduser(directory)) if directory else _default_cache_dir(),
+            cache_dir=_directory(_get("SAFETUNE_CACHE_DIR") or _default_cache_dir()),
             world_size=world_size,
             capture_miss=parse_choice(
                 CaptureMissPolicy,
@@ -214,7 +213,7 @@ class Settings:
             ),
             copy_limit=parse_size("SAFETUNE_COPY_LIMIT", _get("SAFETUNE_COPY_LIMIT", "2GiB")),
             packs=tuple(
-                Path(part).expanduser() for part in _get("SAFETUNE_PACKS").split(os.pathsep) if part
+                _directory(part) for part in _get("SAFETUNE_PACKS").split(os.pathsep) if part
             ),
             shared=check_url(_get("SAFETUNE_SHARED")),
             local_world_size=_number(_get("LOCAL_WORLD_SIZE", str(world_size))),
@@ -254,8 +253,25 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 1
 
 
-def _default_cache_dir() -> Path:
+def _working_directory() -> str:
     try:
-        return Path(platformdirs.user_cache_dir("safetune", appauthor=False))
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return os.sep
+
+
+#: A relative directory in a variable is below this one, wherever the program goes later.
+_START = _working_directory()
+
+
+def _directory(name: str) -> Path:
+    """Return a directory as an absolute path; as it is where there is no such home directory."""
+    path = os.path.expanduser(name)
+    return Path(path if path.startswith("~") else os.path.normpath(os.path.join(_START, path)))
+
+
+def _default_cache_dir() -> str:
+    try:
+        return platformdirs.user_cache_dir("safetune", appauthor=False)
     except RuntimeError:  # without a home directory; opening the store reports it
-        return Path("~", ".cache", "safetune")
+        return os.path.join("~", ".cache", "safetune")

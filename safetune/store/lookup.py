@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import threading
 import warnings
 import weakref
@@ -248,8 +247,6 @@ def open_lookup(settings: Settings) -> Lookup:
         InvalidSetting: no kind of shared store can open SAFETUNE_SHARED. Never `StoreError`.
     """
     directory = settings.cache_dir
-    if not directory.parts[0].startswith("~"):  # no home directory: opening the store reports it
-        directory = Path(os.path.abspath(directory))
     frozen = settings.mode is Mode.FROZEN
     identity = (directory, settings.shared, settings.packs, frozen)
     with _opening:

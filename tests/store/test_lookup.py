@@ -257,3 +257,22 @@ def test_related_choices_in_memory_are_found_where_the_store_is_broken(guarded, 
     connection.executescript("DROP TABLE choice")
     connection.close()
     assert [related.choice.key for related in guarded.related("kernel", "device")] == ["kept"]
+
+
+def test_a_relative_directory_stays_where_it_was_at_the_import(tmp_path, children, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("SAFETUNE_CACHE_DIR", "SAFETUNE_PACKS"):
+        monkeypatch.setenv(name, "./here")
+    output = children.run(
+        "import safetune\n"
+        "os.chdir('elsewhere')\n"
+        "from safetune.settings import Settings\n"
+        "from safetune.store.lookup import open_lookup\n"
+        "opened = open_lookup(Settings.current())\n"
+        "os.chdir('/')\n"
+        "assert open_lookup(Settings.current()) is opened\n"
+        "print(opened.store.path, *Settings.current().packs)",
+        "unused",
+    )
+    assert output.split() == [str(tmp_path / "here" / "safetune.db"), str(tmp_path / "here")]

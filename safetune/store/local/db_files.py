@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 import stat
 import threading
@@ -121,7 +122,9 @@ def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException)
     with _locked(path, exclusive=True, wait_s=_WAIT_S):
         if found is None or identity(path) != found:
             return
-        aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}-{os.getpid()}")
+        last = max(map(_stamp, moved(path)), default=0)  # the clock may have been set back since
+        stamp = max(time.time_ns(), last + 1)
+        aside = path.with_name(f"{path.name}.corrupt-{stamp}-{os.getpid()}")
         for log in (*LOGS, ""):  # the database last: until then all of it can be done again
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path.with_name(path.name + log), aside.with_name(aside.name + log))
@@ -168,8 +171,18 @@ def remove(aside: Path) -> None:
 
 def moved(path: Path) -> list[Path]:
     """Return the databases that were moved aside from here, the oldest first."""
-    found = path.parent.glob(f"{path.name}.corrupt-*")
-    return sorted(each for each in found if not each.name.endswith(LOGS))
+    return sorted(filter(_stamp, path.parent.glob(f"{path.name}.corrupt-*-*")), key=_stamp)
+
+
+def moved_at(aside: Path) -> float:
+    """Return when a database was moved aside, in seconds since the epoch."""
+    return _stamp(aside) / 1e9
+
+
+def _stamp(aside: Path) -> int:
+    """Return the time in a name, in nanoseconds; 0 for a log and for any other file."""
+    named = re.search(r"\.corrupt-([0-9]+)-[0-9]+$", aside.name)
+    return int(named[1]) if named else 0
 
 
 @contextlib.contextmanager

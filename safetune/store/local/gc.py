@@ -93,7 +93,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
                 database.execute(statement)
     files = []
     if path is not None and rule.before is not None:
-        files = [file for file in db_files.moved(path) if file.lstat().st_mtime < rule.before]
+        files = [file for file in db_files.moved(path) if db_files.moved_at(file) < rule.before]
     if not dry_run:
         for file in files:
             db_files.remove(file)

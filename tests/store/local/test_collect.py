@@ -130,10 +130,11 @@ def test_rows_without_a_key_and_keys_whose_owner_died_go_too(filled, children) -
 
 
 def test_old_databases_that_were_kept_aside_go(filled) -> None:
-    old, new = (Path(f"{filled.path}.corrupt-{n}-1") for n in (1, 2))
+    """By the time when they were moved: the last write may have been long before that."""
+    old, new = (Path(f"{filled.path}.corrupt-{n * DAY * 10**9:.0f}-1") for n in (2, 4))
     for path in (old, new):
         path.touch()
-    os.utime(old, (0, 0))
+        os.utime(path, (0, 0))
     assert gc.sweep(filled, Rule(before=3 * DAY), dry_run=True).files == 1
     gc.sweep(filled, Rule(before=3 * DAY), dry_run=False)
     assert (old.exists(), new.exists()) == (False, True)

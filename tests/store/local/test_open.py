@@ -56,8 +56,8 @@ def test_the_migrations_make_the_tables_that_rows_describes(store):
     connection = sqlite3.connect(store.path)
     for table in rows.TABLES:
         found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
-        beside = ["checksum", "origin"] if table is rows.CHOICE else ["checksum"]
-        assert [name for _, name, *_ in found] == [*table.columns, *beside]
+        beside = {"checksum", "origin"} if table is rows.CHOICE else {"checksum"}
+        assert {name for _, name, *_ in found} == {*table.columns, *beside}
         order = sorted((position, name) for _, name, _, _, _, position in found if position)
         assert [name for _, name in order] == list(table.primary_key)
     connection.close()
@@ -285,3 +285,37 @@ assert len(store.choices()) == 1
 {LOADED}
 """
     assert children.run(script, store.path.parent) == "[]\n"
+
+
+def test_a_database_is_kept_that_is_moved_aside_after_the_clock_was_set_back(tmp_path, monkeypatch):
+    """Regression: it sorted first, and was deleted while the warning said where it is."""
+    named = []
+    for times in range(5):
+        Store.open(tmp_path).close()
+        (tmp_path / "safetune.db").write_bytes(b"rubbish" * 1000)
+        if times == 3:
+            monkeypatch.setattr("time.time_ns", lambda: 10**18)
+        with pytest.warns(UserWarning, match="is renamed to") as caught:
+            Store.open(tmp_path).close()
+        named.append(str(caught[0].message).partition("renamed to ")[2].partition(",")[0])
+    assert [str(path) for path in db_files.moved(tmp_path / "safetune.db")] == named[2:]
+
+
+@pytest.mark.parametrize("gone", [(), ("-shm",), ("-shm", ".lock")])
+def test_reading_alone_writes_nothing_beside_what_a_killed_writer_left(tmp_path, children, gone):
+    directory = tmp_path / "cache"
+    children.run(
+        "store = Store.open(directory)\nstore.put_choice(choice('c1'))\nos._exit(0)", directory
+    )
+    for suffix in gone:
+        (directory / f"safetune.db{suffix}").unlink()
+
+    def files():
+        return {path.name: (path.stat(), path.read_bytes()) for path in directory.iterdir()}
+
+    before = {name: (status.st_mtime_ns, data) for name, (status, data) in files().items()}
+    opened = Store.open_read_only(directory / "safetune.db")
+    found = opened.choice("key")
+    opened.close()
+    assert found is not None
+    assert {name: (status.st_mtime_ns, data) for name, (status, data) in files().items()} == before
