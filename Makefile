@@ -59,6 +59,13 @@ faults: env  ## Run every named fault and print the table; fails if a row fails 
 store-faults: env  ## Cause every fault of the store many times, and count lost rows
 	TRITON_INTERPRET=1 $(VENV)/bin/python tests/store/local/faults/table.py $(STORE_FAULTS_ARGS)
 
+# FUZZ_SEED=n FUZZ_LAUNCHES=m repeats a run; a failure prints the FUZZ_CASE that shows it.
+.PHONY: fuzz
+fuzz: env  ## Compare 100,000 random launches, hooks and changes with stock Triton's
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m tests.fuzz $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) \
+	    $(if $(FUZZ_LAUNCHES),--launches $(FUZZ_LAUNCHES)) $(if $(FUZZ_MODE),--mode $(FUZZ_MODE)) \
+	    $(if $(FUZZ_CASE),--case '$(FUZZ_CASE)') $(FUZZ_ARGS)
+
 .PHONY: ownership
 ownership: env  ## Check which program writes each element of the norms, for every case of statement C6
 	SAFETUNE_TEST_FULL=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/verify/test_shipped_kernels.py

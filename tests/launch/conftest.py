@@ -62,9 +62,11 @@ class Machine:
     def get_current_target(self) -> GPUTarget:
         return TARGET
 
-    def kernel_of(self, function: Any) -> JITFunction:
+    def kernel_of(
+        self, function: Any, kind: type[JITFunction] = JITFunction, **options: Any
+    ) -> JITFunction:
         """A Triton kernel of a function, that is launched here."""
-        jit = JITFunction(function)
+        jit = kind(function, **options)
 
         def compile_stub(src: ASTSource, target: Any, options: dict[str, Any]) -> CompiledKernel:
             return self._binary(src, options)
