@@ -15,7 +15,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.errors import InvalidConfig, InvalidSetting
+from safetune.errors import InvalidConfig, InvalidSetting, with_nearest
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import function_digest
 
@@ -86,9 +86,9 @@ def check_configs(
         kwargs = config.kwargs
         if unknown := [n for n in kwargs if n not in parameters and n not in backend_options()]:
             raise InvalidConfig(
-                f"configs[{position}] of {kernel_name} sets {', '.join(map(repr, unknown))}, which "
-                f"is neither a parameter of the kernel ({', '.join(parameters)}) nor a back-end "
-                "option"
+                f"configs[{position}] of {kernel_name} sets {with_nearest(unknown, parameters)}, "
+                f"which is neither a parameter of the kernel ({', '.join(parameters)}) nor a "
+                "back-end option"
             )
         if config in checked:
             warnings.warn(
@@ -138,7 +138,8 @@ def check_names(
         if unknown:
             raise InvalidSetting(
                 f"{parameter} of {kernel} contains names that are not kernel arguments: "
-                f"{', '.join(unknown)}. Valid argument names are: {', '.join(arg_names)}."
+                f"{with_nearest(unknown, arg_names)}. "
+                f"Valid argument names are: {', '.join(arg_names)}."
             )
 
 

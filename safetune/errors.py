@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from safetune.outcome import TRANSIENT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from safetune.outcome import Outcome
 
@@ -145,3 +145,15 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
         super().__init__(
             f"none of the {len(self.outcomes)} configs of {kernel} works for {key}{before}:\n{rows}"
         )
+
+
+def with_nearest(names: Iterable[object], known: Iterable[str]) -> str:
+    """Return wrong names as text for a message, each with the known name that is nearest."""
+    import difflib  # only for an error
+
+    by_lower = {name.lower(): name for name in known}
+    texts = []
+    for name in names:
+        near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+        texts.append(f"{name!r}{''.join(f' (did you mean {by_lower[n]!r}?)' for n in near)}")
+    return ", ".join(texts)

@@ -6,10 +6,12 @@ change the environment at any time before the first launch of a key.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import TypeVar
 
 import platformdirs
 
-from safetune.errors import InvalidSetting
+from safetune.errors import InvalidSetting, with_nearest
 
 
 class Mode(str, Enum):
@@ -51,6 +53,16 @@ class CaptureMissPolicy(str, Enum):
     FALLBACK = "fallback"
     ERROR = "error"
 
+
+#: Every variable that is read here or by the tests.
+VARIABLES = frozenset(
+    f"SAFETUNE_{name}"
+    for name in (
+        *("CACHE_DIR", "CAPTURE_MISS", "COPY_LIMIT", "FAST_LAUNCH", "INSTALL", "KEEP", "MODE"),
+        *("PACKS", "PHANTOM", "SHARED", "WAIT"),
+        *("TEST_EXAMPLES", "TEST_FULL", "TEST_LAUNCHES", "TEST_TENTH"),
+    )
+)
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -198,7 +210,8 @@ class Settings:
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        world_size = max(_number(_get("WORLD_SIZE")), _distributed_size())
+        _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
+        world_size = max(_number("WORLD_SIZE", 1), _distributed_size())
         return cls(
             mode=parse_choice(Mode, "SAFETUNE_MODE", _get("SAFETUNE_MODE", "tune")),
             phantom=parse_choice(
@@ -216,7 +229,7 @@ class Settings:
                 _directory(part) for part in _get("SAFETUNE_PACKS").split(os.pathsep) if part
             ),
             shared=check_url(_get("SAFETUNE_SHARED")),
-            local_world_size=_number(_get("LOCAL_WORLD_SIZE", str(world_size))),
+            local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
             wait_s=parse_seconds("SAFETUNE_WAIT", _get("SAFETUNE_WAIT", "120")),
             fast_launch=_switch("SAFETUNE_FAST_LAUNCH", _get("SAFETUNE_FAST_LAUNCH", "1")),
         )
@@ -248,9 +261,23 @@ def _distributed_size() -> int:
     return int(distributed.get_world_size()) if initialised else 1
 
 
-def _number(text: str) -> int:
-    """Return the number in a variable that is not ours; 1 where it is not a number."""
-    return int(text) if text.isdecimal() else 1
+def _number(name: str, default: int) -> int:
+    """Return the number in a variable that a launcher sets, not ours."""
+    text = _get(name, str(default))
+    if not (text.isdecimal() and int(text) > 0):
+        _warn(f"{name}={text!r} is not a number of processes; safetune takes it as {default}")
+        return default
+    return int(text)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    warnings.warn(f"safetune: {text}", stacklevel=2)
+
+
+def _warn_of_unknown(names: frozenset[str]) -> None:
+    if names:
+        _warn(f"{with_nearest(sorted(names), VARIABLES)} is set; there is no such variable")
 
 
 def _working_directory() -> str:

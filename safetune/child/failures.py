@@ -28,7 +28,6 @@ def of_compile(error: BaseException) -> Outcome:
 
 def of_launch(error: BaseException) -> Outcome:
     """Return the outcome of a config whose launch raised this; looks if the context still works."""
-    import torch
     from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -36,12 +35,19 @@ def of_launch(error: BaseException) -> Outcome:
         return _outcome(Verdict.OUT_OF_RESOURCES, error)
     if isinstance(error, (CompilationError, CompileTimeAssertionFailure, PTXASError)):
         return _outcome(Verdict.COMPILE_ERROR, error)
-    refused = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-    if refused or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if is_lack_of_memory(error):
         return _outcome(Verdict.NO_MEMORY, error)
     if not backend.all_work():
         return _outcome(Verdict.ILLEGAL_ACCESS, error)
     return _outcome(Verdict.LAUNCH_ERROR, error)
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is short, which may pass."""
+    import torch
+
+    refused = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    return refused or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def _outcome(verdict: Verdict, error: BaseException) -> Outcome:

@@ -20,6 +20,7 @@ import torch
 
 from safetune.child import compare
 from safetune.child.arguments import Arguments
+from safetune.errors import InvalidSetting
 from safetune.inputs.spans import TensorSpec, aligned, view_of
 from safetune.isolation.protocol import MAX_GROUPS, Group, OutputReport
 
@@ -71,18 +72,25 @@ class OutputCheck:
                 first.setdefault(view, index)
         self._compared = list(first.values())
 
-    def expect(self, expected: Mapping[str, Any]) -> None:
-        """Compare every later launch with these values, by argument name; raises `ValueError`."""
+    def expect(self, expected: Mapping[str, Any], what: str) -> None:
+        """Compare every later launch with these values, by argument name.
+
+        Raises `InvalidSetting`, which says of `what`, where one is not a value of its argument.
+        """
         for name, value in expected.items():
             owners = enumerate(self._names)
             index = next((i for i, names in owners if name in names.split(", ")), None)
             if index is None:
-                raise ValueError(f"reference= returned {name!r}, which is not a tensor argument")
+                raise InvalidSetting(f"{what} returned {name!r}, which is not a tensor argument")
             mine = self._arguments.tensors[index]
-            theirs = torch.as_tensor(value).detach().to(mine.dtype)
+            try:
+                theirs = torch.as_tensor(value).detach().to(mine.dtype)
+            except (TypeError, ValueError) as error:
+                kind = type(value).__name__
+                raise InvalidSetting(f"{what} returned a {kind} for {name}: {error}") from error
             if theirs.shape != mine.shape:
                 shapes = f"{tuple(theirs.shape)} for {name}, whose shape is {tuple(mine.shape)}"
-                raise ValueError(f"reference= returned a tensor of shape {shapes}")
+                raise InvalidSetting(f"{what} returned a tensor of shape {shapes}")
             self._expected[index] = theirs.clone()
 
     def examine(self, launch: Callable[[], object], groups: Sequence[Group]) -> OutputReport:

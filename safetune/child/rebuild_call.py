@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from triton.runtime.autotuner import Config
 
+from safetune.child import failures
 from safetune.child.arguments import Arguments
-from safetune.errors import InvalidSetting
+from safetune.errors import InvalidSetting, with_nearest
 from safetune.inputs import kernel_pickle, pointers
 from safetune.inputs.call import Call
 from safetune.inputs.snapshot import Snapshot
 from safetune.inputs.spans import Absent, Layout
+from safetune.keys.kernel_digest import base_function
 
 
 def rebuild(layout: Layout, blob: bytes, fd: int) -> tuple[Arguments, Call, list[Config], Any]:
@@ -48,40 +50,56 @@ def rebuild(layout: Layout, blob: bytes, fd: int) -> tuple[Arguments, Call, list
     return arguments, replace(call, args=args, kwargs=kwargs), configs, kept
 
 
+def values_of(call: Call, parameter: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `inputs=` or `reference=` gives for these arguments, by name.
+
+    Raises `InvalidSetting` where it raises, or does not return values by argument name: that is a
+    mistake in the program, which trying again does not cure.
+    """
+    function = getattr(call.hooks, parameter)
+    what = described(call, parameter)
+    try:
+        returned: Any = function(dict(arguments))
+    except (Exception, SystemExit) as error:
+        if failures.is_lack_of_memory(error):
+            raise
+        raise InvalidSetting(f"{what} raised {type(error).__name__}: {error}") from error
+    if not isinstance(returned, Mapping):
+        raise InvalidSetting(f"{what} returned {returned!r:.80}, not values by argument name")
+    if unknown := [name for name in returned if name not in arguments]:
+        raise InvalidSetting(
+            f"{what} returned a value for {with_nearest(unknown, arguments)}, and the call passes "
+            f"no such argument; it passes {', '.join(arguments)}"
+        )
+    return dict(returned)
+
+
+def described(call: Call, parameter: str) -> str:
+    """Return a parameter of the decorator and its kernel, for messages."""
+    return f"{parameter}= of {base_function(call.kernel)[1].__name__}"
+
+
 def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:
     """Call the factory and check what it returns."""
-    factory = call.hooks.inputs
-    assert factory is not None
-    named = call.named()
+    named, what = call.named(), described(call, "inputs")
     torch.manual_seed(0)
-    try:
-        returned: Any = factory(dict(named))
-    except Exception as error:
-        raise InvalidSetting(f"inputs= raised {type(error).__name__}: {error}") from error
-    if not isinstance(returned, Mapping):
-        raise InvalidSetting(f"inputs= returned {returned!r:.80}, not values by argument name")
-    made = dict(returned)
+    made = values_of(call, "inputs", named)
     needed = [name for name, value in named.items() if _has_meta(value)]
     if missing := [name for name in needed if name not in made or _has_meta(made[name])]:
-        raise InvalidSetting(f"inputs= returned no value for {', '.join(missing)}")
-    if unknown := [str(name) for name in made if name not in named]:
-        raise InvalidSetting(
-            f"inputs= returned a value for {', '.join(unknown)}, and the call passes no such "
-            f"argument; it passes {', '.join(named)}"
-        )
+        raise InvalidSetting(f"{what} returned no value for {', '.join(missing)}")
     for name in needed:
         if isinstance(named[name], torch.Tensor):
-            _check_kind(name, absent[id(named[name])], made[name])
+            _check_kind(what, name, absent[id(named[name])], made[name])
     return made
 
 
-def _check_kind(name: str, expected: Absent, value: Any) -> None:
+def _check_kind(what: str, name: str, expected: Absent, value: Any) -> None:
     """The kernel is compiled for the caller's types and runs on the caller's kind of device."""
     wanted, got = f"torch.{expected.dtype} tensor on {expected.device}", type(value).__name__
     if isinstance(value, torch.Tensor):
         got = f"{value.dtype} tensor on {value.device.type}"
     if got != wanted:
-        raise InvalidSetting(f"inputs= returned a {got} for {name}, which is a {wanted}")
+        raise InvalidSetting(f"{what} returned a {got} for {name}, which is a {wanted}")
 
 
 def _has_meta(value: Any) -> bool:

@@ -47,7 +47,10 @@ class Session:
             self._arguments, names, call.hooks.scratch, job.atomics, results_fd
         )
         if call.hooks.reference is not None:
-            self._outputs.expect(call.hooks.reference(dict(self._named)))
+            self._outputs.expect(
+                rebuild_call.values_of(call, "reference", self._named),
+                rebuild_call.described(call, "reference"),
+            )
 
     def spec_of(self, config: int) -> tuple[Answer, bytes]:
         """Return what a compiler needs for a config, after its heuristics and hooks have run."""

@@ -11,6 +11,7 @@ from triton.runtime.autotuner import Heuristics
 from safetune.errors import InvalidSetting
 from safetune.frontend.autotuner import Autotuner, kernel_name
 from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.key_names import lenient
 from safetune.tuning.requests import Limits
 
 
@@ -86,6 +87,7 @@ def safetune(
 autotune = safetune
 
 
+@lenient()
 def take_over(kernel: Any) -> Any:
     """Apply bare `@safetune` above `@triton.autotune`, heuristics over it, or `@triton.jit`.
 

@@ -25,7 +25,7 @@ from safetune import forks, triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend import observers
 from safetune.integrations.install_report import Installation
-from safetune.keys.key_names import logged
+from safetune.keys.key_names import lenient, logged
 from safetune.settings import Settings
 
 _one_at_a_time = threading.Lock()
@@ -76,7 +76,7 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
 
         def decorate(fn: Any) -> Any:
             try:
-                with logged():
+                with logged(), lenient():
                     tuner = safetune(*args, **kwargs)(fn)
             except (SafetuneError, TypeError, Warning) as error:  # warnings may be made errors
                 installation.refused[kernel_name(fn)] = str(error).partition("\n")[0]

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from safetune.errors import WorkerUnavailable
+from safetune.errors import InvalidSetting, WorkerUnavailable
 from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.protocol import Answer, Budget, Group, OutputReport, Prepare
@@ -145,10 +145,13 @@ class MeasuringChild:
         try:
             outcome = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))[0].outcome
             reason = None if outcome.ok else outcome.message
+            mistaken = outcome.detail == InvalidSetting.__name__
         except ChildFailed as failure:
-            reason = str(failure)
+            reason, mistaken = str(failure), False
         if reason is not None:
             child.kill()
+            if mistaken:
+                raise InvalidSetting(reason)
             raise WorkerUnavailable(f"a tuning process could not rebuild the call: {reason}")
         return child
 

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 from safetune.collection import no_collection
-from safetune.errors import InvalidSetting, PhantomKey
+from safetune.errors import InvalidSetting, PhantomKey, with_nearest
 from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
 from safetune.keys.callback_usage import set_above, usage_in_callbacks
 from safetune.keys.grid_usage import usage_in_grids
@@ -36,7 +36,7 @@ _BUCKET = re.compile(r"bucket|^cache_key_|^autotune_|_key$", re.IGNORECASE)
 
 
 class PhantomKeyWarning(UserWarning):
-    """A key has a name that nothing reads, or that is not a parameter of the kernel."""
+    """A key has a name that nothing reads; or, of a library's tuner, an unknown name."""
 
 
 class NameKind(str, Enum):
@@ -51,6 +51,9 @@ class NameKind(str, Enum):
     KEPT = "kept"
     PHANTOM = "phantom"
 
+
+#: The names in `prune_configs_by`.
+_PRUNING = ("early_config_prune", "perf_model", "top_k")
 
 _DROPPED = (NameKind.UNKNOWN, NameKind.PHANTOM)
 
@@ -133,17 +136,21 @@ def classify(
         callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
 
     Raises:
-        InvalidSetting: `key` is a single name, `keep` has a name that `key` lacks, or `kernel` is
-            not a Triton kernel.
+        InvalidSetting: `key` is a single name or has one that is not a parameter, `keep` has a
+            name that `key` lacks, `prune_configs_by` an unknown one, or `kernel` is not a Triton
+            kernel.
         PhantomKey: nothing reads a name, under the policy `error`.
     """
     with no_collection():
         facts = _Kernel(kernel, list(configs), callbacks)
         keep = _names("keep", keep)
         names = facts.automatic_key() if key == "auto" else _names("key", key)
+        _check_known("key", names, list(facts.parameters), facts)
+        _check_known("prune_configs_by", callbacks.get("prune_configs_by") or (), _PRUNING, facts)
         if stray := [name for name in keep if name not in names]:
             raise InvalidSetting(
-                f"keep={keep} of {facts.name} has {', '.join(stray)}, which is not in key={names}"
+                f"keep={keep} of {facts.name} has {with_nearest(stray, names)}, which is not in "
+                f"key={names}"
             )
         reports = facts.classify(names, keep, policy)
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
@@ -292,12 +299,6 @@ def _names(what: str, names: Iterable[str] | str | None) -> list[str]:
 def _report(
     report: KeyReport, phantom: Sequence[str], facts: _Kernel, policy: PhantomPolicy
 ) -> None:
-    if unknown := report.of_kind(NameKind.UNKNOWN):
-        _warn(
-            facts,
-            f"the key of {report.kernel} has {', '.join(unknown)}, which is not a parameter of the "
-            f"kernel and is ignored. The parameters are {', '.join(facts.parameters)}",
-        )
     if phantom and policy is PhantomPolicy.ERROR and not report.kept_all:
         raise PhantomKey(_phantom_text(report, phantom))
     if phantom:
@@ -306,6 +307,20 @@ def _report(
         text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tune '
         missing = ", ".join(report.missing)
         _log.info(text + "each value on its own", report.location, report.kernel, missing)
+
+
+def _check_known(what: str, names: Iterable[str], known: Sequence[str], facts: _Kernel) -> None:
+    """Raise for unknown names; of a tuner whose text the user may not be able to change, warn."""
+    unknown = [name for name in names if name not in known]
+    if not unknown:
+        return
+    text = (
+        f"{what} of {facts.name} has {with_nearest(unknown, known)}, which is not one of "
+        f"{', '.join(known)}"
+    )
+    if not _lenient.get():
+        raise InvalidSetting(text)
+    warnings.warn_explicit(f"{text}; ignored", PhantomKeyWarning, facts.file, facts.line)
 
 
 def _phantom_text(report: KeyReport, phantom: Sequence[str]) -> str:
@@ -319,6 +334,19 @@ def _phantom_text(report: KeyReport, phantom: Sequence[str]) -> str:
         f"{report.location}: the key of {report.kernel} has {', '.join(phantom)}, which nothing "
         f"reads: each new value would tune and compile again. {action}."
     )
+
+
+_lenient: ContextVar[bool] = ContextVar("safetune_unknown_names_are_ignored", default=False)
+
+
+@contextlib.contextmanager
+def lenient() -> Iterator[None]:
+    """Warn of unknown names, which Triton 3.6 ignores, instead of raising."""
+    token = _lenient.set(True)
+    try:
+        yield
+    finally:
+        _lenient.reset(token)
 
 
 _logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False)

@@ -124,6 +124,7 @@ def _yielded(
     code = inspect.unwrap(function).__code__
     location = f"{code.co_filename}:{code.co_firstlineno}"
     name = f"the workload {function.__name__} of {kernel.name}"
+    names: set[str] = set()
     try:
         for workload in function(device, dtype):
             if not isinstance(workload, Workload):
@@ -131,6 +132,12 @@ def _yielded(
                     f"{name} yielded {workload!r}; it must yield safetune.Workload(name, grid, "
                     f"args, kwargs) ({location})"
                 )
+            if workload.name in names:
+                raise WorkloadError(
+                    f"{name} yielded two workloads named {workload.name!r}; give each a name of "
+                    f"its own ({location})"
+                )
+            names.add(workload.name)
             yield workload
     except WorkloadError:
         raise

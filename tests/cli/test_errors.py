@@ -223,6 +223,17 @@ class TestWorkload:
         line = line_of(file, "def sizes")  # or its decorator's, one above
         assert any(f"({file}:{number})" in message for number in (line - 1, line))
 
+    @pytest.mark.parametrize("command", ["tune", "verify"])
+    def test_it_yields_two_of_one_name(
+        self, safetune: Any, file: Path, broken: Any, command: str
+    ) -> None:
+        """The table would have both, and --shape would choose both."""
+        broken("yield from [Workload('same', (1,), (torch.zeros(n), n)) for n in (8, 16)]")
+
+        assert safetune.error(command, file).startswith(
+            "Error: the workload sizes of add_one yielded two workloads named 'same'; give each a "
+        )
+
     def test_a_workload_that_is_not_a_generator_is_an_error(
         self, safetune: Any, file: Path, broken: Any
     ) -> None:

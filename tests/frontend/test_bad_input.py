@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from safetune import Autotuner, InvalidConfig, InvalidSetting, NoWorkingConfig, safetune
+from safetune import Autotuner, InvalidConfig, InvalidSetting, NoWorkingConfig, safetune, settings
 from safetune.keys.key_names import PhantomKeyWarning
+from safetune.settings import Settings
 
 N = 256
 CONFIGS = [triton.Config({"BLOCK": size}) for size in (32, 128)]
@@ -55,8 +57,8 @@ class TestConfigs:
             safetune(configs=[CONFIGS[0], triton.Config({"BLOKC": 64})], key=["N"])(copy_kernel)
 
         assert message(caught) == (
-            "configs[1] of copy_kernel sets 'BLOKC', which is neither a parameter of the kernel "
-            "(dst, src, N, BLOCK) nor a back-end option"
+            "configs[1] of copy_kernel sets 'BLOKC' (did you mean 'BLOCK'?), which is neither a "
+            "parameter of the kernel (dst, src, N, BLOCK) nor a back-end option"
         )
 
     @pytest.mark.parametrize("configs", [CONFIGS, CONFIGS[:1]], ids=["two", "one"])
@@ -194,8 +196,8 @@ class TestSettings:
             safetune(configs=CONFIGS, key=["N"], **{name: ["dst", "dts"]})(copy_kernel)
 
         assert message(caught) == (
-            f"{name} of copy_kernel contains names that are not kernel arguments: dts. "
-            "Valid argument names are: dst, src, N, BLOCK."
+            f"{name} of copy_kernel contains names that are not kernel arguments: 'dts' "
+            "(did you mean 'dst'?). Valid argument names are: dst, src, N, BLOCK."
         )
 
     @pytest.mark.parametrize("name", ["reset_to_zero", "restore_value", "scratch"])
@@ -234,7 +236,7 @@ class TestSettings:
         assert message(caught) == "keep='src' is one string; write keep=[\"src\"]"
 
     def test_keep_of_what_the_key_lacks(self) -> None:
-        with pytest.raises(InvalidSetting, match=r"keep=\['dst'\] of copy_kernel has dst, which"):
+        with pytest.raises(InvalidSetting, match=r"keep=\['dst'\] of copy_kernel has 'dst', which"):
             safetune(configs=CONFIGS, key=["N"], keep=["dst"])(copy_kernel)
 
     @pytest.mark.parametrize("target", [print, lambda x: x, 3])
@@ -356,14 +358,16 @@ class TestAccepted:
         assert launch(kernel, device)
         assert len(kernel.configs_timings) == 2
 
-    def test_unknown_key_names(self, device: str) -> None:
+    def test_unknown_key_names_of_a_tuner_of_tritons(self, device: str) -> None:
         """Triton 3.9 raises and 3.6 ignores them; vLLM's KDA kernel had one."""
+        tuner = triton.autotune(configs=CONFIGS, key=["N"])(copy_kernel)
+        tuner.keys = ["N", "NC"]
         with pytest.warns(PhantomKeyWarning) as caught:
-            kernel = safetune(configs=CONFIGS, key=["N", "NC"])(copy_kernel)
+            kernel = safetune(tuner)
 
         assert [str(each.message) for each in caught] == [
-            "the key of copy_kernel has NC, which is not a parameter of the kernel and is ignored. "
-            "The parameters are dst, src, N, BLOCK"
+            "key of copy_kernel has 'NC' (did you mean 'N'?), which is not one of dst, src, N, "
+            "BLOCK; ignored"
         ]
         assert isinstance(kernel, Autotuner)
         assert kernel.keys == ["N"]
@@ -374,3 +378,60 @@ class TestAccepted:
 
         assert kernel.reset_to_zero == ["dst"]
         assert launch(kernel, device)
+
+
+class TestReference:
+    """A mistake in it is one of the program: trying again later would not cure it."""
+
+    @pytest.mark.parametrize(
+        ("reference", "said"),
+        [
+            (lambda a: {"out": a["src"]}, "returned a value for 'out', and the call passes no"),
+            (lambda a: {"dts": a["src"]}, r"returned a value for 'dts' \(did you mean 'dst'\?\)"),
+            (lambda a: {"N": 3}, "returned 'N', which is not a tensor argument"),
+            (lambda a: {"dst": a["src"][:3]}, r"returned a tensor of shape \(3,\) for dst, whose"),
+            (lambda a: {"dst": "abc"}, "returned a str for dst: "),
+            (lambda a: a["src"], r"returned tensor\("),
+            (lambda a: None, "returned None, not values by argument name"),
+            (lambda a: a["scr"], "raised KeyError: 'scr'"),
+        ],
+    )
+    def test_a_reference_that_returns_something_else_is_an_error(
+        self, device: str, reference: Any, said: str
+    ) -> None:
+        kernel = safetune(configs=CONFIGS, key=["N"], reference=reference)(copy_kernel)
+        with pytest.raises(InvalidSetting, match=f"^reference= of copy_kernel {said}"):
+            launch(kernel, device)
+
+    def test_a_right_reference(self, device: str) -> None:
+        right = safetune(configs=CONFIGS, key=["N"], reference=lambda a: {"dst": a["src"]})
+        assert launch(right(copy_kernel), device)
+
+
+class TestEnvironment:
+    def test_a_misspelt_variable_is_one_warning_with_the_nearest(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SAFETUNE_MOD", "off")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Settings.current()
+            Settings.current()
+        assert [str(each.message) for each in caught] == [
+            "safetune: 'SAFETUNE_MOD' (did you mean 'SAFETUNE_MODE'?) is set; there is "
+            "no such variable"
+        ]
+
+    @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+    @pytest.mark.parametrize("value", ["abc", "0", "-2", "1.5"])
+    def test_a_number_of_processes_that_is_not_one(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        monkeypatch.setenv(name, value)
+        with pytest.warns(UserWarning, match=f"safetune: {name}='{value}' is not a number"):
+            found = Settings.current()
+        assert (found.world_size, found.local_world_size) == (1, 1)
+
+    def test_every_variable_that_is_read_is_known(self) -> None:
+        text = Path(settings.__file__).read_text()
+        assert set(re.findall(r'"(SAFETUNE_[A-Z_]+)"', text)) <= settings.VARIABLES

@@ -16,7 +16,7 @@ import pytest
 import triton
 
 from safetune.errors import InvalidSetting, PhantomKey
-from safetune.keys.key_names import KeyReport, NameKind, PhantomKeyWarning, classify
+from safetune.keys.key_names import KeyReport, NameKind, PhantomKeyWarning, classify, lenient
 from safetune.settings import PhantomPolicy
 
 _spec = importlib.util.spec_from_file_location(
@@ -64,7 +64,7 @@ def kernel(load: Load) -> Any:
 
 def quietly(*args: Any, **kwargs: Any) -> KeyReport:
     """`classify` where the warnings are not the subject."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), lenient():
         warnings.simplefilter("ignore", PhantomKeyWarning)
         return classify(*args, **{"configs": CONFIGS, **kwargs})
 
@@ -194,10 +194,36 @@ def test_the_warning_points_at_the_kernel(kernel: Any) -> None:
     assert (caught[0].filename, caught[0].lineno) == (kernel.fn.__code__.co_filename, 5)
 
 
-def test_all_unknown_names_are_in_one_warning(kernel: Any) -> None:
-    (message,) = messages(kernel, ["D", "nobody", "else"])
-    assert "has nobody, else, which is not a parameter of the kernel and is ignored" in message
-    assert "The parameters are x, count, T, D, NB," in message
+@pytest.mark.parametrize("policy", list(PhantomPolicy))
+def test_unknown_names_are_an_error_with_the_nearest_names(
+    kernel: Any, policy: PhantomPolicy
+) -> None:
+    """Misspelt, a name would merge all sizes into one choice."""
+    for keep in ([], ["t"]):
+        with pytest.raises(InvalidSetting) as caught:
+            classify(kernel, ["D", "t", "conut", "else"], configs=[], policy=policy, keep=keep)
+        assert str(caught.value).startswith(
+            "key of kernel has 't' (did you mean 'T'?), 'conut' (did you mean 'count'?), 'else', "
+            "which is not one of x, count, T, D, NB,"
+        )
+
+
+def test_unknown_names_of_a_tuner_of_tritons_are_a_warning(kernel: Any) -> None:
+    """Triton 3.6 ignores them, and the user may not be able to change the library's text."""
+    with lenient():
+        (message,) = messages(kernel, ["D", "t"])
+    assert message.startswith("key of kernel has 't' (did you mean 'T'?), which is not one of x,")
+    assert message.endswith("; ignored")
+
+
+def test_an_unknown_name_in_prune_configs_by_is_an_error(kernel: Any) -> None:
+    """Its function would never be called."""
+    with pytest.raises(InvalidSetting) as caught:
+        classify(kernel, ["D"], configs=[], prune_configs_by={"early_prune": lambda c, n: c})
+    assert str(caught.value) == (
+        "prune_configs_by of kernel has 'early_prune' (did you mean 'early_config_prune'?), which "
+        "is not one of early_config_prune, perf_model, top_k"
+    )
 
 
 def test_a_key_without_phantoms_has_no_warning(kernel: Any) -> None:
@@ -312,7 +338,7 @@ def test_a_name_of_another_type_is_an_error(kernel: Any) -> None:
 
 
 def test_a_kept_name_outside_the_key_is_an_error(kernel: Any) -> None:
-    with pytest.raises(InvalidSetting, match=r"has NB, n_hint, which is not in key=\['D'\]"):
+    with pytest.raises(InvalidSetting, match=r"has 'NB', 'n_hint', which is not in key=\['D'\]"):
         classify(kernel, ["D"], configs=CONFIGS, keep=["NB", "n_hint"])
 
 
