@@ -22,8 +22,6 @@ from collections.abc import Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from triton.runtime.autotuner import Autotuner
-
 from safetune.errors import InvalidSetting
 from safetune.keys import encoding
 from safetune.keys.origin import is_foreign, is_foreign_class
@@ -144,6 +142,8 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
 
     `around` are the hooks and settings around each launch, None for a hook that is not there.
     """
+    from triton.runtime.autotuner import Autotuner  # `install` comes before the import of Triton
+
     jit, function = base_function(kernel)
     graph = _Graph()
     root = graph.of_kernel(jit, function)  # never by name alone, wherever its file lies
