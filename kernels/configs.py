@@ -61,9 +61,10 @@ def _finalize_config(tile_programs: int, tile_columns: int, num_warps: int) -> C
 
 # For every number of columns and both norms, each list has the fastest config on an H100 or a
 # config within 1 % of it (benchmarks/norms.py --sweep), and two configs that any card can launch.
-# The first config runs when nothing is tuned, so it works for any columns and dtypes. The backward
-# pass needs eight values for each element: with 16 elements per thread they stay in registers, with
-# 32 they do if the elements are loaded again.
+# The first config that pruning leaves runs when nothing is tuned and when a call is pinned, so it
+# fits every card for any columns and dtypes. The backward pass needs eight values for each element:
+# with 16 elements per thread they stay in registers, with 32 they do if the elements are loaded
+# again.
 FORWARD_CONFIGS = [
     _forward_config(num_warps=8),
     _forward_config(num_warps=4, elements_per_thread=8),
@@ -76,11 +77,13 @@ FORWARD_CONFIGS = [
     _forward_config(num_warps=32, elements_per_thread=32),
 ]
 
-# Stages are rows in shared memory, and not all cards have enough of it for long rows; configs with
-# one stage need almost none. With 128 registers for 256 threads, two programs fit on a
-# multiprocessor.
+# Stages are rows in shared memory, and not all cards have enough of it for long rows. Configs with
+# one stage need almost none, so those come first of which pruning always leaves one. With 128
+# registers for 256 threads, two programs fit on a multiprocessor.
 BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=1),
+    _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
+    _backward_config(16, 1, elements_per_thread=32, load_again=True),
     _backward_config(num_warps=4, stages=2, elements_per_thread=8),
     _backward_config(num_warps=4, stages=1),
     _backward_config(num_warps=4, stages=2),
@@ -93,8 +96,6 @@ BACKWARD_CONFIGS = [
     _backward_config(8, 1, most_registers=128, in_turns=True),
     _backward_config(8, 4, most_registers=128, in_turns=True),
     _backward_config(16, 3, in_turns=True),
-    _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
-    _backward_config(16, 1, elements_per_thread=32, load_again=True),
 ]
 
 FINALIZE_CONFIGS = [

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from safetune.kernels.launches import (
     BackwardOutputs,
     backward_launch,
     backward_plan,
-    check_operands,
     finalize_launch,
     forward_launch,
     is_pinned,
@@ -27,6 +27,13 @@ from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
     layer_norm_forward_kernel,
+)
+from safetune.kernels.operands import (
+    check_device,
+    check_dtypes,
+    check_operands,
+    check_options,
+    check_tensors,
 )
 
 
@@ -49,11 +56,33 @@ def layer_norm_fwd(
     normalized tensor: x + residual in the dtype of `residual`; without a residual, `x` in
     `residual_dtype` (`x` itself if that is its dtype).
     """
+    check_tensors(x=x)
+    check_options(eps, num_groups)
+    check_dtypes(out_dtype=out_dtype, residual_dtype=residual_dtype)
+    options = (out_dtype, residual_dtype, is_rms_norm, num_groups)
+    return forward_rows(x, weight, bias, eps, residual, *options, deterministic=deterministic)
+
+
+def forward_rows(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+    is_rms_norm: bool,
+    num_groups: int,
+    shape: Sequence[int] | None = None,
+    *,
+    deterministic: bool | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return what `layer_norm_fwd` returns; y and a stored residual_out are of `shape`."""
     check_operands(x, num_groups, {"residual": residual}, {"weight": weight, "bias": bias})
+    check_device(x)
     x, weight, bias, residual = _contiguous(x, weight, bias, residual)
-    outputs, launch = forward_launch(
-        x, weight, bias, float(eps), residual, out_dtype, residual_dtype, is_rms_norm, num_groups
-    )
+    options = (out_dtype, residual_dtype, is_rms_norm, num_groups, shape)
+    outputs, launch = forward_launch(x, weight, bias, float(eps), residual, *options)
     if x.numel():
         with torch.cuda.device_of(x):
             run_launch(layer_norm_forward_kernel, launch, is_pinned(deterministic))
@@ -85,6 +114,8 @@ def layer_norm_bwd(
         has_residual: the forward pass added a residual, so dres_in is needed. It is `dx` itself
             unless `x_dtype`, the dtype of dx, differs from that of the residual.
     """
+    check_tensors(dy=dy, x=x)
+    check_dtypes(x_dtype=x_dtype)
     check_operands(
         x,
         num_groups,
@@ -92,6 +123,7 @@ def layer_norm_bwd(
         {"weight": weight, "bias": bias},
         {"mean": mean, "rstd": rstd},
     )
+    check_device(x)
     rstd = _checked_statistics(mean, rstd, is_rms_norm)
     operands = _contiguous(dy, x, weight, bias, mean, rstd, dres)
     pinned = is_pinned(deterministic)

@@ -9,21 +9,16 @@ order of sums, and so their last bits; pinned, they depend on the shape and the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import Config
 
-from safetune.errors import InvalidOperand
 from safetune.frontend.autotuner import Autotuner
 from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.grid_policy import GridPlan, plan_grid
-
-#: The code of a kernel is unrolled over the slices of a row, so their number has a limit.
-MAX_COLUMNS = 2**18
 
 #: The interpreter runs programs one after another, so two are enough.
 INTERPRETER_SM_COUNT = 2
@@ -65,51 +60,6 @@ class BackwardOutputs(NamedTuple):
     bias_partials: Tensor | None
 
 
-def check_operands(
-    x: Tensor,
-    num_groups: int,
-    matrices: dict[str, Any],
-    vectors: dict[str, Any],
-    statistics: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Raise `InvalidOperand` with the operand that does not match `x`, and the reason."""
-    if x.ndim != 2 or num_groups < 1 or x.shape[0] % num_groups:
-        raise InvalidOperand(
-            f"x has shape {tuple(x.shape)}; it must be [tokens * num_groups, columns] "
-            f"with num_groups={num_groups}"
-        )
-    shape, device = x.shape, x.device
-    if not 1 <= shape[1] <= MAX_COLUMNS:
-        raise InvalidOperand(f"x has rows of {shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
-    check_kind("x", x, device)
-    # Every launch runs this, so it is written for speed on the host.
-    for operands, wanted in (
-        (matrices, shape),
-        (vectors, (num_groups * shape[1],)),
-        (statistics, (shape[0],)),
-    ):
-        for name, operand in operands.items():
-            if operand is None:
-                continue
-            if operand.shape != wanted:
-                raise InvalidOperand(
-                    f"{name} has shape {tuple(operand.shape)}, not {tuple(wanted)}"
-                )
-            if operand.device != device or not operand.is_floating_point():
-                check_kind(name, operand, device)
-
-
-def check_kind(name: str, operand: Tensor, device: torch.device) -> None:
-    """Raise `InvalidOperand` unless the operand is a float tensor on the device of x.
-
-    Otherwise a kernel would get an address of another device's memory, or of a meta tensor.
-    """
-    if not operand.is_floating_point():
-        raise InvalidOperand(f"{name} is of {operand.dtype}; it must be of a float dtype")
-    if operand.device != device:
-        raise InvalidOperand(f"{name} is on {operand.device} and x on {device}; move one of them")
-
-
 #: Every launch computes a grid, and constexpr functions such as `triton.cdiv` take 5 to 12 us when
 #: they are called from Python.
 _tile_rows = functools.cache(tile_rows)
@@ -127,17 +77,23 @@ def forward_launch(
     residual_dtype: torch.dtype | None,
     is_rms_norm: bool,
     num_groups: int,
+    shape: Sequence[int] | None = None,
 ) -> tuple[ForwardOutputs, Launch]:
-    """Return the outputs and the launch of `layer_norm_forward_kernel`; operands contiguous."""
+    """Return the outputs and the launch of `layer_norm_forward_kernel`; operands contiguous.
+
+    y and the residual are of `shape`, by default that of `x`.
+    """
     rows, columns = x.shape
+    shape = x.shape if shape is None else shape
     stored = residual.dtype if residual is not None else residual_dtype
     stores_residual = residual is not None or stored not in (None, x.dtype)
-    statistics = functools.partial(x.new_empty, rows, dtype=statistics_dtype(x.dtype))
+    inputs = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    statistics = functools.partial(x.new_empty, rows, dtype=statistics_dtype(inputs))
     outputs = ForwardOutputs(
-        y=x.new_empty(rows, columns, dtype=out_dtype or x.dtype),
+        y=x.new_empty(shape, dtype=out_dtype or x.dtype),
         mean=None if is_rms_norm else statistics(),
         rstd=statistics(),
-        residual=x.new_empty(rows, columns, dtype=stored) if stores_residual else None,
+        residual=x.new_empty(shape, dtype=stored) if stores_residual else None,
     )
     args = (x, residual, weight, bias, outputs.y, outputs.residual, outputs.mean, outputs.rstd)
     kwargs = {

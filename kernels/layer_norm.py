@@ -58,7 +58,7 @@ def layer_norm_forward_kernel(
     mean_pointer,
     rstd_pointer,
     rows,
-    eps,
+    eps: tl.float64,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     IS_RMS_NORM: tl.constexpr,
@@ -96,13 +96,15 @@ def layer_norm_forward_kernel(
             squares += tl.sum(x * x, axis=1)
         else:
             # Chan, Golub and LeVeque, "Updating formulae", 1979, (2.1): a set more is united with
-            # those before, and each slice's squares are of its own centred elements.
+            # those before, and each slice's squares are of its own centred elements. In fp64
+            # a literal would be rounded to fp32; a square of the mean alone may be infinite.
+            share = tl.full((TILE_ROWS,), columns, compute_type) / (first + columns)
             change = tl.sum(x, axis=1) / columns - mean
             centred = tl.where(column < columns, x - (mean + change)[:, None], 0.0)
             squares += tl.sum(centred * centred, axis=1)
-            squares += change * change * (first * (columns / (first + columns)))
-            mean += change * (columns / (first + columns))
-    rstd = 1.0 / tl.sqrt(squares / COLUMNS + eps)
+            squares += change * (change * (first * share))
+            mean += change * share
+    rstd = 1.0 / tl.sqrt(squares / COLUMNS + tl.full((TILE_ROWS,), eps, compute_type))
     tl.store(rstd_pointer + row, rstd, mask=row_mask)
     if not IS_RMS_NORM:
         tl.store(mean_pointer + row, mean, mask=row_mask)

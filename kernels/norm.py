@@ -15,9 +15,12 @@ from torch import Tensor
 from safetune.kernels.functional import layer_norm_bwd
 from safetune.kernels.launches import is_pinned
 from safetune.kernels.operands import (
+    check_options,
+    check_tensors,
     in_shape,
+    is_transformed,
     launches_directly,
-    refuse_tangents,
+    refuse_transforms,
     stores_residual,
     with_offset,
 )
@@ -34,12 +37,12 @@ class LayerNormFunction(torch.autograd.Function):
             x, weight, bias, residual, eps, None, residual_in_fp32, *options
         )
         ctx.save_for_backward(normalized, mean, rstd, weight, bias)
+        ctx.rows = (rstd.shape[0], x.shape[-1] // options[1])
         ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
         ctx.is_rms_norm, ctx.num_groups, ctx.deterministic = options
         # An output that nothing reads has no gradient, rather than one full of zeros.
         ctx.set_materialize_grads(False)
-        y = in_shape(y, x.shape)
-        return (y, normalized.view(x.shape)) if prenorm else y
+        return (y, in_shape(normalized, x.shape)) if prenorm else y
 
     @staticmethod
     def backward(
@@ -52,17 +55,19 @@ class LayerNormFunction(torch.autograd.Function):
 
 def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what `norm_gradients` returns, with less work on the host."""
-    if dy is None:
-        return *norm_gradients(ctx, ctx.saved_tensors, dy, dres)[:4], *(None,) * 6
+    if dy is None or is_transformed(dy):
+        x, *others = ctx.saved_tensors
+        saved = (in_shape(x, ctx.shape), *others)
+        return *norm_gradients(ctx, saved, dy, dres)[:4], *(None,) * 6
     x, mean, rstd, weight, bias = ctx.saved_tensors
     dx, dw, db, dres_in = layer_norm_bwd(
-        in_shape(dy, x.shape),
-        x,
+        in_shape(dy, ctx.rows),
+        in_shape(x, ctx.rows),
         weight,
         bias,
         mean,
         rstd,
-        None if dres is None else in_shape(dres, x.shape),
+        None if dres is None else in_shape(dres, ctx.rows),
         ctx.has_residual,
         ctx.is_rms_norm,
         x_dtype=ctx.x_dtype,
@@ -136,12 +141,17 @@ def group_norm(
 
     Raises:
         InvalidOperand: a shape, dtype or device does not match `x`, or a row is too long.
-        TracingError: in forward-mode AD.
+        TracingError: in forward-mode AD, and under `torch.func.grad` and its like.
     """
-    refuse_tangents(x, weight, bias, residual)
+    direct = launches_directly(x, weight, bias, residual)
+    if not direct:
+        given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        check_tensors(**{name: o for name, o in given.items() if name == "x" or o is not None})
+    check_options(eps, num_groups)
+    refuse_transforms(x, weight, bias, residual)
     operands = (x, with_offset(weight, weight_offset), bias, residual)
     options = (residual_in_fp32, is_rms_norm, num_groups)
-    if launches_directly(*operands):
+    if direct:
         return LayerNormFunction.apply(*operands, eps, prenorm, *options, deterministic)
     y, residual_out, _, _ = torch.ops.safetune.layer_norm(
         *operands, eps, None, *options, is_pinned(deterministic)

@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from safetune.errors import InvalidOperand
-from safetune.kernels.launches import check_kind, is_pinned
+from safetune.kernels.launches import is_pinned
 from safetune.kernels.operands import (
     as_rows,
-    refuse_tangents,
+    check_kind,
+    check_options,
+    check_tensors,
+    refuse_transforms,
     stores_residual,
     with_offset,
 )
@@ -118,9 +121,15 @@ def group_norm_linear(
 
     Raises:
         InvalidOperand: as `group_norm`, and if the linear map does not match `x`.
-        TracingError: in forward-mode AD.
+        TracingError: as `group_norm`.
     """
-    refuse_tangents(x, norm_weight, norm_bias, linear_weight, linear_bias, residual)
+    given = {"norm_weight": norm_weight, "norm_bias": norm_bias, "linear_bias": linear_bias}
+    given = {name: operand for name, operand in given.items() if operand is not None}
+    check_tensors(x=x, linear_weight=linear_weight, **given)
+    check_options(eps, num_groups)
+    for name, operand in (("x", x), ("linear_weight", linear_weight), *given.items()):
+        check_kind(name, operand, x.device)
+    refuse_transforms(x, norm_weight, norm_bias, linear_weight, linear_bias, residual)
     kind = x.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype

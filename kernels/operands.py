@@ -3,28 +3,147 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from triton.runtime.jit import JITFunction
 
 from safetune.errors import InvalidOperand, TracingError
+from safetune.kernels.layer_norm import layer_norm_forward_kernel
+
+#: The code of a kernel is unrolled over the slices of a row, so their number has a limit.
+MAX_COLUMNS = 2**18
+
+#: The dtypes of operands: 8 bits are too few for a norm without scales of its own.
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 #: Types with memory that a kernel can be launched on. Subclasses (fake, functional, distributed
 #: tensors) have no memory, or several.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN_OR_NONE = _PLAIN | {type(None)}
+
+_INTERPRETED = not isinstance(layer_norm_forward_kernel.fn, JITFunction)
 
 
 def launches_directly(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether kernels are launched on the operands, not through an operator of `ops`."""
-    # A dispatch mode (tracing, selective checkpoints) sees operators, but not kernel launches.
-    if torch.compiler.is_compiling() or x.is_meta or torch._C._len_torch_dispatch_stack():
+    # A dispatch mode (selective checkpoints) and a trace see operators, but not kernel launches.
+    # torch.vmap has a rule for every operator.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    return type(x) in _PLAIN and _PLAIN.issuperset(map(type, others))
+    if torch._C._get_tracing_state() is not None:
+        return False
+    if type(x) not in _PLAIN or not _PLAIN_OR_NONE.issuperset(map(type, others)):
+        return False
+    return not (x.is_meta or x.is_nested or is_transformed(x))
 
 
-def refuse_tangents(*operands: Tensor | None) -> None:
-    """Raise `TracingError` in forward-mode AD: an operator of `ops` would lose the tangents."""
+def is_transformed(x: Tensor) -> bool:
+    """Return whether a transform of `torch.func` is active, or `is_grads_batched` has made `x`."""
+    functorch = torch._C._functorch
+    return torch._C._are_functorch_transforms_active() or functorch.is_legacy_batchedtensor(x)
+
+
+def check_tensors(**operands: Any) -> None:
+    """Raise `InvalidOperand` unless each operand is a tensor that has rows."""
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor):
+            raise InvalidOperand(f"{name} is of type {type(operand).__name__}; it must be a tensor")
+        if operand.is_nested:
+            raise InvalidOperand(f"{name} is a nested tensor; pass its values, or a padded tensor")
+
+
+def check_options(eps: Any, num_groups: Any) -> None:
+    """Raise `InvalidOperand` unless eps is a number of at least 0, and num_groups an integer."""
+    if not isinstance(eps, (int, float, torch.SymFloat)) or not eps >= 0:
+        raise InvalidOperand(f"eps={eps!r}; it must be a number of at least 0")
+    if not isinstance(num_groups, (int, torch.SymInt)):
+        raise InvalidOperand(f"num_groups={num_groups!r}; it must be an integer")
+
+
+def check_dtypes(**dtypes: Any) -> None:
+    """Raise `InvalidOperand` unless each is None or the dtype of an operand."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and dtype not in FLOATS:
+            raise InvalidOperand(f"{name}={dtype!r}; it must be {_FLOATS_TEXT}")
+
+
+_FLOATS_TEXT = "torch.float16, bfloat16, float32 or float64"
+
+
+def check_operands(
+    x: Tensor,
+    num_groups: int,
+    matrices: dict[str, Any],
+    vectors: dict[str, Any],
+    statistics: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Raise `InvalidOperand` with the operand that does not match `x`, and the reason."""
+    if x.ndim != 2 or num_groups < 1 or x.shape[0] % num_groups:
+        raise InvalidOperand(
+            f"x has shape {tuple(x.shape)}; it must be [tokens * num_groups, columns] "
+            f"with num_groups={num_groups}"
+        )
+    shape, device = x.shape, x.device
+    if not 1 <= shape[1] <= MAX_COLUMNS:
+        raise InvalidOperand(f"x has rows of {shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
+    check_kind("x", x, device)
+    # Every launch runs this, so it is written for speed on the host.
+    for operands, wanted in (
+        (matrices, shape),
+        (vectors, (num_groups * shape[1],)),
+        (statistics, (shape[0],)),
+    ):
+        for name, operand in operands.items():
+            if operand is None:
+                continue
+            if operand.shape != wanted:
+                raise InvalidOperand(
+                    f"{name} has shape {tuple(operand.shape)}, not {tuple(wanted)}"
+                )
+            if operand.device != device or operand.dtype not in FLOATS or operand.is_sparse:
+                check_kind(name, operand, device)
+
+
+def check_kind(name: str, operand: Tensor, device: torch.device) -> None:
+    """Raise `InvalidOperand` unless the operand is a dense float tensor on the device of x.
+
+    Otherwise a kernel would get an address of another device's memory, or of a meta tensor.
+    """
+    if operand.dtype not in FLOATS:
+        raise InvalidOperand(f"{name} is of {operand.dtype}; it must be of {_FLOATS_TEXT}")
+    if operand.device != device:
+        raise InvalidOperand(f"{name} is on {operand.device} and x on {device}; move one of them")
+    if operand.layout is not torch.strided:
+        raise InvalidOperand(f"{name} has the layout {operand.layout}; call its to_dense()")
+
+
+def check_device(x: Tensor) -> None:
+    """Raise `InvalidOperand` for a tensor on the CPU, unless kernels are interpreted."""
+    if not (x.is_cuda or _INTERPRETED) and x.device.type == "cpu":
+        raise InvalidOperand(
+            "x is on the CPU; move it to a GPU, or set TRITON_INTERPRET=1 before safetune.kernels "
+            "is imported, which runs its kernels in Triton's interpreter"
+        )
+
+
+def refuse_transforms(*operands: Tensor | None) -> None:
+    """Raise `TracingError` under `torch.func.grad` and its like, and in forward-mode AD.
+
+    An operator of `ops` has no rule for the first, and would lose the tangents of the second.
+    """
+    if torch._C._are_functorch_transforms_active():
+        functorch = torch._C._functorch
+        levels = functorch.get_interpreter_stack() or ()
+        if any(level.key() == functorch.TransformType.Grad for level in levels):
+            raise TracingError(
+                "safetune's norms do not support torch.func.grad, vjp and jacrev; use torch's "
+                "norms, or torch.autograd.grad, with is_grads_batched=True for a Jacobian"
+            )
     if forward_ad._current_level < 0:
         return
     if any(o is not None and forward_ad.unpack_dual(o).tangent is not None for o in operands):

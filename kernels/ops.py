@@ -17,16 +17,19 @@ import torch
 from torch import Tensor
 
 from safetune.errors import TracingError
-from safetune.kernels.functional import layer_norm_bwd, layer_norm_fwd
-from safetune.kernels.launches import check_operands, statistics_dtype
-from safetune.kernels.operands import as_rows, residual_rows, stores_residual
+from safetune.kernels.functional import forward_rows, layer_norm_bwd
+from safetune.kernels.launches import statistics_dtype
+from safetune.kernels.operands import as_rows, check_operands, residual_rows, stores_residual
 
 
 def norm_rows(
     x, weight, bias, residual, eps, out_dtype, residual_in_fp32, is_rms_norm, num_groups, pinned
 ) -> tuple[Any, ...]:
-    """Return (y, mean, rstd, residual_out) of `layer_norm_fwd` for `x` of any shape and layout."""
-    return layer_norm_fwd(
+    """Return (y, mean, rstd, residual_out) of `layer_norm_fwd` for `x` of any shape and layout.
+
+    y is of the shape of `x`; so is residual_out, if it is stored.
+    """
+    return forward_rows(
         as_rows(x, num_groups),
         weight,
         bias,
@@ -36,6 +39,7 @@ def norm_rows(
         torch.float32 if residual_in_fp32 else None,
         is_rms_norm,
         num_groups,
+        x.shape,
         deterministic=pinned,
     )
 
@@ -49,8 +53,8 @@ def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *o
         x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options
     )
     stored = stores_residual(x, residual, residual_in_fp32)
-    residual_out = normalized.view(x.shape) if stored else x.new_empty(0)
-    return y.view(x.shape), residual_out, x.new_empty(0) if mean is None else mean, rstd
+    residual_out = normalized if stored else x.new_empty(0)
+    return y, residual_out, x.new_empty(0) if mean is None else mean, rstd
 
 
 def fake_forward(
@@ -59,7 +63,8 @@ def fake_forward(
     """Return what `norm_forward` returns, without running a kernel."""
     matrix, added = as_rows(x, num_groups), residual_rows(residual, x, num_groups)
     check_operands(matrix, num_groups, {"residual": added}, {"weight": weight, "bias": bias})
-    rows, statistics = matrix.shape[0], statistics_dtype(x.dtype)
+    inputs = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    rows, statistics = matrix.shape[0], statistics_dtype(inputs)
     stored_dtype = torch.float32 if residual is None else residual.dtype
     stored = stores_residual(x, residual, residual_in_fp32)
     return (

@@ -3,12 +3,13 @@
 Run by `test_compile.py` in a process of its own: where the test session interprets kernels, the
 helpers that these kernels call are interpreted too, and cannot be compiled.
 
-    python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel NAME] [--first]
+    python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel NAME] [--first | --pinned]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -30,7 +31,7 @@ from safetune.kernels.layer_norm import (
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-#: Pointers to fp32 whatever the dtype of the inputs.
+#: Pointers to fp32 whatever the dtype of the inputs, unless that is fp64.
 STATISTICS = ("mean_pointer", "rstd_pointer", "weight_partials_pointer", "bias_partials_pointer")
 
 #: Not passed in these launches.
@@ -43,6 +44,16 @@ ABSENT = {
     ),
     "finalize": (),
 }
+
+#: Those of them that a launch with a residual passes, and its flags.
+RESIDUAL = {
+    "residual_pointer",
+    "residual_output_pointer",
+    "residual_output_gradient_pointer",
+    "HAS_RESIDUAL",
+    "STORE_RESIDUAL",
+    "HAS_RESIDUAL_GRADIENT",
+}
 KERNELS = {
     "forward": layer_norm_forward_kernel,
     "backward": layer_norm_backward_kernel,
@@ -52,23 +63,32 @@ FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True}
 
 
 def compile_config(
-    name: str, config: triton.Config, capability: int, columns: int, dtype: str, is_rms_norm: bool
+    name: str,
+    config: triton.Config,
+    capability: int,
+    columns: int,
+    dtype: str,
+    is_rms_norm: bool,
+    has_residual: bool = False,
 ) -> dict[str, Any]:
     """Return the registers, spilled bytes and shared memory of one config of one kernel."""
     kernel = JITFunction(KERNELS[name].base_fn)
-    absent = (*ABSENT[name], *(("mean_pointer",) if is_rms_norm else ()))
+    absent = {*ABSENT[name], *(("mean_pointer",) if is_rms_norm else ())}
+    absent -= RESIDUAL if has_residual else set()
+    statistics = "*fp64" if dtype == "fp64" else "*fp32"
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for argument in kernel.arg_names:
         if argument.endswith("_pointer") and argument not in absent:
-            signature[argument] = "*fp32" if argument in STATISTICS else f"*{dtype}"
+            signature[argument] = statistics if argument in STATISTICS else f"*{dtype}"
         elif argument in ("rows", "programs_per_group"):
             signature[argument] = "i32"
         elif argument == "eps":
-            signature[argument] = "fp32"
+            signature[argument] = "fp64"
         else:
             signature[argument] = "constexpr"
-            constants[argument] = None if argument in absent else False
+            flag = has_residual and argument in RESIDUAL
+            constants[argument] = None if argument in absent else flag
     known = {"COLUMNS": columns, "IS_RMS_NORM": is_rms_norm, **FLAGS, **config.kwargs}
     constants.update({name: value for name, value in known.items() if name in constants})
     attributes = {
@@ -90,13 +110,16 @@ def compile_config(
         "kernel": name,
         "config": {**config.kwargs, "num_warps": config.num_warps},
         "columns": columns,
+        "dtype": dtype,
         "is_rms_norm": is_rms_norm,
+        "has_residual": has_residual,
         "capability": capability,
         "registers": registers,
         "local_bytes": local_bytes,
         "shared_bytes": compiled.metadata.shared,
         "asynchronous_copies": compiled.asm["ptx"].count("cp.async.cg"),
         "vector_stores": compiled.asm["ptx"].count("st.global.v4"),
+        "fp32": "f32" in compiled.asm["ttir"],
     }
 
 
@@ -117,25 +140,35 @@ def main() -> None:
     """Print one JSON object per config and kind of norm."""
     parser = argparse.ArgumentParser()
     parser.add_argument("capability", type=int)
-    parser.add_argument("columns", type=int)
-    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("columns", type=int, nargs="+")
+    parser.add_argument("--dtype", action="append")
     parser.add_argument("--kernel", choices=KERNELS, action="append")
     parser.add_argument("--first", action="store_true", help="only the first config of each")
+    parser.add_argument(
+        "--pinned", action="store_true", help="only what a pinned call launches, residual or not"
+    )
     options = parser.parse_args()
-    for name in options.kernel or KERNELS:
-        all_configs = KERNELS[name].configs
-        if name == "forward":
-            all_configs = prune_configs(all_configs, {}, COLUMNS=options.columns)
-        if name == "backward":
-            all_configs = prune_backward_configs(
-                all_configs, {}, COLUMNS=options.columns, IN_PLACE=False
-            )
-        for config in all_configs[: 1 if options.first else None]:
-            for is_rms_norm in (False, True) if name != "finalize" else (False,):
-                result = compile_config(
-                    name, config, options.capability, options.columns, options.dtype, is_rms_norm
-                )
+    for columns, dtype in itertools.product(options.columns, options.dtype or ["bf16"]):
+        for name in options.kernel or KERNELS:
+            configs = left_by_pruning(name, columns)
+            if options.first or options.pinned:
+                del configs[1:]
+            norms = [(False, False), (True, False)]
+            if options.pinned:
+                norms = [(True, False), (False, True)]
+            for config, norm in itertools.product(configs, norms[: 1 + (name != "finalize")]):
+                result = compile_config(name, config, options.capability, columns, dtype, *norm)
                 print(json.dumps(result), flush=True)
+
+
+def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
+    """Return the configs of a kernel that may be launched on rows of so many columns."""
+    configs = KERNELS[name].configs
+    if name == "forward":
+        return prune_configs(configs, {}, COLUMNS=columns)
+    if name == "backward":
+        return prune_backward_configs(configs, {}, COLUMNS=columns, IN_PLACE=False)
+    return list(configs)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,32 @@ def test_every_config_compiles(fresh_process: FreshProcess, capability: int, col
     check(compiled(fresh_process, capability, columns))
 
 
+#: Columns on both sides of each change of the first config, and the most.
+WIDTHS = (1, 4096, 4097, 5120, 8192, 9216, 16384, 16385, 2**18)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "columns"),
+    [
+        (120, "fp64", (5120, 9216)),
+        *(
+            pytest.param(capability, dtype, WIDTHS, marks=[pytest.mark.full, pytest.mark.slow])
+            for capability in SHARED_BYTES
+            for dtype in ("bf16", "fp16", "fp32", "fp64")
+        ),
+    ],
+)
+def test_what_a_pinned_call_launches_fits_every_card(
+    fresh_process: FreshProcess, capability: int, dtype: str, columns: tuple[int, ...]
+) -> None:
+    """Nothing stands in for a pinned config that needs too much shared memory."""
+    results = compiled(fresh_process, capability, *columns, "--pinned", "--dtype", dtype)
+    assert len(results) == 5 * len(columns)
+    for result in results:
+        assert result["shared_bytes"] <= SHARED_BYTES[capability], result
+        assert result["fp32"] == (dtype != "fp64"), "fp64 is computed in fp64 throughout"
+
+
 @pytest.mark.slow
 def test_fp32_and_columns_of_no_power_of_two_compile(fresh_process: FreshProcess) -> None:
     for result in compiled(fresh_process, 90, 50, "--first", "--dtype", "fp32"):

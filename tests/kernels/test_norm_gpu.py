@@ -60,6 +60,24 @@ def compare(reference: Any, exact_leaves: Any, gradients: Any, close: Any) -> Ca
     return check
 
 
+@pytest.mark.parametrize("columns", [5120, 9216, 40000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@kinds
+def test_a_pinned_backward_of_long_rows_fits(
+    random: Any, gradients: Any, dtype: torch.dtype, columns: int, is_rms_norm: bool
+) -> None:
+    """A config of several stages needs up to 384 KiB of shared memory for them, an H100 has 227."""
+    norm = rms_norm if is_rms_norm else layer_norm
+    x, weight = random(64, columns), random(columns)
+    x, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (x, weight))
+    y = norm(x, weight, None, deterministic=True)
+    right = norm(x, weight, None, deterministic=False)
+    torch.testing.assert_close(y, right)
+    dy = torch.ones_like(y)
+    found, expected = (gradients(each, dy, x, weight) for each in (y, right))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 class TestTableOfFla:
     """What FLA's test_layernorm.py checks, at its own sizes; the loss is a sum: dy has stride 0."""
 

@@ -347,7 +347,10 @@ def test_device_and_dtype(device: str) -> None:
             lambda x: LayerNorm(8, device="meta")(x.to("meta")),
             r"weight has shape \(8,\), not \(6,\)",
         ),
-        (lambda x: layer_norm(x.int(), None, None), "x is of torch.int32; it must be of a float"),
+        (
+            lambda x: layer_norm(x.int(), None, None),
+            "x is of torch.int32; it must be of torch.float16",
+        ),
         (lambda x: layer_norm(x, None, None, x.bool()), "residual is of torch.bool"),
         (lambda x: rms_norm(x, x[0].to(torch.complex64), None), "weight is of torch.complex64"),
         (lambda x: layer_norm_fwd(x, None, None, num_groups=0), "with num_groups=0"),
@@ -372,9 +375,57 @@ def test_device_and_dtype(device: str) -> None:
             lambda x: layer_norm_bwd(x, x, None, None, rstd=x[:, 0].half(), is_rms_norm=True),
             "rstd is of torch.float16; pass the rstd that layer_norm_fwd returned",
         ),
+        (lambda x: layer_norm(None, None, None), "x is of type NoneType; it must be a tensor"),
+        (lambda x: layer_norm(x.numpy(), None, None), "x is of type ndarray"),
+        (lambda x: layer_norm(x, [1.0] * 6, None), "weight is of type list"),
+        (lambda x: layer_norm(x.to_sparse(), None, None), "x has the layout torch.sparse_coo"),
+        (
+            lambda x: layer_norm(x, x[0].to_sparse(), None),
+            "weight has the layout torch.sparse_coo",
+        ),
+        (lambda x: layer_norm(torch.nested.nested_tensor([x, x]), None, None), "x is a nested"),
+        (
+            lambda x: layer_norm(torch.nested.nested_tensor([x], layout=torch.jagged), None, None),
+            "x is a nested",
+        ),
+        (lambda x: layer_norm(x.to(torch.float8_e5m2), None, None), "x is of torch.float8_e5m2"),
+        (lambda x: layer_norm(x, None, None, eps=None), "eps=None; it must be a number"),
+        (lambda x: layer_norm(x, None, None, eps="1e-5"), "eps='1e-5'; it must be a number"),
+        (lambda x: rms_norm(x, None, None, eps=-1e-5), "eps=-1e-05; it must be"),
+        (lambda x: layer_norm_fwd(x, None, None, eps=float("nan")), "eps=nan; it must be"),
+        (lambda x: group_norm(x, None, None, num_groups=2.0), "num_groups=2.0; it must be an int"),
+        (
+            lambda x: layer_norm_fwd(x, None, None, out_dtype=torch.int32),
+            "out_dtype=torch.int32; it must be torch.float16",
+        ),
+        (
+            lambda x: layer_norm_fwd(x, None, None, residual_dtype=torch.int32),
+            "residual_dtype=torch.int32",
+        ),
+        (
+            lambda x: layer_norm_bwd(x, x, None, None, None, x[:, 0], x_dtype=torch.bool),
+            "x_dtype=torch.bool",
+        ),
+        (lambda x: layer_norm_linear(x.int(), None, None, x, None), "x is of torch.int32"),
+        (lambda x: layer_norm_linear(x, None, None, None, None), "linear_weight is of type None"),
+        (
+            lambda x: layer_norm_linear(x, None, None, x.long(), None),
+            "linear_weight is of torch.int64",
+        ),
+        (
+            lambda x: layer_norm_linear(x, None, None, x, x[0, :2].bool()),
+            "linear_bias is of torch.bool",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call: Any, message: str) -> None:
     """Before anything runs, also where an operator has only shapes to look at."""
     with pytest.raises(InvalidOperand, match=message):
         call(torch.ones(2, 6))
+
+
+def test_a_tensor_on_the_cpu_is_named_where_kernels_are_compiled(fresh_process: Any) -> None:
+    code = "import torch, safetune.kernels as k; k.layer_norm(torch.ones(2, 6), None, None)"
+    done = fresh_process(code, env={"TRITON_INTERPRET": None}, warm=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("safetune.errors.InvalidOperand: x is on the CPU; move it to a GPU")
