@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import traceback
 from typing import TYPE_CHECKING
 
 from safetune.outcome import TRANSIENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import FrameType
 
     from safetune.outcome import Outcome
 
@@ -157,3 +161,31 @@ def with_nearest(names: Iterable[object], known: Iterable[str]) -> str:
         near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
         texts.append(f"{name!r}{''.join(f' (did you mean {by_lower[n]!r}?)' for n in near)}")
     return ", ".join(texts)
+
+
+def from_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised this while safetune ran: it is the program's.
+
+    Python calls a handler with the frame that it interrupts, the next outer one of the traceback.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(_got(frame, outer) for outer, frame in itertools.pairwise(frames))
+
+
+def _got(frame: FrameType, argument: FrameType) -> bool:
+    values = list(frame.f_locals.values())
+    values += [item for value in values if isinstance(value, tuple) for item in value]
+    return any(value is argument for value in values)
+
+
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise `WorkerUnavailable` where the system refuses what a tuning needs: a descriptor, memory
+    for a file, /proc. Errors of connections stay: pipes to children have errors of their own.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, (ConnectionError, TimeoutError)) or from_signal_handler(error):
+            raise
+        raise WorkerUnavailable(f"the system refuses what tuning needs: {error}") from error

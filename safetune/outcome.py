@@ -136,6 +136,11 @@ class Outcome:
         return any(text.partition(":")[0] == mark.value for text in self.marks)
 
     @property
+    def killed(self) -> bool:
+        """Whether SIGKILL ended its process. safetune did not send it, and one may be by chance."""
+        return self.detail == "SIGKILL"
+
+    @property
     def shareable(self) -> bool:
         """Whether its time holds on other nodes, too; not if it has a mark that is unknown here."""
         names = {text.partition(":")[0] for text in self.marks}

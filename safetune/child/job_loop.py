@@ -38,7 +38,7 @@ def serve(pipe: socket.socket) -> None:
     while poll.poll(idle_ms):
         try:
             header, pickled, fds = protocol.receive(pipe)
-        except EOFError:
+        except protocol.Closed:
             return
         job: Job = pickle.loads(pickled)
         answer, data = worker.do(job, fds)

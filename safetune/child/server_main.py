@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -32,6 +33,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     parent = int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Core files of children would be as large as the device's memory, in the program's directory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     hashing = threading.Thread(target=_hash_triton)
     for module in json.loads(sys.argv[3]):
         importlib.import_module(module)
@@ -86,7 +89,7 @@ class _Server:
     def _answer(self) -> None:
         try:
             request, _, fds = protocol.receive(self._control)
-        except (EOFError, OSError, protocol.ProtocolError):
+        except protocol.WireError:
             self._end()
         if request["op"] == "fork":
             reply = self._fork(fds)
@@ -109,7 +112,7 @@ class _Server:
                 os.close(end)
             _become_child(self._control, server, *fds)
         self._children.add(pid)
-        return {"pid": pid}
+        return {"pid": pid, "server": server}
 
     def _collect(self) -> None:
         """Wait for the children that have exited by themselves."""

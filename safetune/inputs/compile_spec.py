@@ -11,7 +11,6 @@ in the measuring child, on the rebuilt arguments.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from triton.runtime.jit import JITFunction
 
 from safetune import triton_internals
+from safetune.errors import from_signal_handler
 from safetune.inputs import kernel_pickle
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ class CallerSpecs:
     The caller's own objects are not changed, because other threads may be launching them.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, has_arguments: bool = True) -> None:
         self._call = call
         self._kernel, self._jit = triton_internals.private_copy(call.kernel)
-        self._usable = self._jit is not None and _plain(call, self._jit)
+        self._usable = has_arguments and self._jit is not None and _plain(call, self._jit)
 
     def spec_of(self, config: Config) -> bytes | None:
         """Return what `capture_spec` returns in the measuring child; None if only the child can."""
@@ -54,9 +54,12 @@ class CallerSpecs:
             return None
         args, pinned = self._call.pinned()
         kwargs = {**pinned, **config.all_kwargs(), "grid": (1,), "warmup": False}
-        with contextlib.suppress(Exception):  # the child reports what is wrong with it
+        try:
             return capture_spec(jit, lambda: self._kernel.run(*args, **kwargs), self._call.index)
-        return None
+        except Exception as error:  # the child reports what is wrong with it
+            if from_signal_handler(error):
+                raise
+            return None
 
 
 def _plain(call: Call, jit: JITFunction) -> bool:

@@ -29,7 +29,8 @@ import cloudpickle
 import triton.language
 from triton.runtime.jit import JITCallable, JITFunction
 
-from safetune.errors import KernelNotTransferable
+from safetune import forks
+from safetune.errors import KernelNotTransferable, from_signal_handler
 from safetune.keys.origin import is_foreign
 from safetune.keys.source_text import tree_of
 
@@ -65,7 +66,26 @@ def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
     return _Unpacker(io.BytesIO(data), tensors).load()
 
 
-_registering = threading.Lock()
+class _Registry:
+    """The modules of one packing in cloudpickle's registry, which is one for the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.modules: list[ModuleType] = []
+
+    def clear(self) -> None:
+        """Take the modules out again."""
+        while self.modules:
+            cloudpickle.unregister_pickle_by_value(self.modules.pop())
+
+    def start_over(self) -> None:
+        """In a forked child: the packing of another thread does not end here."""
+        self.lock = threading.Lock()
+        self.clear()
+
+
+_registry = _Registry()
+forks.register("tuning", after_in_child=_registry.start_over)
 
 #: In place of a line of a file that was not sent; unlike a blank line it ends a function's block.
 _UNKNOWN_LINE = "pass\n"
@@ -78,6 +98,8 @@ def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
     except KernelNotTransferable:
         raise
     except Exception as error:  # pickling runs the reducers of arbitrary objects
+        if from_signal_handler(error):
+            raise
         raise KernelNotTransferable(
             f"{what} cannot be sent to a tuning process: {type(error).__name__}: {error}. Keep it "
             "out of the kernel's globals, closures and hooks, or tune this kernel with "
@@ -94,17 +116,17 @@ def _own_modules(functions: Iterable[Any]) -> list[ModuleType]:
 
 @contextlib.contextmanager
 def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Have cloudpickle send what these modules define; its registry is one for the process."""
-    with _registering:
+    """Have cloudpickle send what these modules define."""
+    with _registry.lock:
         known = cloudpickle.list_registry_pickle_by_value()
-        new = [module for module in modules if module.__name__ not in known]
-        for module in new:
-            cloudpickle.register_pickle_by_value(module)
         try:
+            for module in modules:
+                if module.__name__ not in known:
+                    _registry.modules.append(module)
+                    cloudpickle.register_pickle_by_value(module)
             yield
         finally:
-            for module in new:
-                cloudpickle.unregister_pickle_by_value(module)
+            _registry.clear()
 
 
 class TensorTable:
@@ -146,6 +168,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             names = {n: v for n, v in obj.fn.__globals__.items() if any(v is m for m in languages)}
             names |= _signature_globals(obj.fn, source)
             state = (obj.fn, dict(obj.kwargs), source, None, names)
+        elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
+            raise TypeError(f"the open file {getattr(obj, 'name', obj)!r} cannot be sent")
         elif isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
             names = _signature_globals(obj.fn, source)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from safetune.errors import from_signal_handler
 from safetune.inputs import memory_budget, pointers, random_inputs, spans
 from safetune.inputs.call import Call, leaves, owners_of
 from safetune.inputs.spans import ALIGNMENT, Absent, BlockSpec, Layout, Noise, Span, TensorSpec
@@ -108,6 +109,8 @@ class Snapshot:
                 os.posix_fallocate(fd, 0, size)  # writing to pages that cannot be had is a SIGBUS
                 memory = mmap.mmap(fd, size)
             except OSError as error:
+                if from_signal_handler(error):
+                    raise
                 free = memory_budget.host_free()
                 raise memory_budget.too_large("host memory", needed, free, sizes, error) from error
             with memory:

@@ -10,14 +10,14 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 
 from safetune import forks, triton_internals
 from safetune.errors import DeviceUnavailable, WorkerUnavailable
 from safetune.isolation import backend, protocol
-from safetune.isolation.fork_server import ForkServer, child_environment, server, tail_of
+from safetune.isolation.fork_server import ForkServer, child_environment, search_path, server
+from safetune.isolation.output import Output
 from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.outcome import Outcome, Verdict
 
@@ -41,11 +41,14 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
         environment.update(backend.hidden_environment())
     elif found := backend.current():  # an index means the same device there as here
         environment.update(found.visible_environment())
+    directory = ""
+    with contextlib.suppress(FileNotFoundError):  # it has been deleted
+        directory = os.getcwd()
     return Start(
         environment=environment,
-        path=[path or os.getcwd() for path in sys.path],
+        path=search_path(),
         argv=[str(argument) for argument in getattr(sys, "argv", [])],
-        directory=os.getcwd(),
+        directory=directory,
         knobs=triton_internals.knobs_set_in_code(),
         backend_hashes=dict(triton_internals.backend_hashes),
         memory_bytes=memory_bytes,
@@ -112,29 +115,33 @@ class Child:
     ) -> None:
         self._device = device
         self._server = forks
-        self.pipe, theirs = socket.socketpair()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        self._mark = 0
         self._last_job = 0
+        self._unread = ""
         self.unanswered = 0
         self._pidfd: int | None = None
-        try:
-            self.pid = self._server.fork(theirs, self._output)
-        except WorkerUnavailable:
-            self._close()
-            raise
-        finally:
-            theirs.close()
+        with contextlib.ExitStack() as on_error:
+            self._output = on_error.enter_context(contextlib.closing(Output()))
+            self.pipe, theirs = socket.socketpair()
+            on_error.enter_context(self.pipe)
+            with theirs:
+                self.pid, self._parent = self._server.fork(theirs, self._output)
+            on_error.pop_all()
         self._alive = True
         with contextlib.suppress(OSError):  # it may have ended, which the pipe then shows
             self._pidfd = os.pidfd_open(self.pid)
         if started:
-            try:
-                self.ask(start_job(gpu_blind), timeout_s=START_S)
-            except ChildFailed as failure:
-                raise WorkerUnavailable(
-                    f"a tuning process ended before its first job: {failure}"
-                ) from failure
+            self._start(gpu_blind)
+
+    def _start(self, gpu_blind: bool) -> None:
+        try:
+            self.ask(start_job(gpu_blind), timeout_s=START_S)
+        except ChildFailed as failure:
+            raise WorkerUnavailable(
+                f"a tuning process ended before its first job: {failure}"
+            ) from failure
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def ended(self) -> bool:
@@ -142,24 +149,34 @@ class Child:
         return not self._alive or (self._pidfd is not None and protocol.has_ended(self._pidfd))
 
     def send(self, job: Job, fds: tuple[int, ...] = (), timeout_s: float = START_S) -> None:
-        """Send a job. That a child has died is found when its answer is read."""
-        self._mark = os.fstat(self._output.fileno()).st_size
+        """Send a job. That a child has died, or does not read, is found with its answer."""
+        self._output.mark()
         self._last_job += 1
         self.unanswered += 1
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
             protocol.send_job(self.pipe, job, self._last_job, fds, timeout_s)
+        except protocol.Stalled:
+            self._unread = f"no job was read within {timeout_s:g} s"
+        except protocol.Closed:
+            pass
 
     def answer(self, timeout_s: float) -> tuple[Answer, bytes]:
         """Return the answer to the first job that has none yet, and its bytes.
 
-        Raises `ChildFailed` where there is no answer.
+        Raises `ChildFailed` where there is no answer, and `WorkerUnavailable` where the child ended
+        with its server.
         """
         try:
-            header, blob, _ = protocol.receive(self.pipe, timeout_s, self._pidfd)
+            if self._unread:
+                raise protocol.Stalled(self._unread)
+            header, blob, _ = protocol.receive(
+                self.pipe, timeout_s, self._pidfd, self.cut_output, protocol.MAX_ANSWER
+            )
             answer = protocol.answer_of(header, self._last_job - self.unanswered + 1)
-        except TimeoutError:
-            raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None
-        except (EOFError, ConnectionResetError):
+        except protocol.Stalled:
+            reason = self._unread or f"no answer within {timeout_s:g} s"
+            raise self._failed(Verdict.TIMEOUT, reason) from None
+        except protocol.Closed:
             raise self._failed(Verdict.DIED, "") from None
         except protocol.ProtocolError as error:
             raise self._failed(Verdict.PROTOCOL_ERROR, str(error)) from None
@@ -167,12 +184,13 @@ class Child:
         return answer, blob
 
     def ask(self, job: Job, fds: tuple[int, ...] = (), *, timeout_s: float) -> tuple[Answer, bytes]:
-        """Send a job and return its answer; raises `ChildFailed`."""
-        try:
-            self.send(job, fds, timeout_s)
-        except TimeoutError:
-            raise self._failed(Verdict.TIMEOUT, f"no job was read within {timeout_s:g} s") from None
+        """Send a job and return its answer; raises as `answer`."""
+        self.send(job, fds, timeout_s)
         return self.answer(timeout_s)
+
+    def cut_output(self) -> None:
+        """Forget all but the end of what the child has printed, if it is much."""
+        self._output.cut()
 
     def kill(self) -> int | None:
         """End the child and all that it started; return its wait status."""
@@ -183,7 +201,10 @@ class Child:
         return status
 
     def _kill(self) -> int | None:
-        status = self._server.reap(self.pid, kill=True)
+        try:
+            status = self._server.reap(self.pid, self._parent, kill=True)
+        except WorkerUnavailable:
+            return None  # it has ended with its server
         if status is None and self._device is not None:
             _note_stuck(self._device, self.pid)
         return status
@@ -194,14 +215,18 @@ class Child:
         detail = ""
         if verdict is Verdict.DIED:
             # A child whose pipe closed by itself is ending; killing it now would mask the cause.
-            status = self._server.reap(self.pid, kill=False)
+            try:
+                status = self._server.reap(self.pid, self._parent, kill=False)
+            except WorkerUnavailable:
+                self._close()
+                raise
             if status is None:
                 self._kill()
             detail = describe_exit(status)
             message = f"the process ended with {detail}"
         else:
             self._kill()
-        stderr = tail_of(self._output, self._mark)  # after its end, which it may print about
+        stderr = self._output.tail()  # after its end, which it may print about
         self._close()
         return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetune.errors import WorkerUnavailable
+from safetune.errors import WorkerUnavailable, system_errors
 from safetune.isolation import protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import compile_server
@@ -90,6 +90,7 @@ class CompilePool:
         self._specs: dict[int, bytes] = {}
         self._waiting: deque[int] = deque()
         self._slots: dict[int, _Slot] = {}
+        self._killed: set[int] = set()
 
     def __enter__(self) -> CompilePool:
         return self
@@ -125,7 +126,8 @@ class CompilePool:
 
     def _start(self) -> None:
         kept = idle.take(_PURPOSE)  # it has not answered its `Release` yet
-        child = kept or Child(gpu_blind=True, forks=compile_server, started=False)
+        with system_errors():
+            child = kept or Child(gpu_blind=True, forks=compile_server, started=False)
         child.send(start_job(True, self._memory_bytes, self._kernel))
         jobs: deque[int | None] = deque([None] * child.unanswered)
         slot = _Slot(child, kept is not None, time.monotonic() + START_S, jobs)
@@ -152,6 +154,8 @@ class CompilePool:
         soonest = min(slot.deadline for slot in self._slots.values())
         wait_s = min(max(0.0, soonest - time.monotonic()), protocol.SIGNAL_S)
         ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
+        for slot in self._slots.values():
+            slot.child.cut_output()
         now = time.monotonic()
         due = [fd for fd, slot in self._slots.items() if fd in ready or slot.deadline <= now]
         return [compiled for fd in due if (compiled := self._advance(fd)) is not None]
@@ -181,9 +185,12 @@ class CompilePool:
                 idle.keep(_PURPOSE, slot.child, most=usable_cpus())
             else:
                 slot.child.kill()
-        if config is not None:
+        if config is not None and outcome.killed and config not in self._killed:
+            self._killed.add(config)  # perhaps for want of memory: once more, after the others
+            self._waiting.append(config)
+        elif config is not None:
             return Compiled(config, outcome, answer.shared_bytes)
-        if not alive and not slot.used:
+        elif not alive and not slot.used:
             self._size = len(self._slots)
             if not self._size:
                 reason = f"{outcome.message} {outcome.stderr}".strip()

@@ -9,13 +9,14 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+from collections.abc import Iterator
 from typing import IO, Any
 
 from safetune import forks
-from safetune.errors import WorkerUnavailable
+from safetune.errors import WorkerUnavailable, system_errors
 from safetune.isolation import protocol
+from safetune.isolation.output import Output
 
 #: A cold page cache makes the first import of torch and triton take several seconds.
 _START_S = 120.0
@@ -29,10 +30,22 @@ _RANK_VARIABLE = re.compile(
     r"|TORCHELASTIC_.*|OMPI_.*|PMI_.*|PMIX_.*|MPI_.*|MV2_.*|I_MPI_.*|SLURM_.*|JSM_.*|FLUX_.*)$"
 )
 
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from safetune.child.server_main import main; main()"
-)
+#: `-c` puts the working directory first in the search path; nothing is imported while it is there.
+#: The path to use may be longer than an argument can be, so it comes in a file.
+_BOOTSTRAP = """
+import sys
+sys.path[:] = filter(None, sys.path)
+import json
+with open(int(sys.argv.pop(1))) as file:
+    version, sys.path[:] = json.load(file)
+if sys.version != version:
+    sys.exit(f"{sys.executable} is Python {sys.version}, and the program runs on {version}")
+from safetune.child.server_main import main
+main()
+"""
+
+#: The file name of a Python interpreter.
+_PYTHON = re.compile(r"\.?(python|pypy)")
 
 
 class ForkServer:
@@ -48,7 +61,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._output: IO[bytes] | None = None
+        self._output: Output | None = None
         self._ready = False
         self._interpret: str | None = None
         self._closed = False
@@ -60,30 +73,31 @@ class ForkServer:
             self._collect()
             self._launched()
 
-    def fork(self, pipe: socket.socket, output: IO[bytes]) -> int:
-        """Fork a child that answers on `pipe` and prints to `output`; return its pid.
+    def fork(self, pipe: socket.socket, output: Output) -> tuple[int, int]:
+        """Fork a child that answers on `pipe` and prints to `output`; return its pid and that of
+        the server process.
 
         Raises `WorkerUnavailable` where the server does not start or no process can be had.
         """
         reply = self._request({"op": "fork"}, (pipe.fileno(), output.fileno()))
         if "error" in reply:
             raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
-        return int(reply["pid"])
+        return int(reply["pid"]), int(reply["server"])
 
     def collect(self) -> None:
         """Wait for the server if it has ended, so that it is not left as a zombie."""
         with self._lock:
             self._collect()
 
-    def reap(self, pid: int, kill: bool) -> int | None:
+    def reap(self, pid: int, parent: int, kill: bool) -> int | None:
         """Return the wait status of a child that has ended; with `kill`, it and its process group
         are killed first. None if it does not end.
+
+        Raises `WorkerUnavailable` where its server `parent` has ended, and the child with it.
         """
-        request = {"op": "reap", "pid": pid, "kill": kill, "wait_s": self.reap_s}
-        with contextlib.suppress(WorkerUnavailable):
-            status: int | None = self._request(request)["status"]
-            return status
-        return None
+        request = {"op": "reap", "server": parent, "pid": pid, "kill": kill, "wait_s": self.reap_s}
+        status: int | None = self._request(request)["status"]
+        return status
 
     def stop(self) -> None:
         """End the server and with it every child."""
@@ -99,17 +113,20 @@ class ForkServer:
     def _request(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
         forking = header["op"] == "fork"
         with self._lock:
-            if not forking and self._control is None:
+            if not forking and (self._process is None or self._process.pid != header["server"]):
                 raise WorkerUnavailable("the fork server has ended, and its children with it")
             for last in (not forking, True):  # it exits after an idle minute, which may be now
                 control = self._running(anew=forking)
                 try:
                     protocol.send(control, header, fds=fds, timeout_s=_ANSWER_S)
                     return protocol.receive(control, _ANSWER_S)[0]
-                except (OSError, EOFError, protocol.ProtocolError) as error:
+                except protocol.WireError as error:
                     self._discard()
                     if last:
                         raise WorkerUnavailable(f"the fork server is gone: {error}") from error
+                except BaseException:  # the next request would read the answer to this one
+                    self._discard()
+                    raise
         raise AssertionError("unreachable")
 
     def _running(self, anew: bool) -> socket.socket:
@@ -126,8 +143,8 @@ class ForkServer:
         if not self._ready:
             try:
                 protocol.receive(control, _START_S)
-            except (OSError, EOFError, protocol.ProtocolError) as error:
-                tail = tail_of(self._output)
+            except protocol.WireError as error:
+                tail = self._output.tail() if self._output is not None else ""
                 self._discard()
                 raise WorkerUnavailable(
                     f"the tuning process did not start ({error}); its output: {tail or 'empty'}"
@@ -140,34 +157,30 @@ class ForkServer:
             return self._control
         if self._closed:
             raise WorkerUnavailable("no tuning process is started: this process is ending")
-        self._control, theirs = socket.socketpair()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        self._ready, self._interpret = False, os.environ.get("TRITON_INTERPRET")
-        command = [
-            sys.executable or "python3",
-            "-c",
-            _BOOTSTRAP,
-            json.dumps([path or os.getcwd() for path in sys.path]),
-            str(theirs.fileno()),
-            str(os.getpid()),
-            json.dumps(self._modules),
-        ]
-        try:
+        with system_errors(), contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            output = ours.enter_context(contextlib.closing(Output()))
+            control, far_end = socket.socketpair()
+            ours.enter_context(control)
+            theirs.enter_context(far_end)
+            settings = theirs.enter_context(_file_of([sys.version, search_path()]))
+            fds = (settings.fileno(), far_end.fileno())
             self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
+                [
+                    *(_python(), *_import_options(), "-c", _BOOTSTRAP),
+                    *(*map(str, fds), str(os.getpid()), json.dumps(self._modules)),
+                ],
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
                 env=child_environment(),
+                cwd="/",  # nothing relative to the program's directory is meant for a server
                 start_new_session=True,
             )
-        except OSError as error:
-            self._discard()
-            raise WorkerUnavailable(f"no tuning process could be started: {error}") from error
-        finally:
-            theirs.close()
-        return self._control
+            ours.pop_all()
+        self._control, self._output = control, output
+        self._ready, self._interpret = False, os.environ.get("TRITON_INTERPRET")
+        return control
 
     def _collect(self) -> None:
         """Wait for a server that has exited after an idle minute; until then it is a zombie."""
@@ -221,22 +234,67 @@ def close_servers() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without its rank in a job, and without SAFETUNE_INSTALL:
-    a tuning process does not tune the kernels that it imports.
+    """Return this process's environment without its rank in a job.
+
+    A tuning process tunes no kernel that it imports, and none that a hook launches: it would wait
+    until the tuning that it is a part of has ended.
     """
-    return {
+    kept = {
         name: value
         for name, value in os.environ.items()
         if not _RANK_VARIABLE.match(name) and name != "SAFETUNE_INSTALL"
     }
+    if kept.get("SAFETUNE_MODE") != "off":
+        kept["SAFETUNE_MODE"] = "frozen"
+    return kept
 
 
-def tail_of(output: IO[bytes] | None, start: int = 0, limit: int = 2000) -> str:
-    """Return the last lines written to a child's output file after byte `start`."""
-    if output is None:
-        return ""
-    with contextlib.suppress(OSError, ValueError):
-        size = os.fstat(output.fileno()).st_size
-        begin = max(start, size - limit)
-        return os.pread(output.fileno(), limit, begin).decode(errors="replace").strip()
-    return ""
+def search_path() -> list[str]:
+    """Return `sys.path` for another process: without what Python ignores there, and absolute."""
+    found = []
+    for entry in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # the working directory has been deleted
+            if isinstance(entry, str):
+                found.append(str(entry) if os.path.isabs(entry) else os.path.abspath(entry))
+    return found
+
+
+def _python() -> str:
+    """Return the Python that starts servers.
+
+    Raises `WorkerUnavailable` where that is a program of its own, which would run a second time.
+    """
+    from multiprocessing import spawn
+
+    named = os.fsdecode(spawn.get_executable() or "")
+    if named and named != sys.executable:  # by multiprocessing.set_executable
+        return named
+    if getattr(sys, "frozen", False) or not _PYTHON.match(os.path.basename(named)):
+        raise WorkerUnavailable(
+            f"this program is not run by a Python that could start a second process ("
+            f"{named or 'sys.executable is empty'}): name one of the same version with "
+            "multiprocessing.set_executable(path), or tune offline"
+        )
+    return os.path.abspath(named)
+
+
+def _import_options() -> list[str]:
+    """Return the options of this Python that decide what another one imports at its start."""
+    flags = sys.flags
+    options = {
+        "-I": flags.isolated,
+        "-E": flags.ignore_environment,
+        "-s": flags.no_user_site,
+        "-S": flags.no_site,
+    }
+    return [option for option, is_set in options.items() if is_set]
+
+
+@contextlib.contextmanager
+def _file_of(data: Any) -> Iterator[IO[str]]:
+    """Yield a memory file with JSON data, to be read from its beginning."""
+    with open(os.memfd_create("safetune-settings", os.MFD_CLOEXEC), "w+") as file:
+        json.dump(data, file)
+        file.flush()
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        yield file

@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from safetune.errors import InvalidSetting, WorkerUnavailable
+from safetune.errors import InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.protocol import Answer, Budget, Group, OutputReport, Prepare
-from safetune.outcome import CLEAN, Outcome, Verdict
+from safetune.outcome import CLEAN, TRANSIENT, Outcome, Verdict
 
 _measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
 
@@ -120,6 +120,12 @@ class MeasuringChild:
             child.interrupt()
 
     def _ask(self, job: protocol.Job) -> tuple[Answer, bytes]:
+        answer, blob = self._answered(job)
+        if answer.outcome.killed:  # perhaps for want of memory, which is free again
+            answer, blob = self._answered(job)
+        return answer, blob
+
+    def _answered(self, job: protocol.Job) -> tuple[Answer, bytes]:
         child = self.wait()
         try:
             answer, blob = child.ask(job, timeout_s=self._timeout_s)
@@ -144,16 +150,18 @@ class MeasuringChild:
         child = child or Child(gpu_blind=index < 0, device=index)
         try:
             outcome = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))[0].outcome
-            reason = None if outcome.ok else outcome.message
-            mistaken = outcome.detail == InvalidSetting.__name__
+            reason = outcome.message
         except ChildFailed as failure:
-            reason, mistaken = str(failure), False
-        if reason is not None:
-            child.kill()
-            if mistaken:
-                raise InvalidSetting(reason)
-            raise WorkerUnavailable(f"a tuning process could not rebuild the call: {reason}")
-        return child
+            outcome, reason = failure.outcome, str(failure)
+        if outcome.ok:
+            return child
+        child.kill()
+        if outcome.detail == InvalidSetting.__name__:
+            raise InvalidSetting(reason)
+        passes = outcome.killed or outcome.verdict in TRANSIENT
+        raise (WorkerUnavailable if passes else KernelNotTransferable)(
+            f"a tuning process could not rebuild the call: {reason}"
+        )
 
 
 def _measures_on(index: int) -> str:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import json
 import math
 import os
 import pickle
+import reprlib
 import select
 import signal
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from safetune.errors import from_signal_handler
 from safetune.outcome import Outcome, Verdict
 
 #: A child without work exits after this time, so that its context does not occupy the caller's
@@ -36,13 +39,29 @@ MAX_GROUPS = 8
 #: looks for it after this long.
 SIGNAL_S = 1.0
 
+Result = TypeVar("Result")
+
 _PREFIX = struct.Struct("!IQ")
 _MAX_HEADER = 1 << 24
 _MAX_BLOB = 1 << 34
+#: A child answers with nothing larger than a compiler's spec.
+MAX_ANSWER = 1 << 28
 _MAX_FDS = 4
 
 
-class ProtocolError(Exception):
+class WireError(Exception):
+    """The base of what `send` and `receive` raise; nothing that a program raises is one."""
+
+
+class Closed(WireError):
+    """The other end of the pipe is gone."""
+
+
+class Stalled(WireError):
+    """The other end has not read or written in time."""
+
+
+class ProtocolError(WireError):
     """What arrived is not a frame, or not an answer."""
 
 
@@ -215,14 +234,15 @@ def answer_of(header: dict[str, Any], number: int) -> Answer:
     """
     import msgspec  # children do without it
 
-    with contextlib.suppress(msgspec.ValidationError):
+    with contextlib.suppress(msgspec.ValidationError, RecursionError):
         answer = msgspec.convert(header, Answer)
         timing = answer.outcome.timing
         times = (timing.median_ms, timing.p20_ms, timing.p80_ms) if timing is not None else ()
         same = json.loads(json.dumps(answer_header(answer, number)))  # no field was filled in
         if header == same and all(0 < time < math.inf for time in times):
             return answer
-    raise ProtocolError(f"not an answer to job {number}: {str(header)[:80]}")
+    shown = reprlib.repr(header)[:80]  # which goes no deeper than is safe
+    raise ProtocolError(f"not an answer to job {number}: {shown}")
 
 
 def kill_group(pid: int) -> None:
@@ -247,72 +267,117 @@ def send(
     fds: Sequence[int] = (),
     timeout_s: float | None = None,
 ) -> None:
-    """Send one frame; raises `OSError` where the other end is gone, `TimeoutError` when it stalls.
+    """Send one frame; raises `Closed` and `Stalled`.
 
     `fds` are passed along and stay open here.
     """
     text = json.dumps(header).encode()
-    prefix = _PREFIX.pack(len(text), len(blob))
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sock.settimeout(timeout_s)
-    sent = sock.sendmsg([prefix], rights)
-    sock.sendall(prefix[sent:] + text)
-    sock.sendall(blob)
+    ready = _Ready(sock, select.POLLOUT, timeout_s)
+    for data in (_PREFIX.pack(len(text), len(blob)) + text, blob):
+        left = memoryview(data)
+        while left:
+            ready.wait()
+            # NOSIGNAL: a program may have SIGPIPE end it, as command lines do.
+            flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+            sent = _attempt(functools.partial(sock.sendmsg, [left], rights, flags))
+            if sent:
+                left, rights = left[sent:], []
 
 
 def receive(
-    sock: socket.socket, timeout_s: float | None = None, ended: int | None = None
+    sock: socket.socket,
+    timeout_s: float | None = None,
+    ended: int | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+    most_bytes: int = _MAX_BLOB,
 ) -> tuple[dict[str, Any], bytes, list[int]]:
     """Return the next frame's header, bytes and file descriptors.
 
-    `ended` is a pidfd of the sender: a copy that it forked may hold the pipe open after its end.
+    Args:
+        ended: a pidfd of the sender: a copy that it forked may hold the pipe open after its end.
+        meanwhile: called every `SIGNAL_S` seconds of a wait.
 
     Raises:
-        EOFError: the other end closed before a frame began, or ended.
-        TimeoutError: no whole frame within `timeout_s`.
+        Closed: the other end closed before a frame began, or ended.
+        Stalled: no whole frame within `timeout_s`.
         ProtocolError: the bytes are not a frame, or the other end closed in the middle of one.
     """
-    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    if ended is not None:
-        poll.register(ended, select.POLLIN)
+    ready = _Ready(sock, select.POLLIN, timeout_s, ended, meanwhile)
+    dont_wait = socket.MSG_DONTWAIT
     frame = bytearray()
     fds: list[int] = []
 
     def read(size: int) -> bytes:
         begin = len(frame)
         while missing := begin + size - len(frame):
-            _wait(poll, sock, deadline)
-            data, new_fds, _, _ = socket.recv_fds(sock, min(missing, 1 << 20), _MAX_FDS)
+            ready.wait()
+            most = min(missing, 1 << 20)
+            read_some = functools.partial(socket.recv_fds, sock, most, _MAX_FDS, dont_wait)
+            if (got := _attempt(read_some)) is None:
+                continue
+            data, new_fds, _, _ = got
             fds.extend(new_fds)
             if not data and frame:
                 raise ProtocolError(f"the pipe closed after {len(frame)} bytes of a frame")
             if not data:
-                raise EOFError("the other end closed the pipe")
+                raise Closed("the other end closed the pipe")
             frame.extend(data)
         return bytes(frame[begin:])
 
     header_size, blob_size = _PREFIX.unpack(read(_PREFIX.size))
-    if header_size > _MAX_HEADER or blob_size > _MAX_BLOB:
+    if header_size > _MAX_HEADER or blob_size > most_bytes:
         raise ProtocolError(f"a frame of {header_size} + {blob_size} bytes was announced")
     text = read(header_size)
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not JSON: {text[:80]!r}") from error
     if not isinstance(header, dict):
         raise ProtocolError(f"not a JSON object: {text[:80]!r}")
     return header, read(blob_size), fds
 
 
-def _wait(poll: select.poll, sock: socket.socket, deadline: float) -> None:
-    """Return when there is something to read; raises `EOFError` where only the pidfd is ready."""
-    ready: list[tuple[int, int]] = []
-    while not ready:
-        left = deadline - time.monotonic()
-        ready = poll.poll(max(0.0, min(left, SIGNAL_S)) * 1000)
-        if not ready and left <= 0:
-            raise TimeoutError("no answer in time")
-    if all(fd != sock.fileno() for fd, _ in ready):
-        raise EOFError("the other end is gone")
+class _Ready:
+    """Waits for a socket, and for the end of the process at its other end."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        event: int,
+        timeout_s: float | None,
+        ended: int | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._fd = sock.fileno()
+        self._poll = select.poll()
+        self._poll.register(sock, event)
+        if ended is not None:
+            self._poll.register(ended, select.POLLIN)
+        self._deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._meanwhile = meanwhile
+
+    def wait(self) -> None:
+        """Return when the socket is ready; raises `Stalled`, and `Closed` where only the end is."""
+        ready: list[tuple[int, int]] = []
+        while not ready:
+            left = self._deadline - time.monotonic()
+            ready = self._poll.poll(max(0.0, min(left, SIGNAL_S)) * 1000)
+            if not ready and left <= 0:
+                raise Stalled("no answer in time")
+            if not ready:
+                self._meanwhile()
+        if all(fd != self._fd for fd, _ in ready):
+            raise Closed("the other end is gone")
+
+
+def _attempt(call: Callable[[], Result]) -> Result | None:
+    """Return what a call on a socket returns; None where it would wait. Raises `Closed`."""
+    try:
+        return call()
+    except OSError as error:
+        if from_signal_handler(error):
+            raise
+        if isinstance(error, BlockingIOError):
+            return None
+        raise Closed(str(error)) from error

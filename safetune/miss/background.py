@@ -19,7 +19,12 @@ from triton.runtime.autotuner import Config
 
 from safetune import forks
 from safetune.config import config_text
-from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
+from safetune.errors import (
+    KernelNotTransferable,
+    NoWorkingConfig,
+    WorkerUnavailable,
+    system_errors,
+)
 from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers
 from safetune.isolation.protocol import OutputReport
@@ -33,6 +38,8 @@ from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
     from safetune.settings import Settings
@@ -59,6 +66,7 @@ class Job:
         fallback: the config that the key launches meanwhile.
         hold: keep the choice back until `sync`.
         report: called with the result.
+        size: the bytes of the copied inputs.
         over: set when the tuning has ended, with or without a choice.
     """
 
@@ -69,6 +77,7 @@ class Job:
     store: Store
     hold: bool
     report: Callable[[TuningResult], None]
+    size: int
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -79,13 +88,20 @@ class BackgroundBench(LaunchBench):
         KernelNotTransferable: the call cannot be rebuilt in a child.
     """
 
-    _begin_at_once = False  # a queued call takes no process and no memory of one
+    _has_arguments = False
     _entered = False
 
-    def __enter__(self) -> BackgroundBench:
+    def __init__(self, request: TuningRequest) -> None:
+        with system_errors():
+            super().__init__(request)
+        # A queued call keeps none of the caller's tensors, and no process.
+        self.request = self._request = replace(
+            request, call=replace(request.call, args=(), kwargs={}, grid=None)
+        )
+
+    def __enter__(self) -> Self:
         self._entered = True
-        self.begin()
-        return self
+        return super().__enter__()
 
     def discard(self) -> None:
         """Free the copied inputs if no tuning has used them."""
@@ -128,9 +144,10 @@ def tune_meanwhile(
 ) -> Config:
     """Copy the call's inputs, queue it for tuning, and return the fallback."""
     call = request.call
-    size, limit = _input_bytes(call), settings.copy_limit
+    size = _input_bytes(call) if call.hooks.inputs is None else 0
+    limit = settings.copy_limit
     config = candidates.fallback(request, store)
-    if size > limit and call.hooks.inputs is None:
+    if size > limit:
         logger.warning(
             "tune %s offline for %s: its inputs have %d bytes, and SAFETUNE_COPY_LIMIT "
             "allows %d; it runs with %s",
@@ -141,15 +158,17 @@ def tune_meanwhile(
             config_text(config),
         )
         return state.set_fallback(config)
+    if not _worker.has_room(size, limit):
+        logger.info("%s is queued later: other copied inputs wait", request.key.kernel.name)
+        return state.set_fallback(config, retry.Retry(call.index))
     try:
         bench = BackgroundBench(request)
     except (KernelNotTransferable, WorkerUnavailable) as error:
         return retry.fall_back(state, request, config, error)
     state.set_fallback(config)
-    request = replace(request, call=replace(call, args=(), kwargs={}, grid=None))
-    report = functools.partial(reporting.report_result, tuner, readable_key, request)
+    report = functools.partial(reporting.report_result, tuner, readable_key, bench.request)
     hold = settings.world_size > 1
-    _worker.submit(Job(state, request, bench, config, store, hold, report))
+    _worker.submit(Job(state, bench.request, bench, config, store, hold, report, size))
     return config
 
 
@@ -188,6 +207,11 @@ class _Worker:
                 return
             self.jobs.append(job)
             self._queue.put(job)
+
+    def has_room(self, size: int, limit: int) -> bool:
+        """Whether this many bytes fit beside those of the queued calls; one call always does."""
+        waiting = [job.size for job in list(self.jobs)]
+        return not waiting or sum(waiting) + size <= limit
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="safetune-background", daemon=True)

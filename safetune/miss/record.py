@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from safetune.config import config_digest
-from safetune.errors import KernelNotTransferable
+from safetune.errors import KernelNotTransferable, from_signal_handler
 from safetune.inputs import call_description
 from safetune.inputs.call import grid_of
 from safetune.keys import encoding
@@ -55,6 +55,8 @@ def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
         if store.put_call(call):
             logger.info("%s is recorded for %s", call.name, request.key)
     except Exception as error:
+        if from_signal_handler(error):
+            raise
         _log_once(request.key.kernel.name, f"{type(error).__name__}: {error}")
 
 

@@ -20,7 +20,12 @@ from safetune.config import (
     config_text,
     declared_digest,
 )
-from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
+from safetune.errors import (
+    KernelNotTransferable,
+    NoWorkingConfig,
+    WorkerUnavailable,
+    from_signal_handler,
+)
 from safetune.inputs.call import Call
 from safetune.isolation import backend
 from safetune.keys import encoding
@@ -180,11 +185,14 @@ def asked(request: TuningRequest) -> Asked:
 
 
 def _inline(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
-    with contextlib.suppress(Exception):  # the tuning raises what matters
+    try:
         request = Miss(tuner, args, kwargs).request()
         state.asked = asked(request)
         if not request.has_work:
             return for_no_work(state, request)
+    except Exception as error:  # the tuning raises what matters
+        if from_signal_handler(error):
+            raise
     return state.set_choice(tuner.tune_inline(args, kwargs))
 
 

@@ -30,6 +30,9 @@ class Waited:
 #: The waits of this process, for tunings and for the lock of a database: SAFETUNE_WAIT bounds them.
 waited = Waited()
 
+#: The program's own random numbers stay as they are: ranks that wait would differ in them after.
+_random = random.SystemRandom()
+
 
 def pauses(first_s: float, most_s: float) -> Iterator[float]:
     """Yield how long to sleep before the next try, without end.
@@ -38,7 +41,7 @@ def pauses(first_s: float, most_s: float) -> Iterator[float]:
     """
     pause_s = first_s
     while True:
-        yield random.uniform(pause_s / 2, pause_s)
+        yield _random.uniform(pause_s / 2, pause_s)
         pause_s = min(2 * pause_s, most_s)
 
 

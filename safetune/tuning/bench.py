@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triton.runtime.errors import OutOfResources
 
@@ -25,6 +25,9 @@ from safetune.isolation.protocol import Budget, Group, OutputReport, Prepare
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.tuning.requests import TuningRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _device_locks: dict[int, threading.RLock] = {}
 
@@ -50,62 +53,67 @@ class LaunchBench:
         grids: the launch grid of each config.
     """
 
-    _begin_at_once = True
+    #: Whether configs may be resolved on the caller's arguments.
+    _has_arguments = True
 
     def __init__(self, request: TuningRequest) -> None:
         begin = time.monotonic()
-        call = request.call
-        self.interpreted = call.interpreted
-        child_handle.check_device(call.index)
+        self.interpreted = request.call.interpreted
+        child_handle.check_device(request.call.index)
         self.phases: dict[str, float] = {}
         self._request = request
-        self._exit = contextlib.ExitStack()
         self._fresh = request.limits.fresh_process
-        name = request.key.kernel.name
         self.grids, self._failures = request.grids.sizes, request.grids.failures
         if len(self._failures) == len(self.grids):
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
-            raise NoWorkingConfig(name, str(request.key), outcomes, measured=len(outcomes))
+            kernel, key = request.key.kernel.name, str(request.key)
+            raise NoWorkingConfig(kernel, key, outcomes, measured=len(outcomes))
+        with contextlib.ExitStack() as opened:
+            self._child = self._packed(request, opened)
+            self._exit = opened.pop_all()
+        self.phases["transfer"] = time.monotonic() - begin
+
+    def _packed(self, request: TuningRequest, opened: contextlib.ExitStack) -> MeasuringChild:
+        """Return the child of a call, not started yet, with its files added to `opened`."""
+        call = request.call
         tensors = kernel_pickle.TensorTable()
         packed = kernel_pickle.pack(
             (replace(call, grid=None), list(request.configs)),
-            f"the call of {name}",
+            f"the call of {request.key.kernel.name}",
             tensors,
             by_value=_functions_of(request),
         )
         self._kernel = b""
         if not self.interpreted:
             self._kernel = compile_spec.pack_for_compiler(base_function(call.kernel)[0])
-        self._inputs = copy_inputs(call, tensors.tensors, measuring_child.drop_idle)
-        self._exit.callback(self._inputs.close)
-        drawn = ", ".join(self._inputs.regenerated)
+        inputs = copy_inputs(call, tensors.tensors, measuring_child.drop_idle)
+        opened.callback(inputs.close)
+        drawn = ", ".join(inputs.regenerated)
         self._marks = (*([Mark.REGENERATED.of(drawn)] if drawn else ()), *request.marks)
         results_fd = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
-        self._exit.callback(os.close, results_fd)
-        self._child = MeasuringChild(
+        opened.callback(os.close, results_fd)
+        return MeasuringChild(
             Prepare(
                 packed=packed,
-                layout=self._inputs.layout,
+                layout=inputs.layout,
                 index=call.index,
                 grids=list(self.grids),
                 atomics=request.key.kernel.atomics,
-                backend="" if call.interpreted else triton_internals.target_name() or "",
+                backend="" if self.interpreted else triton_internals.target_name() or "",
             ),
-            (self._inputs.fd, results_fd),
+            (inputs.fd, results_fd),
             request.limits.run_timeout_s,
             fresh=self._fresh,
         )
-        if self._begin_at_once:
-            self.begin()
-        self.phases["transfer"] = time.monotonic() - begin
 
-    def __enter__(self) -> LaunchBench:
-        return self
-
-    def begin(self) -> None:
+    def __enter__(self) -> Self:
         """Start the servers and the measuring child; wait for neither."""
-        start_servers(compiling=not self.interpreted)
-        self._child.begin()
+        with contextlib.ExitStack() as on_error:
+            on_error.push(self.__exit__)
+            start_servers(compiling=not self.interpreted)
+            self._child.begin()
+            on_error.pop_all()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -143,7 +151,7 @@ class LaunchBench:
         """Give the pool each config that resolves; yield the others."""
         unknown = []
         with self._phase("resolve"):
-            in_caller = compile_spec.CallerSpecs(self._request.call)
+            in_caller = compile_spec.CallerSpecs(self._request.call, self._has_arguments)
             for index in configs:
                 spec = in_caller.spec_of(self._request.configs[index])
                 if spec is None:

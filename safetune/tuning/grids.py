@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from triton.runtime.autotuner import Config
 
+from safetune.errors import from_signal_handler
 from safetune.inputs.call import Call, grid_of
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.outcome import Outcome, Verdict
@@ -47,6 +48,8 @@ def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
             _check_complete(call, config)
             grid, seen = grid_of(call, config)
         except Exception as error:
+            if from_signal_handler(error):
+                raise
             reason = f"{type(error).__name__}: {error}"
             failures[index] = _failed(
                 f"the grid cannot be computed: {reason}", type(error).__name__

@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.config import config_digest
-from safetune.errors import Busy, NoWorkingConfig, StoreError, WorkerUnavailable
+from safetune.errors import (
+    Busy,
+    NoWorkingConfig,
+    StoreError,
+    WorkerUnavailable,
+    from_signal_handler,
+)
 from safetune.outcome import Outcome
 from safetune.store.local import key_locks
 from safetune.store.local.store import Store
@@ -221,6 +227,8 @@ def _try(
     except StoreError as error:
         logger.info("%s; tuning without waiting for other processes", error)
     except OSError as error:
+        if from_signal_handler(error):
+            raise
         _warn_of_no_locks(path, error.strerror or str(error))
     return True, None
 

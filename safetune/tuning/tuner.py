@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from safetune.config import config_digest, config_record, config_text
-from safetune.errors import NothingToMeasure, NoWorkingConfig
+from safetune.errors import NothingToMeasure, NoWorkingConfig, system_errors
 from safetune.isolation.protocol import Budget
 from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import Store
@@ -165,7 +165,7 @@ def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
 def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
     """Find the outcome of each new config."""
     call = tuning.request.call
-    with contextlib.ExitStack() as compiling:
+    with system_errors(), contextlib.ExitStack() as compiling:
         if not call.interpreted:  # before anything is started or copied
             compiling.enter_context(single_flight.compiling(tuning.store, budget))
         with (

@@ -137,6 +137,12 @@ ROWS: tuple[Row, ...] = (
         ("mps", "the card is under MPS", "the fallback, and a reason"),
         ("exclusive-process", "EXCLUSIVE_PROCESS mode", "the fallback, and a reason"),
         ("process-limit", "RLIMIT_NPROC is reached", "the fallback, and a reason"),
+        ("outside-kill", "SIGKILL of a child or its server from outside", "no config is blamed"),
+        ("no-descriptors", "RLIMIT_NOFILE is reached", "the fallback, and a reason"),
+        ("no-temporary-directory", "no temporary directory can be written", "not used"),
+        ("no-working-directory", "the working directory has been deleted", "not used"),
+        ("file-in-working-directory", "`json.py` in the working directory", "not imported"),
+        ("core-file", "a child aborts, and core files are allowed", "no core file"),
         ("capture-elsewhere", "another thread captures a CUDA graph", "both finish", _GPU),
         ("card-nearly-full", "a card 95% full", "tuned, or the fallback and a reason", _GPU),
         (

@@ -354,7 +354,8 @@ def test_a_misbehaving_hook_costs_its_config(
     check(caller, lambda: kernel[grid](caller.x, caller.y, N), records, FAULTS[name], processes)
 
     tried = [pid for pid, block in log.lines() if block == str(BAD)]
-    assert len(set(tried)) == 1, "no second process tries it"
+    tries = 2 if name == "kill" else 1  # a SIGKILL may come from outside
+    assert len(set(tried)) == tries, "no other process tries it"
     if FAULTS[name].label != "out_of_resources":  # such a launch has not reached the device
         assert not processes.exists(tried[0])
     mine = [block for pid, block in log.lines() if pid == os.getpid()]
@@ -482,7 +483,7 @@ def test_all_failing_raises_a_table_and_stores_no_choice(
 def test_a_config_that_kills_the_fork_server(
     caller: Caller, records: Any, processes: Any, harmless: Any, no_idle_child: None
 ) -> None:
-    """It takes its own process with it. The other configs are measured under another server."""
+    """It takes its own process with it: who killed the server is not known, so no one is blamed."""
 
     def kill_the_server(arguments: dict[str, Any]) -> None:
         if os.getpid() != parent:
@@ -499,13 +500,12 @@ def test_a_config_that_kills_the_fork_server(
     expected = caller.x + caller.y
     before = set(processes.servers())
 
-    kernel[grid](caller.x, caller.y, N)
+    with pytest.warns(UserWarning, match="it is tried again later: the fork server"):
+        kernel[grid](caller.x, caller.y, N)
 
     assert torch.equal(caller.x, expected)
-    labels = records.labels()
-    assert labels.pop(BAD).startswith("died(")
-    assert labels == {GOOD: "ok", ALSO_GOOD: "ok"}
-    assert len(processes.servers()) == 1
+    assert records.labels() == {GOOD: "ok"}
+    assert kernel.cache == {}
     assert not set(processes.servers()) & before
     harmless.check_nothing_is_left()
 

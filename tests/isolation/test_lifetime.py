@@ -176,9 +176,15 @@ class TestSurroundings:
         assert in_c == self.OTHERS
         assert in_python["CUDA_VISIBLE_DEVICES"] == "", "the interpreter needs no GPU"
         expected = {name: value for name, value in os.environ.items() if name not in self.RANKS}
-        blind = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-        assert {n: v for n, v in in_python.items() if n not in blind} == {
-            n: v for n, v in expected.items() if n not in blind
+        assert in_python["SAFETUNE_MODE"] == "frozen", "a kernel that a hook launches is not tuned"
+        own = (
+            "SAFETUNE_MODE",
+            "CUDA_VISIBLE_DEVICES",
+            "HIP_VISIBLE_DEVICES",
+            "ROCR_VISIBLE_DEVICES",
+        )
+        assert {n: v for n, v in in_python.items() if n not in own} == {
+            n: v for n, v in expected.items() if n not in own
         }
 
     def test_changes_after_the_first_tuning_reach_the_next(

@@ -76,14 +76,14 @@ def test_an_end_between_frames_is_an_end(pipe):
     protocol.send(ours, {})
     ours.close()
     assert protocol.receive(theirs, 10)[0] == {}
-    with pytest.raises(EOFError):
+    with pytest.raises(protocol.Closed):
         protocol.receive(theirs, 10)
 
 
 def test_a_stalled_frame_times_out(pipe):
     ours, theirs = pipe
     ours.sendall(b"\0" * 3)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(protocol.Stalled):
         protocol.receive(theirs, 0.05)
 
 
@@ -95,6 +95,7 @@ def test_a_stalled_frame_times_out(pipe):
         protocol._PREFIX.pack(4, 0) + b"oops",
         protocol._PREFIX.pack(2, 0) + b"[]",
         protocol._PREFIX.pack(2, 0) + b"\xff\xff",
+        protocol._PREFIX.pack(200_000, 0) + b"[" * 100_000 + b"]" * 100_000,
     ],
 )
 def test_garbage_is_named_as_such(pipe, data):
