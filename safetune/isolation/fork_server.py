@@ -244,9 +244,7 @@ def child_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not _RANK_VARIABLE.match(name) and name != "SAFETUNE_INSTALL"
     }
-    if kept.get("SAFETUNE_MODE") != "off":
-        kept["SAFETUNE_MODE"] = "frozen"
-    return kept
+    return {**kept, "SAFETUNE_MODE": "frozen"}
 
 
 def search_path() -> list[str]:
