@@ -195,7 +195,7 @@ def _pull(url: str, local: Any) -> None:
     from safetune.store.shared.url import open_shared
 
     shared = open_shared(url)
-    missing = shared.names(_space()) - local_copy.adopted(local.connection)
+    missing = shared.names(_space()) - local_copy.copied(local.connection, _space(), "")
     local_copy.adopt(local.connection, shared.pull(_space(), missing))
 
 

@@ -36,6 +36,7 @@ from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, U
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
     from safetune.store.records import ChoiceRecord, StoredChoice
+    from safetune.store.shared.record import Name
 
 logger = logging.getLogger("safetune")
 
@@ -159,7 +160,7 @@ class SharedLayer:
 
         That is `stored` itself where no answer comes in time; it is published later.
         """
-        if not (self.is_on and self._writes) or self._clock() < self._unwritable_until:
+        if not (self.is_on and self._may_write()):
             return stored
         found = self._call(lambda: self._deliver(space, [stored]), [stored])
         return found[0] if found else stored
@@ -235,17 +236,25 @@ class SharedLayer:
         with once_per_node.turn(database, space, self._origin, since, wait_s) as turn:
             if turn is Turn.MINE:
                 names = backend.names(space)
-                missing = names - local_copy.copied(connection, self._origin)
+                missing = names - local_copy.copied(connection, space, self._origin)
                 pulled = iter(backend.pull(space, missing)) if missing else iter(())
-                while batch := list(itertools.islice(pulled, _BATCH)):
+                for batch in _batches(pulled):
                     self._keep(batch)
                     yield False
-                try:
-                    if self._clock() >= self._unwritable_until and self._writes:
-                        self._deliver(space, local_copy.unpublished(connection, space, names))
-                except Unwritable as error:
-                    self._stop_writing(error)
+                for own in _batches(iter(local_copy.own(connection, space) - names)):
+                    if self._may_write():
+                        self._publish_own(space, own)
+                        yield False
         yield turn is not Turn.BUSY
+
+    def _may_write(self) -> bool:
+        return self._writes and self._clock() >= self._unwritable_until
+
+    def _publish_own(self, space: str, names: Sequence[Name]) -> None:
+        try:
+            self._deliver(space, local_copy.shareable(self._local, names))
+        except Unwritable as error:
+            self._stop_writing(error)
 
     def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         lease: Lease | None
@@ -285,6 +294,11 @@ class SharedLayer:
             logger.info("%s; the pulled choices are kept in memory", error)
             for choice in sorted((each.choice for each in records), key=precedence, reverse=True):
                 self._unkept[choice.key, choice.declared] = choice
+
+
+def _batches(items: Iterator[Result]) -> Iterator[list[Result]]:
+    while batch := list(itertools.islice(items, _BATCH)):
+        yield batch
 
 
 def _flush_all() -> None:

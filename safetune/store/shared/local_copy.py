@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
+from safetune.keys import encoding
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection
 from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
@@ -23,12 +24,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
-#: The choices for which the database also has a trial: the newest of each list first.
-_OWN = (
-    f"{CHOICE.select} WHERE EXISTS (SELECT 1 FROM trial WHERE trial.key = choice.key "
-    "AND trial.config_digest = choice.config_digest) ORDER BY choice.generation DESC"
+#: Few, also where there are many keys.
+_TOOLCHAINS = "SELECT DISTINCT device, toolchain FROM key"
+_OF_SPACE = (
+    "FROM key JOIN choice ON choice.key = key.digest WHERE key.device = ? AND key.toolchain = ?"
 )
-_COPIED = "SELECT key, declared, generation FROM choice WHERE origin = ?"
+_COPIED = f"SELECT choice.key, declared, generation {_OF_SPACE} AND origin = ?"
+#: The newest choice of each list for which the database also has a trial.
+_OWN = (
+    f"SELECT choice.key, declared, max(generation) {_OF_SPACE} AND EXISTS (SELECT 1 FROM trial "
+    "WHERE trial.key = choice.key AND trial.config_digest = choice.config_digest) "
+    "GROUP BY choice.key, declared"
+)
+_CHOICE = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS = (
     f"{TRIAL.select} WHERE key = ? AND config_digest = ? AND generation <= ? "
     "ORDER BY generation DESC"
@@ -46,19 +54,22 @@ def is_sound(stored: StoredChoice) -> bool:
     return True
 
 
-def copied(connection: Connection, origin: str) -> set[Name]:
+def copied(connection: Connection, space: str, origin: str) -> set[Name]:
     """Return the names of the records that are here as they are in one shared store.
 
     They need not be read again, as a record never changes. What was tuned here, imported, or copied
     from another shared store is not among them: the record of that name is to replace it. Empty
     where the database cannot be read.
     """
-    try:
-        with connection.reading() as sqlite:
-            return {Name(*row) for row in sqlite.execute(_COPIED, (origin,)).fetchall()}
-    except StoreError as error:
-        logger.info("%s; every shared choice is read", error)
-        return set()
+    return _names(connection, _COPIED, space, origin)
+
+
+def own(connection: Connection, space: str) -> set[Name]:
+    """Return the names of the choices of a namespace that this node made, the newest of each list.
+
+    Empty where the database cannot be read.
+    """
+    return _names(connection, _OWN, space)
 
 
 def adopt(
@@ -81,27 +92,54 @@ def adopt(
             CHOICE.insert(sqlite, {**choice, "origin": origin}, "REPLACE")
 
 
-def unpublished(connection: Connection, space: str, names: set[Name]) -> list[StoredChoice]:
-    """Return the choices of a namespace that this node made and that `names` lacks.
+def shareable(connection: Connection, names: Iterable[Name]) -> list[StoredChoice]:
+    """Return those choices of this node that other nodes may use.
 
     Empty where the database cannot be read.
     """
-    newest: dict[tuple[str, str], ChoiceRecord] = {}
     try:
         with connection.reading() as sqlite:
-            for choice in CHOICE.sound(sqlite.execute(_OWN).fetchall()):
-                newest.setdefault((choice.key, choice.declared), choice)
-            found = [
+            return [
                 StoredChoice(key, choice)
-                for choice in newest.values()
-                if (choice.key, choice.declared, choice.generation) not in names
+                for name in names
+                if (choice := _first(sqlite, CHOICE, _CHOICE, *name))
                 and _is_shareable(sqlite, choice)
                 and (key := _key(sqlite, choice.key))
             ]
     except StoreError as error:
         logger.info("%s; its choices are not published", error)
         return []
-    return [each for each in found if namespace(each.key.device, each.key.toolchain) == space]
+
+
+def _names(connection: Connection, statement: str, space: str, *parameters: str) -> set[Name]:
+    try:
+        with connection.reading() as sqlite:
+            return {
+                Name(*row)
+                for kind in _kinds(sqlite, space)
+                for row in sqlite.execute(statement, (*kind, *parameters)).fetchall()
+            }
+    except StoreError as error:
+        logger.info("%s; it counts as empty", error)
+        return set()
+
+
+def _kinds(sqlite: sqlite3.Connection, space: str) -> list[tuple[str, str]]:
+    """The device and toolchain columns of the keys in a namespace."""
+    return [
+        (digest, toolchain)
+        for digest, toolchain in sqlite.execute(_TOOLCHAINS).fetchall()
+        if (device := _first(sqlite, DEVICE, _OF_DIGEST.format(DEVICE.select), digest))
+        and _namespace(device["record"], toolchain) == space
+    ]
+
+
+def _namespace(device: dict[str, Any], toolchain: str) -> str:
+    """The namespace of two columns; empty for what is not JSON."""
+    try:
+        return namespace(device, encoding.loads(toolchain))
+    except (TypeError, ValueError, RecursionError):
+        return ""
 
 
 def _is_shareable(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> bool:

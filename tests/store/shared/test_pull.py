@@ -8,15 +8,19 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local import rows
 from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.packs import exchange
-from safetune.store.records import KeyRecord, StoredChoice
+from safetune.store.records import KeyRecord, StoredChoice, TrialRecord
+from safetune.store.shared import layer as shared_layer
 from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.once_per_node import Turn
@@ -24,7 +28,7 @@ from safetune.store.shared.protocol import SharedStore
 from safetune.store.shared.record import Name
 from safetune.store.shared.url import open_shared
 
-from .conftest import LIST, ROOT, SPACE, Children, choice, key, stored, tuned
+from .conftest import LIST, ROOT, SPACE, TOOLCHAIN, Children, choice, key, stored, tuned
 
 MANY = 1000
 LAST = MANY - 1
@@ -277,3 +281,65 @@ def test_a_record_is_read_once_also_where_this_node_has_published_it(
         layer.refresh(SPACE, since=time.time())
         wait_until_complete(layer)
     assert large.asked == [MANY], "not its own, and none twice"
+
+
+def old_choices(local: GuardedStore, numbers: range) -> None:
+    """What this node tuned with an older Triton."""
+    for number in numbers:
+        before = replace(key(number), toolchain=replace(TOOLCHAIN, triton="3.1.0"))
+        outcome = Outcome(Verdict.OK, Timing(1.5, 1.4, 1.6, 10, "final"))
+        chosen = replace(choice(number), key=before.digest)
+        facts = (before.digest, chosen.config_digest, chosen.config)
+        with local.connection.transaction() as sqlite:
+            for table, row in rows.key_rows(KeyRecord.of(before)):
+                table.insert(sqlite, row, "IGNORE")
+            rows.TRIAL.insert(
+                sqlite, rows.trial_row(TrialRecord(*facts, 1, outcome, 1.0)), "IGNORE"
+            )
+            rows.CHOICE.insert(sqlite, rows.choice_row(chosen), "IGNORE")
+
+
+def test_choices_of_other_toolchains_cost_no_query(local: GuardedStore, tmp_path: Path) -> None:
+    """Regression: each process paid 0.1 s per thousand of them, holding the database."""
+    (tmp_path / "shared").mkdir()
+    layer = SharedLayer(open_shared(f"file://{tmp_path}/shared"), local.connection)
+    tuned(local, 7)
+    counts = []
+    for last in (1, 21):
+        old_choices(local, range(last))
+        statements: list[str] = []
+        with local.connection.reading() as sqlite:
+            sqlite.set_trace_callback(statements.append)
+        layer.refresh(SPACE, since=time.time())
+        wait_until_complete(layer)
+        with local.connection.reading() as sqlite:
+            sqlite.set_trace_callback(None)
+        counts.append(len(statements))
+        for path in (tmp_path / "shared").rglob("*.json"):
+            assert key(7).digest in path.name
+            path.unlink()
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_a_node_has_tuned_alone_is_published_in_batches(
+    local: GuardedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the first refresh waited for all of it, and the store was taken for dead."""
+    monkeypatch.setattr(shared_layer, "_BATCH", 2)
+    (tmp_path / "shared").mkdir()
+    shared = open_shared(f"file://{tmp_path}/shared")
+    published: list[int] = []
+
+    class Counting(Large):
+        def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
+            found = list(records)
+            published.append(len(found))
+            return self._store.publish(namespace, found)
+
+    for number in range(5):
+        tuned(local, number)
+    layer = SharedLayer(Counting(shared), local.connection)
+    layer.refresh(SPACE)
+    wait_until_complete(layer)
+    assert sum(published) == len(shared.names(SPACE)) == 5
+    assert max(published) == 2
