@@ -60,11 +60,13 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
         print_json(vars(done))
         return
     lines = [f"{counted(done.new, 'choice')} imported, {done.known} already stored"]
-    if done.kept:
-        known = "the store has another choice of the same generation"
-        lines.append(f"{done.kept} not imported: {known}")
-    if done.unknown:
-        lines.append(f"{done.unknown} not imported: only a newer safetune knows all their fields")
+    for count, why in (
+        (done.kept, "the store has another choice of the same generation"),
+        (done.older, "the store has a choice of a later generation"),
+        (done.unknown, "only a newer safetune knows all their fields"),
+    ):
+        if count:
+            lines.append(f"{count} not imported: {why}")
     echo(", ".join(lines))
 
 

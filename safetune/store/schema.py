@@ -39,6 +39,7 @@ _GENERATIONS = 1_000_000
 _MOST_DEPTH = 64
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
+_EXACT_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Count = Annotated[int, Meta(ge=0, le=rows.MOST)]
@@ -198,19 +199,21 @@ def choice_object(entry: StoredChoice) -> Mapping[str, Any]:
 
 
 def time_text(seconds_since_epoch: float) -> str:
-    """Return a time as packs show it to people: in UTC, whole seconds."""
-    second = max(0, min(int(seconds_since_epoch), LAST_SECOND))
-    return datetime.fromtimestamp(second, timezone.utc).strftime(_TIME)
+    """Return a time as packs show it to people: in UTC, with its microseconds if it has any."""
+    found = max(0.0, min(seconds_since_epoch, LAST_SECOND))
+    text = datetime.fromtimestamp(found, timezone.utc).replace(tzinfo=None).isoformat()
+    return f"{text}Z"
 
 
 def seconds(created: float | str) -> float:
     """Return the time in `created` as seconds since the epoch; raises `ValueError`."""
     if not isinstance(created, str):
         return float(created)
-    with contextlib.suppress(ValueError):
-        found = datetime.strptime(created, _TIME).replace(tzinfo=timezone.utc).timestamp()
-        if found >= 0 and time_text(found) == created:
-            return found
+    for form in (_TIME, _EXACT_TIME):
+        with contextlib.suppress(ValueError):
+            found = datetime.strptime(created, form).replace(tzinfo=timezone.utc).timestamp()
+            if found >= 0 and time_text(found) == created:
+                return found
     raise ValueError(f"created is {created[:60]!r}, not a time such as 2026-11-21T07:30:00Z")
 
 

@@ -59,6 +59,7 @@ def test_there_and_back(
         "new": 0,
         "known": 3,
         "kept": 0,
+        "older": 0,
         "unknown": 0,
     }
 
@@ -77,6 +78,19 @@ def test_another_choice_of_the_same_generation_stays(
         "the same generation\n"
     )
     assert safetune.json("list") == tuned
+
+
+def test_a_choice_of_an_earlier_generation_is_not_counted_as_new(
+    safetune: Any, tuned: Any, tmp_path: Path, targets: Path
+) -> None:
+    safetune("export", tmp_path / "old", "--kernel", "kernel")
+    safetune("tune", "--force", f"{targets / 'add.py'}:twice")
+    listed = safetune.json("list")
+    assert safetune("import", tmp_path / "old").stdout == (
+        "0 choices imported, 0 already stored, 1 not imported: the store has a choice of a later "
+        "generation\n"
+    )
+    assert safetune.json("list") == listed
 
 
 def test_a_selection(safetune: Any, tuned: Any, tmp_path: Path) -> None:

@@ -9,17 +9,22 @@ import contextlib
 import itertools
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetune.errors import PackError
-from safetune.outcome import Mark
+from safetune.outcome import Mark, Outcome
 from safetune.store.local import rows
-from safetune.store.local.rows import CHOICE
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.rows import CHOICE, Scalar
+from safetune.store.local.store import CHOICES_OF_LIST, DATABASE_NAME, Store
 from safetune.store.packs.packs import beginning, checked, dump, name_of, read_pack
-from safetune.store.records import StoredChoice, wins
+from safetune.store.records import ChoiceRecord, StoredChoice, TrialRecord, wins
+
+if TYPE_CHECKING:
+    import sqlite3
 
 _SQLITE = b"SQLite format 3\0"
 
@@ -37,15 +42,17 @@ class Imported:
     """How many choices were imported, and how many were not.
 
     Attributes:
-        new: the database had no choice of that generation.
+        new: the database had none of that generation or a later one.
         known: it has the same.
         kept: it has another of the same generation, which stays.
+        older: it has one of a later generation, which stays.
         unknown: not imported: they have fields that only a newer version knows.
     """
 
-    new: int
-    known: int
-    kept: int
+    new: int = 0
+    known: int = 0
+    kept: int = 0
+    older: int = 0
     unknown: int = 0
 
 
@@ -80,24 +87,37 @@ def of_store(store: Store) -> Collected:
     """Return the choices of a store as packs hold them; raises `StoreError`.
 
     Choices that were timed while the program used the device are left out: their times say little.
+    One that was timed on random inputs keeps that mark.
     """
-    contended = {
-        (key.digest, trial.config_digest)
-        for key, trials in store.trials_of()
-        for trial in {t.config_digest: t for t in trials}.values()  # the latest
-        if trial.outcome.marked(Mark.CONTENDED)
-    }
+    trials: dict[tuple[str, str], list[TrialRecord]] = {}
+    for _, of_key in store.trials_of():
+        for trial in of_key:
+            trials.setdefault((trial.key, trial.config_digest), []).append(trial)
     found = Collected()
     for entry in store.choices_of_lists():
-        what = f"{entry.key.kernel_name} {entry.key.call.get('values')}"
-        if (entry.key.digest, entry.choice.config_digest) in contended:
+        what = f"{entry.key.kernel_name} {entry.key.call['values']}"
+        outcome = _outcome(entry.choice, trials.get((entry.key.digest, entry.choice.config_digest)))
+        if outcome is not None and outcome.marked(Mark.CONTENDED):
             found.left_out.append(f"{what}: it was timed while the program used the device")
             continue
         try:
-            found.entries.append(checked(entry))
+            found.entries.append(checked(_marked(entry, outcome)))
         except PackError as error:
             found.left_out.append(f"{what}: {error}")
     return found
+
+
+def _outcome(choice: ChoiceRecord, trials: Sequence[TrialRecord] | None) -> Outcome | None:
+    """The outcome that a choice was made from, if it is stored."""
+    made = [trial for trial in trials or () if trial.generation <= choice.generation]
+    return max(made, key=lambda trial: trial.generation).outcome if made else None
+
+
+def _marked(entry: StoredChoice, outcome: Outcome | None) -> StoredChoice:
+    of_trial = outcome.marks if outcome is not None else ()
+    drawn = [mark for mark in of_trial if mark.partition(":")[0] == Mark.REGENERATED.value]
+    marks = tuple(dict.fromkeys([*entry.choice.marks, *drawn]))
+    return replace(entry, choice=replace(entry.choice, marks=marks))
 
 
 def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:
@@ -152,18 +172,30 @@ def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
 def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
     """Write choices into a database, all of them or, where one fails, none; raises `StoreError`.
 
-    A choice of the same generation that is there stays: processes may have adopted it. Source and
-    file of a kernel that the database has stay too.
+    A choice of the same generation that is there stays, as processes may have adopted it, and so
+    does one of a later generation. Source and file of a kernel that the database has stay too.
     """
     known = [entry for entry in entries if not entry.unknown]
     prepared = [(rows.key_rows(entry.key), rows.choice_row(entry.choice)) for entry in known]
-    counts = {"new": 0, "known": 0, "kept": 0, "unknown": len(entries) - len(known)}
+    counts = Counter(unknown=len(entries) - len(known))
     with store.connection.transaction() as sqlite:
         for key_rows, choice in prepared:
             for table, row in key_rows:
                 table.put_if_absent(sqlite, row)
-            stored = CHOICE.put_if_absent(sqlite, choice)
-            same = stored is not None and stored.config_digest == choice["config_digest"]
-            counts["new" if stored is None else "known" if same else "kept"] += 1
+            counts[_import_choice(sqlite, choice)] += 1
     store.ask_again()
     return Imported(**counts)
+
+
+def _import_choice(sqlite: sqlite3.Connection, choice: dict[str, Scalar]) -> str:
+    """Write a choice if it would be used; return the field of `Imported` that counts it."""
+    of_list = sqlite.execute(CHOICES_OF_LIST, (choice["key"], choice["declared"])).fetchall()
+    current: ChoiceRecord | None = next(CHOICE.sound(of_list), None)
+    generation = choice["generation"]
+    assert isinstance(generation, int)
+    if current is not None and current.generation > generation:
+        return "older"
+    stored = CHOICE.put_if_absent(sqlite, choice)
+    if stored is None:
+        return "new"
+    return "known" if stored.config_digest == choice["config_digest"] else "kept"

@@ -83,6 +83,23 @@ class TestRoundTrip:
         assert write(exchange.of_store(empty).entries, tmp_path / "second") == first
 
 
+def test_reading_a_database_takes_as_many_queries_for_one_kernel_as_for_many(
+    choices: Any, tmp_path: Path
+) -> None:
+    """Regression: each kernel read all of it again."""
+    counts = []
+    for number in (1, 20):
+        many = [choices.entry(kernel_name=f"k{n}") for n in range(number)]
+        store = choices.store(tmp_path / f"{number}", *many)
+        statements: list[str] = []
+        with store.connection.reading() as sqlite:
+            sqlite.set_trace_callback(statements.append)
+        assert len(exchange.of_store(store).entries) == number
+        counts.append(len(statements))
+        store.close()
+    assert counts[0] == counts[1] > 0
+
+
 class TestImport:
     def test_an_import_that_fails_writes_nothing(self, choices: Any, tmp_path: Path) -> None:
         """The disk is full at the second kernel."""
@@ -112,6 +129,17 @@ class TestImport:
         assert done == exchange.Imported(new=1, known=0, kept=1)
         current = {e.key.call["values"][0][1]: e.choice.config for e in store.choices()}
         assert current == {1: choices.config, 2: WIDE}
+
+    def test_a_choice_of_an_earlier_generation_is_not_written(
+        self, choices: Any, tmp_path: Path
+    ) -> None:
+        """Nobody would use it."""
+        store = choices.store(tmp_path / "a", choices.entry(1, generation=3))
+        earlier = choices.entry(1, config=WIDE, generation=2)
+        other_list = choices.entry(1, declared="99" * 16)
+        done = exchange.import_into(store, [earlier, other_list])
+        assert done == exchange.Imported(new=1, older=1)
+        assert [c.generation for c in (e.choice for e in store.choices_of_lists())] == [3, 1]
 
     def test_the_source_of_a_known_kernel_stays(self, choices: Any, tmp_path: Path) -> None:
         store = choices.store(tmp_path / "a", choices.entry(1, kernel_source="def add(x): ..."))
@@ -150,6 +178,23 @@ class TestLeftOut:
         assert [e.key.digest for e in found.entries] == [alone.key.digest]
         assert found.left_out == ["add [['N', 1]]: it was timed while the program used the device"]
 
+    def test_a_choice_timed_on_random_inputs_keeps_its_mark(
+        self, choices: Any, tmp_path: Path
+    ) -> None:
+        """Not shared with the cluster; a pack of it was asked for, and says so wherever it goes."""
+        drawn = choices.entry(1, generation=2)
+        store = choices.store(tmp_path / "a", drawn)
+        marks = ("regenerated: x", "contended")
+        for generation, mark in ((2, marks[0]), (3, marks[1])):
+            outcome = Outcome(Verdict.OK, Timing(1.0, 1.0, 1.0, 9, "final"), marks=(mark,))
+            facts = (drawn.key.digest, drawn.choice.config_digest, drawn.choice.config)
+            store.put_trial(TrialRecord(*facts, generation, outcome, 1.0))
+        first = write(exchange.of_store(store).entries, tmp_path / "first")
+        empty = Store.open(tmp_path / "b")
+        exchange.import_into(empty, exchange.collect(tmp_path / "first").entries)
+        assert empty.choices()[0].choice.marks == marks[:1]
+        assert write(exchange.of_store(empty).entries, tmp_path / "second") == first
+
     def test_a_config_with_code(self, choices: Any, tmp_path: Path) -> None:
         code = choices.entry(1, config={**WIDE, "ir_override": "/tmp/kernel.ptx"})
         found = exchange.of_store(choices.store(tmp_path / "a", code, choices.entry(2)))
@@ -166,6 +211,15 @@ class TestMerge:
         assert exchange.merged([second], [first], [newer]) == [newer]
         others = [choices.entry(7), choices.entry(declared="99" * 16)]
         assert exchange.merged(others, [first]) == [*others, first]
+
+    def test_what_was_made_a_moment_earlier_wins(self, choices: Any, tmp_path: Path) -> None:
+        """Also through a pack, whose times people read."""
+        early = choices.entry(created=choices.noon + 0.1)
+        late = choices.entry(created=choices.noon + 0.9, config=WIDE)
+        for name, entry in (("early", early), ("late", late)):
+            write([entry], tmp_path / name)
+        both = [exchange.collect(tmp_path / name).entries for name in ("late", "early")]
+        assert [e.choice for e in exchange.merged(*both)] == [early.choice]
 
     @given(
         st.lists(

@@ -56,7 +56,7 @@ EXPECTED = """\
 
 def test_a_pack_has_one_fact_per_line(choices: Any) -> None:
     entries = [
-        choices.entry(1024, median_ms=1 / 3, created=choices.noon + 0.75),
+        choices.entry(1024, median_ms=1 / 3, created=choices.noon),
         choices.entry(256),
     ]
     assert dump(entries) == EXPECTED
