@@ -13,6 +13,7 @@ import click
 
 from safetune.cli.messages import echo
 from safetune.cli.tables import (
+    Elsewhere,
     call_words,
     config_words,
     counted,
@@ -24,12 +25,13 @@ from safetune.cli.tables import (
 from safetune.errors import TargetError
 from safetune.miss.progress import milliseconds
 from safetune.settings import Settings
+from safetune.store.records import StoredChoice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from safetune.store.local.store import Store
-    from safetune.store.records import StoredChoice, TrialRecord
+    from safetune.store.records import TrialRecord
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
@@ -67,35 +69,39 @@ def show(kernel: str, as_json: bool) -> None:
     Prints one table per key. For a config that was tried more than once, it shows the last trial.
     """
     store = open_store()
-    chosen = {(e.key.digest, e.choice.config_digest) for e in store.choices(kernel)}
+    choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
     stored = [(key, _latest(trials)) for key, trials in store.trials_of(kernel)]
     if not stored:
         raise _not_stored(kernel, store)
-    if as_json:
-        print_json(
-            [
-                {
-                    "kernel": kernel,
-                    "call": key.call,
-                    "device": key.device,
-                    "config": trial.config,
-                    "generation": trial.generation,
-                    "chosen": (key.digest, trial.config_digest) in chosen,
-                    **outcome_data(trial.outcome),
-                }
-                for key, trials in stored
-                for trial in trials
-            ]
-        )
-        return
-    console = stdout_console()
+    console, shown = stdout_console(), []
     for key, trials in stored:
-        title = f"{kernel}  {call_words(key.call)}  on {key.device['name']}"
-        rows = [
-            (config_words(t.config), t.outcome, (key.digest, t.config_digest) in chosen)
-            for t in trials
+        choice = choices.get(key.digest)
+        digest = choice and choice.config_digest
+        other = None
+        if choice is not None and digest not in {trial.config_digest for trial in trials}:
+            origin = store.origin(choice)
+            other = Elsewhere(config_words(choice.config), origin, choice.median_ms)
+            shown.append(
+                _choice_data(StoredChoice(key, choice)) | {"chosen": True, "origin": origin}
+            )
+        shown += [
+            {
+                "kernel": kernel,
+                "call": key.call,
+                "device": key.device,
+                "config": trial.config,
+                "generation": trial.generation,
+                "chosen": trial.config_digest == digest,
+                **outcome_data(trial.outcome),
+            }
+            for trial in trials
         ]
-        print_outcomes(console, title, rows)
+        if not as_json:
+            title = f"{kernel}  {call_words(key.call)}  on {key.device['name']}"
+            rows = [(config_words(t.config), t.outcome, t.config_digest == digest) for t in trials]
+            print_outcomes(console, title, rows, other)
+    if as_json:
+        print_json(shown)
 
 
 @click.command("path")

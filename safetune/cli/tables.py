@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -17,6 +17,7 @@ from safetune.cli.messages import visible
 from safetune.keys.tuning_key import readable
 from safetune.miss.progress import milliseconds
 from safetune.outcome import Mark, Outcome
+from safetune.store.local.store import AGREED, IMPORTED
 
 #: (config as text, outcome, whether it is the choice)
 Row = tuple[str, Outcome, bool]
@@ -25,6 +26,21 @@ Row = tuple[str, Outcome, bool]
 _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 
 _WIDE = 10_000
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A choice without a trial in this store: it was made elsewhere."""
+
+    config: str
+    origin: str
+    median_ms: float
+
+    @property
+    def words(self) -> str:
+        """Where it is from, for people."""
+        known = {"": "no trial stored", IMPORTED: "imported", AGREED: "agreed on in sync()"}
+        return known.get(self.origin) or f"from {self.origin}"
 
 
 def stdout_console() -> Console:
@@ -46,10 +62,18 @@ class _Console(Console):
         return super().render_str(visible(text), **options)
 
 
-def print_outcomes(console: Console, title: str, rows: Sequence[Row]) -> None:
-    """Print one row per config, the choice starred, and below the table the reasons of failures."""
+def print_outcomes(
+    console: Console, title: str, rows: Sequence[Row], elsewhere: Elsewhere | None = None
+) -> None:
+    """Print one row per config, the choice starred, and below the table the reasons of failures.
+
+    A choice that was made elsewhere is the first row.
+    """
     best = min((o.timing.median_ms for _, o, _ in rows if o.ok and o.timing), default=0.0)
     table = empty_table(title, "config", "verdict", "median", "p20-p80", "ratio")
+    if elsewhere is not None:
+        time = milliseconds(elsewhere.median_ms)
+        table.add_row(f"* {elsewhere.config}", elsewhere.words, time, style="green")
     for config, outcome, chosen in rows:
         style = "green" if chosen else None if outcome.ok else "red"
         name = f"* {config}" if chosen else f"  {config}"

@@ -13,13 +13,21 @@ from rich.console import Console
 from safetune.cli import targets
 from safetune.cli.messages import echo
 from safetune.cli.stored import print_json
-from safetune.cli.tables import Row, counted, outcome_data, print_outcomes, stdout_console
+from safetune.cli.tables import (
+    Elsewhere,
+    Row,
+    counted,
+    outcome_data,
+    print_outcomes,
+    stdout_console,
+)
 from safetune.errors import NoWorkingConfig, TargetError
 from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
     from safetune.offline.tasks import OfflineKernel, Task
+    from safetune.tuning.requests import TuningResult
 
 
 @click.command("tune")
@@ -155,8 +163,7 @@ def _tune_all(
                 report.add(task, failed, error.measured)
             else:
                 rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
-                choice = config_text(result.choice)
-                report.add(task, rows, result.measured, choice, result.dispute)
+                report.add(task, rows, result.measured, result)
     finally:
         line.stop()
 
@@ -166,7 +173,7 @@ class _Report:
 
     def __init__(self, allow_disputed: bool) -> None:
         self._allow_disputed = allow_disputed
-        self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
+        self.tuned: list[tuple[dict[str, Any], list[Row], Elsewhere | None]] = []
         self.left_out: list[LeftOut] = []
 
     def add(
@@ -174,16 +181,26 @@ class _Report:
         task: Task,
         rows: list[Row],
         measured: int,
-        choice: str | None = None,
-        disputed: str = "",
+        result: TuningResult | None = None,
     ) -> None:
-        facts = {"kernel": task.kernel.name, "shape": task.workload.name, "dtype": task.dtype}
-        found = {"measured": measured, "choice": choice, "disputed": disputed}
-        self.tuned.append(({**facts, **found}, rows))
+        """Note a finished tuning; without a result no config works."""
+        from safetune.config import config_text
+        from safetune.offline.tasks import open_tuning_store
+
+        facts: dict[str, Any] = {"kernel": task.kernel.name, "shape": task.workload.name}
+        facts |= {"dtype": task.dtype, "measured": measured, "choice": None, "disputed": ""}
+        elsewhere = None
+        if result is not None:
+            choice, stored = config_text(result.choice), result.stored
+            facts |= {"choice": choice, "disputed": stored.dispute}
+            if not any(chosen for _, _, chosen in rows):
+                origin = open_tuning_store().origin(stored)
+                elsewhere = Elsewhere(choice, origin, stored.median_ms)
+        self.tuned.append((facts, rows, elsewhere))
 
     def print(self, as_json: bool) -> int:
         """Print everything; return the exit code."""
-        tunings = [tuning for tuning, _ in self.tuned]
+        tunings = [tuning for tuning, _, _ in self.tuned]
         measured = sum(tuning["measured"] for tuning in tunings)
         failed = sum(tuning["choice"] is None for tuning in tunings)
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
@@ -196,7 +213,7 @@ class _Report:
                     "chosen": chosen,
                     **outcome_data(outcome),
                 }
-                for tuning, rows in self.tuned
+                for tuning, rows, _ in self.tuned
                 for config, outcome, chosen in rows
             ]
             left_out = [{"call": left.words, "reason": left.reason} for left in self.left_out]
@@ -204,9 +221,9 @@ class _Report:
             print_json({**data, "left_out": left_out})
             return code
         console = stdout_console()
-        for tuning, rows in self.tuned:
+        for tuning, rows, elsewhere in self.tuned:
             title = "{kernel}  {shape}  {dtype}  ({measured} measured)".format_map(tuning)
-            print_outcomes(console, title, rows)
+            print_outcomes(console, title, rows, elsewhere)
         console.print(
             f"{counted(len(tunings), 'tuning')}, {counted(measured, 'config')} measured"
             + (f", {failed} without a working config" if failed else "")

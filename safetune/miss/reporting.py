@@ -156,7 +156,7 @@ def log_result(request: TuningRequest, result: TuningResult) -> None:
     """
     for note in result.notes:
         warnings.warn(f"{request.key.kernel.name}: {note}", stacklevel=3)
-    warn_of_dispute(request.key, result.dispute)
+    warn_of_dispute(request.key, result.stored.dispute)
     counts = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
     failures = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     logger.info(

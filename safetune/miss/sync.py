@@ -24,6 +24,7 @@ from safetune.keys import encoding
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
 from safetune.miss import reporting, retry
 from safetune.settings import Mode, Settings
+from safetune.store.local.store import AGREED
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, wins
 
@@ -184,6 +185,6 @@ def _store(settings: Settings, choices: Sequence[StoredChoice]) -> None:
         from safetune.store.shared import local_copy
 
         try:
-            local_copy.adopt(store.connection, choices)
+            local_copy.adopt(store.connection, choices, origin=AGREED)
         except StoreError as error:
             logger.warning("%s; the agreed choices hold for this process only", error)

@@ -11,6 +11,7 @@ from triton.runtime.autotuner import Config
 from safetune.inputs.call import Call
 from safetune.keys.tuning_key import TuningKey
 from safetune.outcome import Outcome, Verdict
+from safetune.store.records import ChoiceRecord
 from safetune.tuning.grids import Grids, grids_of
 
 
@@ -98,18 +99,19 @@ class TuningResult:
 
     Attributes:
         outcomes: for every config in the request, in order; from this tuning or an earlier one.
+            None for a choice that was made elsewhere.
+        stored: the choice as it is stored.
         measured: how many configs were compiled or launched in this tuning.
         notes: sentences to report to the user.
-        dispute: see `ChoiceRecord.dispute`.
         phases: seconds by phase, see `LaunchBench`; phases overlap.
     """
 
     choice: Config
+    stored: ChoiceRecord
     outcomes: tuple[tuple[Config, Outcome], ...]
     measured: int
     seconds: float
     notes: tuple[str, ...] = ()
-    dispute: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -130,11 +130,11 @@ class _Tuning:
         configs = self.request.configs
         return TuningResult(
             choice=configs[self.digests.index(choice.config_digest)],
+            stored=choice,
             outcomes=tuple((configs[i], self.outcomes[i]) for i in sorted(self.outcomes)),
             measured=len(self.measured),
             seconds=time.perf_counter() - start,
             notes=tuple(self.notes),
-            dispute=choice.dispute,
             phases=dict(self.phases),
         )
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from safetune.miss.progress import milliseconds
+
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
 
@@ -164,6 +166,44 @@ class TestShow:
             for trial in tuned["trials"]
             if trial["chosen"] and trial["kernel"] == "add_one"
         ]
+
+    @pytest.mark.parametrize("way", ["imported", "shared"])
+    def test_a_choice_that_was_made_elsewhere_has_its_time_and_where_it_is_from(
+        self,
+        safetune: Any,
+        tuned: dict[str, Any],
+        targets: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        way: str,
+    ) -> None:
+        """Regression: its table was empty."""
+        target = f"{targets / 'add.py'}:add_one"
+        url, shared = f"file://{tmp_path}/shared", ("tune", target, "--shape", "small")
+        if way == "imported":
+            safetune("export", tmp_path / "packs")
+        else:
+            monkeypatch.setenv("SAFETUNE_SHARED", url)
+            safetune("tune", "--force", *shared[1:])
+        listed = safetune.json("list")
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "elsewhere"))
+        if way == "imported":
+            safetune("import", tmp_path / "packs")
+
+        told = safetune(*shared).stdout
+        shown = safetune("show", "add_one").stdout
+
+        block = f"BLOCK={listed[0]['config']['BLOCK']}"
+        source = "imported" if way == "imported" else f"from {url}"
+        for text in (told, shown):
+            (row,) = [r for r in text.splitlines() if r.strip().startswith("* ")][:1]
+            assert block in row
+            assert source in row
+            assert row.rstrip().endswith(milliseconds(listed[0]["median_ms"]))
+        assert "1 tuning, 0 configs measured" in told
+        (data, *_) = safetune.json("show", "add_one")
+        assert (data["chosen"], data["config"]) == (True, listed[0]["config"])
+        assert data["origin"] == ("import" if way == "imported" else url)
 
     def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
         assert safetune.error("show", "add_two") == (

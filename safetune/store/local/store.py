@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 DATABASE_NAME = "safetune.db"
 
+#: The origin of a choice that is not the record of a shared store: see `Store.origin`.
+IMPORTED = "import"
+AGREED = "sync()"
+
 logger = logging.getLogger("safetune")
 
 #: Of one config list the choice that `records.wins` prefers; of several lists, the newest first.
@@ -44,6 +48,7 @@ _BEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"
 CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
 CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
 _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
+_ORIGIN = "SELECT origin FROM choice WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 
 _KEYS = f"{KEY.select} WHERE name = ifnull(?, name) ORDER BY name, rowid"
@@ -217,6 +222,19 @@ class Store:
             for key in keys
             for choice in current.get(key.digest, {}).values()
         ]
+
+    def origin(self, choice: ChoiceRecord) -> str:
+        """Return the location of the shared store that a choice is from, `IMPORTED` or `AGREED`.
+
+        Empty for one that was tuned here, and where that is not known.
+        """
+        wanted = (choice.key, choice.declared, choice.generation)
+        try:
+            with self.connection.reading() as connection:
+                found = connection.execute(_ORIGIN, wanted).fetchone()
+        except StoreError:  # it is only read, and older than the column
+            return ""
+        return str(found[0]) if found else ""
 
     def trials_of(
         self, kernel_name: str | None = None

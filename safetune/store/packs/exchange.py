@@ -19,7 +19,7 @@ from safetune.errors import PackError
 from safetune.outcome import Mark, Outcome
 from safetune.store.local import rows
 from safetune.store.local.rows import CHOICE, Scalar
-from safetune.store.local.store import CHOICES_OF_LIST, DATABASE_NAME, Store
+from safetune.store.local.store import CHOICES_OF_LIST, DATABASE_NAME, IMPORTED, Store
 from safetune.store.packs.packs import beginning, checked, dump, name_of, read_pack
 from safetune.store.records import ChoiceRecord, StoredChoice, TrialRecord, wins
 
@@ -195,7 +195,7 @@ def _import_choice(sqlite: sqlite3.Connection, choice: dict[str, Scalar]) -> str
     assert isinstance(generation, int)
     if current is not None and current.generation > generation:
         return "older"
-    stored = CHOICE.put_if_absent(sqlite, choice)
+    stored = CHOICE.put_if_absent(sqlite, {**choice, "origin": IMPORTED})
     if stored is None:
         return "new"
     return "known" if stored.config_digest == choice["config_digest"] else "kept"

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from safetune import forks
 from safetune.errors import StoreError
-from safetune.keys import encoding
 from safetune.store.local import key_locks
 from safetune.store.records import precedence
 from safetune.store.shared import local_copy, once_per_node
@@ -98,7 +97,7 @@ class SharedLayer:
             writes: False to publish nothing and make no file beside the local database.
         """
         self._backend = backend
-        self._origin = encoding.digest(backend.location)
+        self._origin = backend.location
         self._writes = writes
         self._local = local
         self._thread = thread or IOThread("safetune-shared")
