@@ -224,3 +224,23 @@ def test_a_node_is_the_processes_that_share_a_lock_file(
     assert first == second
     assert first != other
     assert key_locks.node_id(None) != key_locks.node_id(None)
+
+
+def test_containers_of_one_machine_that_share_a_directory_are_one_node(
+    database: Path, children: Any, tmp_path: Path
+) -> None:
+    """Regression: by the names of their hosts they were two, and each waited for the other's lease
+    for 15 s after a process had died."""
+    script = (
+        "from safetune.store.local.key_locks import node_id\n{}print(node_id(directory / 's.db'))"
+    )
+    container = (
+        "import ctypes, socket\n"
+        "if ctypes.CDLL(None).unshare(0x04000000):  # a namespace for the host's name\n"
+        "    raise SystemExit(print('forbidden'))\n"
+        "socket.sethostname('container')\n"
+    )
+    outside, inside = (children.run(script.format(each), tmp_path) for each in ("", container))
+    if inside == "forbidden\n":
+        pytest.skip("this machine does not let a test make a container")
+    assert inside == outside
