@@ -348,7 +348,7 @@ class TestConfiguration:
         read = {
             argument.value
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get")
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("get", "_number"))
             for argument in node.args[:1]
             if isinstance(argument, ast.Constant)
         }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from safetune.errors import InvalidSetting
+from safetune.keys.buckets import Bucket
 from safetune.miss.candidates import comparable, pairs_of
 from safetune.store.records import RelatedChoice
 from safetune.tuning.requests import TuningRequest
@@ -15,20 +19,30 @@ from safetune.tuning.requests import TuningRequest
 #: shapes.
 _MOST_REGIONS = 6
 
+#: In which a value with a bucket is looked for. There are n of them up to n.
+_VALUES = range(1, 1 << 40)
+
 #: (upper bound, a stored value below it) pairs, rising; the last bound is None.
 Regions = tuple[tuple[Any, Any], ...]
 
 
 def regions(
-    request: TuningRequest, names: Sequence[str], related: Iterable[RelatedChoice]
+    request: TuningRequest,
+    names: Sequence[str],
+    related: Iterable[RelatedChoice],
+    buckets: Mapping[str, Bucket],
 ) -> tuple[Regions, ...]:
     """Return the regions of each name, by stored keys that differ in these names only.
 
     Neighbouring values with the same choices are one region. Without such a stored key, a name has
-    no region.
+    no region; nor has one whose buckets do not rise with its value.
     """
     points = _points(request, names, related)
-    return tuple(_merged(points, index) for index in range(len(names)))
+    merged = [_merged(points, index) for index in range(len(names))]
+    return tuple(
+        _values_of(found, buckets[name]) if name in buckets else found
+        for name, found in zip(names, merged, strict=True)
+    )
 
 
 def _points(
@@ -67,6 +81,21 @@ def _merged(points: dict[tuple[Any, ...], str], index: int) -> Regions:
     return (
         tuple(zip([*bounds, None], (group[0] for group in groups), strict=True)) if groups else ()
     )
+
+
+def _values_of(found: Regions, bucket: Bucket) -> Regions:
+    """Return regions of buckets as those of the values that have them."""
+    with contextlib.suppress(InvalidSetting, TypeError, IndexError):
+        pairs = tuple(
+            (
+                None if upper is None else bisect.bisect_right(_VALUES, upper, key=bucket),
+                _VALUES[bisect.bisect_left(_VALUES, first, key=bucket)],
+            )
+            for upper, first in found
+        )
+        if [bucket(value) for _, value in pairs] == [first for _, first in found]:
+            return pairs
+    return ()
 
 
 def _between(low: float, high: float) -> int:

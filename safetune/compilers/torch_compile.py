@@ -145,8 +145,10 @@ def stored_regions(
     settings = Settings.current()
     if not names or settings.mode is Mode.OFF:
         return tuple(() for _ in names)
-    request = _request(_tuners[number], facts, index)
-    return dynamic_shapes.regions(request, names, open_lookup(settings).related(request.key))
+    tuner = _tuners[number]
+    request = _request(tuner, facts, index)
+    related = open_lookup(settings).related(request.key)
+    return dynamic_shapes.regions(request, names, related, getattr(tuner.keys, "buckets", {}))
 
 
 @constant

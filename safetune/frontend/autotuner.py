@@ -25,8 +25,9 @@ from safetune.errors import InvalidSetting
 from safetune.frontend import observers
 from safetune.inputs.call import Hooks
 from safetune.isolation import backend
+from safetune.keys.buckets import KeyNames, buckets_of
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
-from safetune.keys.key_names import KeyReport, classify
+from safetune.keys.key_names import Key, KeyReport, classify
 from safetune.keys.tuning_key import readable_key
 from safetune.launch import call_shape, fast_path, scratch_memory
 from safetune.launch.key_state import KeyStates
@@ -69,7 +70,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         fn: Any,
         arg_names: list[str],
         configs: Iterable[Config] | None,
-        key: Iterable[str] | str,
+        key: Key,
         reset_to_zero: Iterable[str] | None = None,
         restore_value: Iterable[str] | None = None,
         *,
@@ -95,16 +96,13 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.isolate(isolation)
         self.capture_miss = parse_optional(CaptureMissPolicy, "capture_miss", capture_miss)
         policy = parse_choice(PhantomPolicy, "phantom", phantom or Settings.current().phantom.value)
+        callbacks = {n: options.get(n) for n in ("prune_configs_by", "pre_hook", "post_hook")}
         self.key_report: KeyReport = classify(
-            fn,
-            key,
-            configs=configs,
-            policy=policy,
-            keep=keep,
-            **{name: options.get(name) for name in ("prune_configs_by", "pre_hook", "post_hook")},
+            fn, key, configs=configs, policy=policy, keep=keep, **callbacks
         )
         self.states = KeyStates(self)
         super().__init__(fn, arg_names, configs, list(self.key_report.kept), **around, **options)
+        self.keys: list[str] = KeyNames(self.keys, buckets_of(name, key))
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
         #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
@@ -206,7 +204,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         object.__setattr__(self, name, value)
         if name not in _REPORTED:
             self.forget_launches()
-        if name in ("fn", "hooks"):
+        if name in ("fn", "hooks", "keys"):
             self.__dict__.pop("identity", None)
         elif name == "configs":
             self._show_one_config()
@@ -236,7 +234,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     @functools.cached_property
     def identity(self) -> KernelIdentity:
         """The kernel's identity, with what runs around it; looked up once."""
-        return kernel_identity(self.fn, self.hooks.identity_parts())
+        buckets = getattr(self.keys, "buckets", {})
+        functions = {name: bucket.function for name, bucket in buckets.items()}
+        around = self.hooks.identity_parts()
+        return kernel_identity(self.fn, (*around, functions) if functions else around)
 
     def explain_key(self) -> KeyReport:
         """Return what each name in `key` was classed as and why; prints readably."""

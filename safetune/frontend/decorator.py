@@ -11,13 +11,13 @@ from triton.runtime.autotuner import Heuristics
 from safetune.errors import InvalidSetting
 from safetune.frontend.autotuner import Autotuner, kernel_name
 from safetune.keys.kernel_digest import is_interpreted
-from safetune.keys.key_names import lenient
+from safetune.keys.key_names import Key, lenient
 from safetune.tuning.requests import Limits
 
 
 def safetune(
     configs: Any = None,
-    key: Iterable[str] | str = (),
+    key: Key = (),
     prune_configs_by: dict[str, Any] | None = None,
     reset_to_zero: Iterable[str] | None = None,
     restore_value: Iterable[str] | None = None,
@@ -47,7 +47,9 @@ def safetune(
     Args:
         configs: `triton.Config`s to choose from; an empty list means Triton's default config.
         key: names of the arguments whose values need a choice of their own, or `"auto"`: every
-            argument that the kernel reads and no config sets.
+            argument that the kernel reads and no config sets. Or a mapping: `{"n": f}` makes one
+            choice for all `n` with the same `f(n)`, an int, bool, str, float or dtype, and
+            `{"n": None}` is as `["n"]`.
         cache_results: accepted and ignored: safetune stores every choice.
         phantom: what to do with a name in `key` that nothing reads: `drop` it (the default, see
             SAFETUNE_PHANTOM), `keep` it, or raise an `error`.

@@ -13,15 +13,16 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetune.collection import no_collection
 from safetune.errors import InvalidSetting, PhantomKey, with_nearest
 from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
+from safetune.keys.buckets import buckets_of
 from safetune.keys.callback_usage import set_above, usage_in_callbacks
 from safetune.keys.grid_usage import usage_in_grids
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
@@ -54,6 +55,9 @@ class NameKind(str, Enum):
 
 #: The names in `prune_configs_by`.
 _PRUNING = ("early_config_prune", "perf_model", "top_k")
+
+#: What `key=` may be.
+Key: TypeAlias = Iterable[str] | Mapping[str, Callable[[Any], Any] | None] | str | None
 
 _DROPPED = (NameKind.UNKNOWN, NameKind.PHANTOM)
 
@@ -119,7 +123,7 @@ class KeyReport:
 
 def classify(
     kernel: Any,
-    key: Iterable[str] | str | None,
+    key: Key,
     *,
     configs: Iterable[Any],
     policy: PhantomPolicy = PhantomPolicy.DROP,
@@ -130,7 +134,8 @@ def classify(
 
     Args:
         kernel: the jit function, or what decorates it below the tuner.
-        key: the names, or "auto" for every parameter that is read and that nothing sets.
+        key: the names, or "auto" for every parameter that is read and that nothing sets; or a
+            mapping from names to functions (see `buckets`), which are never dropped.
         configs: a parameter that they set need not be in the key.
         keep: names that stay although nothing reads them.
         callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
@@ -152,7 +157,9 @@ def classify(
                 f"keep={keep} of {facts.name} has {with_nearest(stray, names)}, which is not in "
                 f"key={names}"
             )
-        reports = facts.classify(names, keep, policy)
+        mapped = buckets_of(facts.name, key)
+        reports = facts.classify(names, [*keep, *mapped], policy)
+        reports = [_by_bucket(report) if report.name in mapped else report for report in reports]
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
     # One choice for all calls is worse than tuning too often.
     kept_all = len(phantom) > 0 and all(report.kind in _DROPPED for report in reports)
@@ -172,6 +179,12 @@ def classify(
     )
     _report(report, phantom, facts, policy)
     return report
+
+
+def _by_bucket(report: NameReport) -> NameReport:
+    kind = NameKind.READ if report.kind is NameKind.READ else NameKind.BUCKET
+    reason = report.reason.partition("; ")[0]
+    return NameReport(report.name, kind, f"{reason}; its bucket is in the key")
 
 
 class _Kernel:
@@ -285,7 +298,7 @@ class _Kernel:
         return tuple(name for name in self._unset(names) if "constexpr" in annotations[name])
 
 
-def _names(what: str, names: Iterable[str] | str | None) -> list[str]:
+def _names(what: str, names: Key) -> list[str]:
     if isinstance(names, str):
         raise InvalidSetting(f'{what}={names!r} is one string; write {what}=["{names}"]')
     found = list(dict.fromkeys(names or ()))

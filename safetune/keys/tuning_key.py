@@ -15,6 +15,7 @@ from safetune import triton_internals
 from safetune.errors import NoDevice
 from safetune.isolation import backend
 from safetune.keys import encoding
+from safetune.keys.buckets import value_in_key
 
 #: The device, back end and target of kernels in Triton's interpreter.
 INTERPRETER = "interpreter"
@@ -88,7 +89,7 @@ class TuningKey:
     """One thing to tune.
 
     Attributes:
-        values: (name, encoded value) for each kept key name, in the key's order.
+        values: (name, encoded value or bucket) for each kept key name, in the key's order.
         dtypes: (name, dtype name) for each argument that has a dtype, in the kernel's order; for a
             tensor descriptor with the order of its dimensions.
         options: (name, encoded value) for launch options that the caller passes, e.g. num_warps.
@@ -146,7 +147,9 @@ def tuning_key(
     return TuningKey(
         kernel=kernel,
         values=tuple(
-            (name, encoding.encode(arguments[name])) for name in key_names if name in arguments
+            (name, encoding.encode(value_in_key(key_names, name, arguments[name])))
+            for name in key_names
+            if name in arguments
         ),
         dtypes=tuple(
             (name, encoding.type_name(kind))
@@ -169,7 +172,8 @@ def triton_key(
     """Return what Triton's tuner keeps a call's config under: the key's values, then the dtypes."""
     known = {name: value for name, value in arguments.items() if name in arg_names}
     dtypes = [str(value.dtype) for value in known.values() if hasattr(value, "dtype")]
-    return (*(known[name] for name in key_names if name in known), *dtypes)
+    values = (value_in_key(key_names, name, known[name]) for name in key_names if name in known)
+    return (*values, *dtypes)
 
 
 def readable_key(

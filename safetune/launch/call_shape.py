@@ -160,7 +160,7 @@ class CallShape:
         self._parameters = tuner.arg_names
         self._constexprs = constexpr_names(tuner.fn)
         self.pins = tuple(name for name in tuner.key_report.pinned if name in self._where)
-        self.key = self._key_function(tuple(tuner.keys))
+        self.key = self._key_function(tuner.keys)
 
     def pinned(self, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]]:
         """Return the arguments with every dropped constexpr or integer replaced by `PIN`.
@@ -184,13 +184,16 @@ class CallShape:
         """Whether a dropped argument would compile again for another value of it."""
         return name in self._constexprs or isinstance(value, int)
 
-    def _key_function(self, keys: tuple[str, ...]) -> Callable[[Args, Kwargs], Any]:
+    def _key_function(self, keys: Sequence[str]) -> Callable[[Args, Kwargs], Any]:
         # Every part has its place whatever the order of the keywords, so that no two calls that
         # differ in what is passed as what can meet.
-        parts = []
+        parts, buckets = [], getattr(keys, "buckets", {})
         for name in keys:
             value = self._where.get(name)
-            parts += [f"plain({value})", f"{value}.__class__"] if value else ["None", "None"]
+            if value and name in buckets:
+                parts.append(f"typed(buckets[{name!r}]({value}))")
+            else:
+                parts += [f"plain({value})", f"{value}.__class__"] if value else ["None", "None"]
         for name in self._parameters:
             if name not in self._constexprs:
                 value = self._where.get(name)
@@ -200,7 +203,13 @@ class CallShape:
                 parts += [repr(name), f"plain({value})", f"{value}.__class__"]
         parts.append("device(a, k)")
         source = f"lambda a, k: ({', '.join(parts)},)"
-        names = {"plain": _plain, "type_of": encoding.element_type, "device": device_index}
+        names = {
+            "plain": _plain,
+            "typed": _typed,
+            "buckets": buckets,
+            "type_of": encoding.element_type,
+            "device": device_index,
+        }
         return eval(source, names)  # type: ignore[no-any-return]
 
 
@@ -272,6 +281,10 @@ def _kind(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_kind, value))
     return _exact(value)
+
+
+def _typed(value: Any) -> Any:
+    return _plain(value), value.__class__
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,8 @@ import torch
 import triton
 
 from safetune import TracingError
+from safetune.compilers import dynamic_shapes
+from safetune.keys.buckets import Bucket
 from safetune.miss import record, resolve
 from safetune.offline.replay import LeftOut, sort_out
 from safetune.settings import Settings
@@ -145,6 +147,27 @@ def test_dynamic_shapes_make_one_graph_for_each_choice(module: Any) -> None:
     graphs = compiled(tuner, *sizes, dynamic=True)
 
     assert graphs.blocks() == [[128], [64], [256]]
+
+
+def test_dynamic_shapes_follow_buckets(module: Any) -> None:
+    """The stored keys have buckets, and the compiled code compares sizes."""
+    tuner = traced.kernel(module, key={"n": triton.next_power_of_2})
+    store(tuner, {100: 1, 1000: 0, 5000: 2})
+    sizes = [7, 100, 128, 129, 600, 1024, 2000, 4096, 5000, 8192, 10**6]
+
+    graphs = compiled(tuner, *sizes, dynamic=True)
+
+    assert graphs.blocks() == [[128], [64], [256]]
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [lambda n: -n, lambda n: str(n), lambda n: 1 // (n - n)],
+    ids=["falls", "str", "fails"],
+)
+def test_buckets_that_do_not_rise_have_no_regions(bucket: Any) -> None:
+    found = ((48, 32), (None, 64))
+    assert dynamic_shapes._values_of(found, Bucket("kernel", "n", bucket)) == ()
 
 
 @pytest.mark.parametrize(("how", "block"), [("nonzero", 128), ("item", 256)])

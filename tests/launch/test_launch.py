@@ -76,6 +76,24 @@ def test_triton_is_asked_once(kernel: Tuned, machine: Machine) -> None:
     assert len(machine.compiled) == 1
 
 
+def test_a_bucket_is_computed_once_for_each_value(
+    machine: Machine, tuned: type[Tuned], kernels: Any
+) -> None:
+    """A known launch looks up the exact value, and calls no function of the user's."""
+    asked: list[int] = []
+    bucket = lambda n: asked.append(n) or n // 100  # noqa: E731
+    kernel = tuned(machine.kernel_of(kernels.scale), CONFIGS, key={"n": bucket})
+    for _ in range(3):
+        for n in (32, 64, 132):
+            call(kernel, n)
+    assert set(asked) == {32, 64, 132}
+    before = len(asked)
+    call(kernel, 32)
+    assert len(asked) == before
+    assert kernel.by_triton == 3
+    assert len(kernel.tuner.cache) == 2
+
+
 def test_it_returns_what_triton_returns(kernel: Tuned) -> None:
     first = call(kernel)
     assert call(kernel) is first
