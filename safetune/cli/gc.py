@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from safetune.cli.messages import echo
-from safetune.cli.stored import json_option, open_store, print_json
+from safetune.cli.stored import json_option, located, open_store, print_json
 from safetune.cli.tables import counted
-from safetune.settings import parse_size
+from safetune.settings import Settings, display_url, parse_size
 
 _DAY_S = 86_400.0
 
@@ -80,7 +80,9 @@ def stats(as_json: bool) -> None:
     """Show the size, the contents and the age of the store."""
     from safetune.store.local import gc
 
+    where = located()
     found = gc.stats(open_store())
+    found |= {"network": where.network, "shared": display_url(where.shared(Settings.current()))}
     if as_json:
         print_json(found)
         return
@@ -99,4 +101,4 @@ def _words(name: str, value: Any) -> str:
         return ", ".join(f"{count} {each or '?'}" for each, count in value.items()) or "-"
     if isinstance(value, list):
         return ", ".join(value) or "-"
-    return "-" if value is None else str(value)
+    return "-" if value in (None, "") else str(value)

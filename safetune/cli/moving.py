@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from safetune.cli.messages import echo
-from safetune.cli.stored import json_option, open_store, print_json
+from safetune.cli.stored import (
+    json_option,
+    located,
+    open_store,
+    print_json,
+    shared_directory,
+)
 from safetune.cli.tables import counted
 from safetune.errors import TargetError
 from safetune.settings import Settings
@@ -53,9 +59,14 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     """
     from safetune.store.local.store import Store
     from safetune.store.packs import exchange
+    from safetune.store.shared.record import namespace
 
     entries = _merged(source)
-    done = exchange.import_into(Store.open(Settings.current().cache_dir), entries)
+    directory = located().directory
+    done = exchange.import_into(Store.open(directory) if directory else Store.in_memory(), entries)
+    if shared := shared_directory(writes=True):
+        for entry in entries:
+            shared.publish(namespace(entry.key.device, entry.key.toolchain), [entry])
     if as_json:
         print_json(vars(done))
         return

@@ -24,14 +24,16 @@ from safetune.cli.tables import (
 )
 from safetune.errors import TargetError
 from safetune.miss.progress import milliseconds
-from safetune.settings import Settings
+from safetune.settings import Settings, display_url
 from safetune.store.records import StoredChoice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from safetune.store.local.store import Store
+    from safetune.store.location import Location
     from safetune.store.records import TrialRecord
+    from safetune.store.shared.directory import Directory
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
@@ -108,11 +110,17 @@ def show(kernel: str, as_json: bool) -> None:
 @json_option
 def path(as_json: bool) -> None:
     """Print the path of the database, whether or not it exists."""
-    database = _database()
+    where = located()
     if as_json:
-        print_json({"path": str(database), "exists": database.exists()})
-    else:
-        echo(database)
+        exists = where.database is not None and where.database.exists()
+        shared = where.shared(Settings.current())
+        data = {"path": where.database and str(where.database), "exists": exists}
+        print_json({**data, "network": where.network, "shared": display_url(shared)})
+        return
+    if warning := where.warning(Settings.current()):
+        echo(warning, err=True)
+    if where.database is not None:
+        echo(where.database)
 
 
 @click.command("clear")
@@ -124,23 +132,49 @@ def clear(kernel: str, as_json: bool) -> None:
     if kernel not in store.kernels():
         raise _not_stored(kernel, store)
     count = store.clear(kernel)
+    if shared := shared_directory():
+        shared.forget(kernel)
     if as_json:
         print_json({"kernel": kernel, "cleared": count})
     else:
         echo(f"cleared {counted(count, 'key')} of {kernel}")
 
 
-def _database() -> Path:
-    from safetune.store.local.store import DATABASE_NAME
+def located(writes: bool = False) -> Location:
+    """Return where choices are kept."""
+    from safetune.store.location import locate
 
-    return Settings.current().cache_dir / DATABASE_NAME
+    return locate(Settings.current(), writes=writes)
+
+
+def shared_directory(writes: bool = False) -> Directory | None:
+    """Return the cache directory as a shared store, if it is one by default."""
+    choices = located(writes).choices
+    if choices is None:
+        return None
+    from safetune.store.shared.directory import Directory
+
+    return Directory(choices)
 
 
 def open_store() -> Store:
-    """Return the store, or an empty one where there is no database."""
+    """Return the store, or an empty one where there is no database.
+
+    With the choices of all nodes, where the cache directory is on a network.
+    """
+    store = _open_database(located().database)
+    if shared := shared_directory():
+        from safetune.store.shared import local_copy
+
+        local_copy.copy_all(store.connection, shared)
+    return store
+
+
+def _open_database(database: Path | None) -> Store:
     from safetune.store.local.store import Store
 
-    database = _database()
+    if database is None:
+        return Store.in_memory()
     try:
         database.stat()
     except FileNotFoundError:

@@ -25,7 +25,8 @@ from safetune.store.local import db_files
 from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged, Locked
 from safetune.store.local.rows import RecordError
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.store import Store
+from safetune.store.location import locate
 from safetune.store.records import precedence
 
 if TYPE_CHECKING:
@@ -240,35 +241,37 @@ def open_lookup(settings: Settings) -> Lookup:
     """Return this process's `Lookup` for the settings.
 
     There is one object per process, directory of the store, shared store, packs, and whether the
-    store is only read, as it is under `Mode.FROZEN`; usable after a fork. If the database cannot be
-    opened, it warns once and keeps choices in memory.
+    store is only read, as it is under `Mode.FROZEN`; usable after a fork. It warns once if the
+    database cannot be opened, and choices are kept in memory, or if it is not in the cache
+    directory (`location`).
 
     Raises:
         InvalidSetting: no kind of shared store can open SAFETUNE_SHARED. Never `StoreError`.
     """
-    directory = settings.cache_dir
     frozen = settings.mode is Mode.FROZEN
-    identity = (directory, settings.shared, settings.packs, frozen)
+    identity = (settings.cache_dir, settings.shared, settings.packs, frozen)
     with _opening:
         if identity in _lookups:
             return _lookups[identity]
-        backend = None
-        if settings.shared:
+        backend, where = None, locate(settings, writes=not frozen)
+        if shared := where.shared(settings):
             from safetune.store.shared.layer import SharedLayer
             from safetune.store.shared.url import open_shared
 
-            backend = open_shared(settings.shared)
-        store, problem = _opened(directory, frozen, settings.wait_s)
+            backend = open_shared(shared)
+        store, problem = _opened(where.database, frozen, settings.wait_s)
         if backend is not None:
             store.shared = SharedLayer(backend, store.connection, writes=not frozen)
         lookup = _lookups[identity] = Lookup(store, settings.packs)
+    if text := where.warning(settings):
+        warnings.warn(f"safetune: {text}", stacklevel=2)
     if problem is not None:
         warnings.warn(
             f"safetune: {problem}; choices are kept in memory"
             f"{', for this process only' if store.path is None else ' until it is free'}",
             stacklevel=2,
         )
-    if not settings.shared and settings.world_size > settings.local_world_size:
+    if not shared and settings.world_size > settings.local_world_size:
         warnings.warn(
             f"safetune: {settings.world_size} processes, {settings.local_world_size} of them on "
             "this node, and no SAFETUNE_SHARED: each node tunes for itself, and they may launch "
@@ -278,12 +281,15 @@ def open_lookup(settings: Settings) -> Lookup:
     return lookup
 
 
-def _opened(directory: Path, frozen: bool, wait_s: float) -> tuple[GuardedStore, StoreError | None]:
-    """Return the store of a directory, or one in memory where it cannot be used, and why not.
+def _opened(
+    path: Path | None, frozen: bool, wait_s: float
+) -> tuple[GuardedStore, StoreError | None]:
+    """Return the store of a database, or one in memory where it cannot be used, and why not.
 
     A process that is `frozen` writes nothing: where there is no database yet, it has an empty one.
     """
-    path = directory / DATABASE_NAME
+    if path is None:
+        return GuardedStore.in_memory(), None
     if frozen:
         try:
             path.lstat()

@@ -58,7 +58,8 @@ class TestEmpty:
 
     def test_path(self, safetune: Any, cache_dir: Path) -> None:
         assert safetune("path").stdout == f"{cache_dir / DATABASE}\n"
-        assert safetune.json("path") == {"path": str(cache_dir / DATABASE), "exists": False}
+        here = {"path": str(cache_dir / DATABASE), "network": "", "shared": ""}
+        assert safetune.json("path") == {**here, "exists": False}
         assert not cache_dir.exists()
 
 
@@ -217,7 +218,8 @@ class TestPath:
     ) -> None:
         assert (cache_dir / DATABASE).is_file()
         assert safetune("path").stdout == f"{cache_dir / DATABASE}\n"
-        assert safetune.json("path") == {"path": str(cache_dir / DATABASE), "exists": True}
+        here = {"path": str(cache_dir / DATABASE), "network": "", "shared": ""}
+        assert safetune.json("path") == {**here, "exists": True}
 
 
 class TestClear:

@@ -43,6 +43,20 @@ class Directory(RecordFiles):
         self.location = self.url = f"file://{root}"
         self._root = root / str(shared_record.FORMAT)
 
+    def namespaces(self) -> list[str]:
+        """Return the namespaces that have records; raises `StoreError`."""
+        with self._failures("read"):
+            return sorted(_namespace_entries(self._root))
+
+    def forget(self, kernel: str) -> None:
+        """Delete the records of a kernel; raises `StoreError`."""
+        for namespace in self.namespaces():
+            with self._failures("write to"):
+                for name, path in self._listing(namespace, None).items():
+                    found = self._read(path, namespace, name)
+                    if found is not None and found.key.kernel_name == kernel:
+                        path.unlink(missing_ok=True)
+
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
         if not self._root.parent.exists():
             os.stat(self._root.parent.parent)  # raises where the share is not mounted

@@ -22,6 +22,8 @@ from safetune.store.shared.record import Name, encode, namespace
 if TYPE_CHECKING:
     import sqlite3
 
+    from safetune.store.shared.directory import Directory
+
 logger = logging.getLogger("safetune")
 
 #: Few, also where there are many keys.
@@ -52,6 +54,15 @@ def is_sound(stored: StoredChoice) -> bool:
         logger.info("%s", error)
         return False
     return True
+
+
+def copy_all(connection: Connection, store: Directory) -> None:
+    """Copy all records of a directory, of every device and toolchain; raises `StoreError`."""
+    for space in store.namespaces():
+        missing = store.names(space) - copied(connection, space, store.location)
+        records = [record for record in store.pull(space, missing) if not record.unknown]
+        if records:
+            adopt(connection, records, origin=store.location)
 
 
 def copied(connection: Connection, space: str, origin: str) -> set[Name]:

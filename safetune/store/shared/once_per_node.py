@@ -55,6 +55,7 @@ def turn(
         if found is Turn.MINE:
             with contextlib.suppress(OSError), open(db_files.open_lock(answered), "wb") as file:
                 file.write(mark)
+                file.truncate()
 
 
 def _locked(database: Path, name: str, wait_s: float, held: contextlib.ExitStack) -> bool:

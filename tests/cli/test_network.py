@@ -1,0 +1,97 @@
+"""The commands on a login node: the cache directory is on NFS, and the job ran on another node."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from safetune.cli import main
+from safetune.settings import Settings
+from safetune.store import location, lookup
+from tests.store.shared.conftest import SPACE, tuned
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache directory on NFS, in which a job on another node has left a choice."""
+    cache = tmp_path / "home" / "cache"
+    cache.parent.mkdir()
+    monkeypatch.setattr(
+        location, "network_of", lambda path: "NFS" * path.is_relative_to(cache.parent)
+    )
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(cache))
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    for node in ("job", "login"):
+        (tmp_path / node).mkdir()
+        monkeypatch.setenv("TMPDIR", str(tmp_path / node))
+        if node == "job":
+            with pytest.warns(UserWarning, match="NFS"):
+                opened = lookup.open_lookup(Settings.current())
+            tuned(opened.store, 1, 64)
+            assert opened.store.shared is not None
+            opened.store.shared.refresh(SPACE, since=time.time())
+            opened.store.shared.flush()
+            opened.store.close()
+    yield cache
+    lookup._lookups.clear()
+
+
+@pytest.fixture
+def run() -> Run:
+    def run(*words: str) -> Any:
+        result = CliRunner().invoke(main, [*words, "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    return run
+
+
+def test_the_choices_of_all_nodes_are_listed_and_exported(
+    home: Path, run: Run, tmp_path: Path
+) -> None:
+    (listed,) = run("list")
+    assert listed["config"] == {"BLOCK": 64}
+    assert run("stats")["choices"] == 1
+    assert run("export", str(tmp_path / "packs"))["written"][0]["choices"] == 1
+
+
+def test_path_and_stats_say_where_the_database_and_the_shared_choices_are(
+    home: Path, run: Run, tmp_path: Path
+) -> None:
+    path = run("path")
+    assert Path(path["path"]).is_relative_to(tmp_path / "login")
+    assert {name: path[name] for name in ("exists", "network", "shared")} == {
+        "exists": False,
+        "network": "NFS",
+        "shared": f"file://{home}",
+    }
+    found = run("stats")
+    assert (found["network"], found["shared"]) == ("NFS", f"file://{home}")
+    result = CliRunner().invoke(main, ["path"])
+    assert result.stdout == path["path"] + "\n"
+    assert "network file system (NFS)" in result.stderr
+
+
+def test_what_is_cleared_does_not_come_back(home: Path, run: Run) -> None:
+    assert run("clear", "add_kernel")["cleared"] == 1
+    assert run("list") == []
+    assert not list(home.rglob("*.json"))
+
+
+def test_what_is_imported_reaches_the_other_nodes(
+    home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("export", str(tmp_path / "packs"))
+    run("clear", "add_kernel")
+    assert run("import", str(tmp_path / "packs"))["new"] == 1
+    (tmp_path / "another").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "another"))
+    assert [entry["config"] for entry in run("list")] == [{"BLOCK": 64}]

@@ -1,0 +1,234 @@
+"""A cache directory on a network file system: the database is on the node's own disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.settings import Settings
+from safetune.store import location
+from safetune.store.local import file_systems
+from safetune.store.location import locate
+from tests.store.local.conftest import Children
+
+#: statfs(2) as of a file system of another type, below one directory.
+_STATFS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/vfs.h>
+int statfs(const char *path, struct statfs *found) {
+    int (*real)(const char *, struct statfs *) = dlsym(RTLD_NEXT, "statfs");
+    const char *below = getenv("NETWORK_DIRECTORY");
+    int result = real(path, found);
+    if (result == 0 && below && strncmp(path, below, strlen(below)) == 0)
+        found->f_type = strtoul(getenv("NETWORK_TYPE"), 0, 0);
+    return result;
+}
+"""
+
+#: A process of a node: tells where its database is, what it finds and what it is told.
+_NODE = """
+import time, warnings
+from tests.store.shared.conftest import LIST, SPACE, key, tuned
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    opened = open_lookup(Settings.current())
+    found = opened.find(key(1), LIST)
+    if sys.argv[2:] == ["tune"]:
+        tuned(opened.store, 1, 64)
+        opened.store.shared.refresh(SPACE, since=time.time())
+    told = [str(each.message) for each in caught]
+print(json.dumps([str(opened.store.path), found and found.config["BLOCK"], told]))
+"""
+
+
+@pytest.fixture(scope="session")
+def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library whose `statfs` says what NETWORK_TYPE says."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("gcc is not installed")
+    library = tmp_path_factory.mktemp("statfs") / "statfs.so"
+    command = [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library), "-ldl"]
+    subprocess.run(command, input=_STATFS, text=True, check=True)
+    return library
+
+
+class Cluster:
+    """Nodes with disks of their own and one home on a network."""
+
+    def __init__(self, folder: Path, children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._children, self._monkeypatch = folder, children, monkeypatch
+        self.home = folder / "home"
+        self.home.mkdir()
+
+    def run(self, node: str, *words: str, **environment: str) -> Any:
+        disk = self.folder / node
+        disk.mkdir(exist_ok=True)
+        with self._monkeypatch.context() as patch:
+            for name in ("SAFETUNE_CACHE_DIR", "SAFETUNE_SHARED", "XDG_CACHE_HOME"):
+                patch.delenv(name, raising=False)
+            for name, value in {"HOME": str(self.home), "TMPDIR": str(disk), **environment}.items():
+                patch.setenv(name, value)
+            return json.loads(self._children.run(_NODE, "unused", *words))
+
+
+@pytest.fixture
+def cluster(
+    tmp_path: Path, preload: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> Cluster:
+    made = Cluster(tmp_path, children, monkeypatch)
+    monkeypatch.setenv("LD_PRELOAD", str(preload))
+    monkeypatch.setenv("NETWORK_DIRECTORY", str(made.home))
+    monkeypatch.setenv("NETWORK_TYPE", "0x6969")
+    return made
+
+
+@pytest.mark.parametrize(
+    "variable", ["HOME", pytest.param("SAFETUNE_CACHE_DIR", marks=pytest.mark.full)]
+)
+def test_a_choice_outlives_the_job_and_reaches_the_other_nodes(
+    cluster: Cluster, variable: str
+) -> None:
+    cache = cluster.home / (".cache/safetune" if variable == "HOME" else "choices")
+    environment = {} if variable == "HOME" else {variable: str(cache)}
+    path, found, told = cluster.run("one", "tune", **environment)
+    assert found is None
+    assert Path(path).is_relative_to(cluster.folder / "one")
+    assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
+    assert [text for text in told if "(NFS)" in text and str(cache) in text] == told != []
+    shutil.rmtree(cluster.folder / "one")  # as at the end of a job
+    other_path, found, told = cluster.run("two", **environment)
+    assert Path(other_path).is_relative_to(cluster.folder / "two")
+    assert (found, len(told)) == (64, 1)
+    assert list(cache.rglob("*.json"))
+    assert not [*cluster.home.rglob("*.db*"), *cluster.home.rglob("*lock*")]
+
+
+def test_an_explicit_shared_store_is_the_one_that_is_used(cluster: Cluster) -> None:
+    shared = cluster.folder / "shared"
+    path, _, told = cluster.run("one", "tune", SAFETUNE_SHARED=f"file://{shared}")
+    assert Path(path).is_relative_to(cluster.folder / "one")
+    assert len(told) == 1
+    assert list(shared.rglob("*.json"))
+    assert not list(cluster.home.rglob("*.json"))
+
+
+@pytest.mark.full
+def test_frozen_makes_nothing_and_finds_the_shared_choices(cluster: Cluster) -> None:
+    before = cluster.run("one", SAFETUNE_MODE="frozen")
+    assert before[:2] == ["None", None]
+    assert list(cluster.home.iterdir()) == list((cluster.folder / "one").iterdir()) == []
+    cluster.run("one", "tune")
+    assert cluster.run("two", SAFETUNE_MODE="frozen")[1] == 64
+    assert list((cluster.folder / "two").iterdir()) == []
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Settings:
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(directory))
+    monkeypatch.delenv("SAFETUNE_SHARED", raising=False)
+    return Settings.current()
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(0x0BD00BD0, "Lustre"), (0x47504653, "GPFS"), (0x19830326, "BeeGFS"), (0xFF534D42, "CIFS")],
+)
+def test_network_file_systems_are_known_by_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    """Of a directory that does not exist yet, by the one that it will be in."""
+    real = file_systems._type_of
+    below = {tmp_path / "home": number}
+    monkeypatch.setattr(file_systems, "_type_of", lambda path: below.get(path) or real(path))
+    (tmp_path / "home").mkdir()
+    assert file_systems.network_of(tmp_path / "home" / "not" / "yet") == name
+    assert file_systems.network_of(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("mounted", "network"),
+    [
+        ("fuse.sshfs", "fuse.sshfs"),
+        ("fuse.glusterfs", "fuse.glusterfs"),
+        ("fuse", "fuse"),
+        (None, "FUSE"),
+        ("fuseblk", ""),
+        ("fuse.fuse-overlayfs", ""),
+    ],
+)
+def test_fuse_is_a_network_unless_it_serves_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounted: str | None, network: str
+) -> None:
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = ["22 1 0:999 / / rw shared:1 - ext4 /dev/vda rw"]
+    lines += [f"36 22 {number} / /mnt/a\\040b rw shared:2 - {mounted} host: rw"] * bool(mounted)
+    (tmp_path / "mountinfo").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(file_systems, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(file_systems, "_type_of", lambda path: file_systems._FUSE)
+    assert file_systems.network_of(tmp_path) == network
+
+
+class TestNodeLocalDirectory:
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("home", "job", "tmp"):
+            (tmp_path / name).mkdir()
+        monkeypatch.setattr(
+            location, "network_of", lambda path: "NFS" * path.is_relative_to(tmp_path / "home")
+        )
+        monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "job"))
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+
+    def test_is_the_one_of_the_job_if_it_is_there_and_local(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = settings_of(monkeypatch, tmp_path / "home")
+        first = locate(settings).directory
+        assert first is not None
+        assert first.parent == tmp_path / "job"
+        (tmp_path / "job").rmdir()
+        second = locate(settings).directory
+        assert second is not None
+        assert (second.parent, second.name) == (tmp_path / "tmp", first.name)
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "home"))
+        assert locate(settings).directory == Path("/tmp") / first.name
+
+    def test_differs_between_cache_directories(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = (tmp_path / "home" / "a", tmp_path / "home" / "b")
+        found = {locate(settings_of(monkeypatch, name)).directory for name in names}
+        assert len(found) == 2
+
+    def test_of_another_user_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give files to another user")
+        from safetune.store.lookup import open_lookup
+
+        settings = settings_of(monkeypatch, tmp_path / "home")
+        directory = locate(settings).directory
+        assert directory is not None
+        directory.mkdir()
+        os.chown(directory, 12345, 12345)
+        with pytest.warns(UserWarning, match="network|another user") as caught:
+            opened = open_lookup(settings)
+        assert opened.store.path is None
+        assert opened.store.shared is not None
+        texts = [str(each.message) for each in caught]
+        assert "belongs to another user" in texts[1]
+        assert (len(texts), list(directory.iterdir())) == (2, [])
