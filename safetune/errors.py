@@ -99,6 +99,10 @@ class Busy(WorkerUnavailable):
     """Another process tunes the key, and this process has waited for SAFETUNE_WAIT seconds."""
 
 
+class SyncTimeout(SafetuneError, TimeoutError):
+    """Another rank did not call `safetune.sync` in time."""
+
+
 class PackError(SafetuneError):
     """A pack cannot be read; the message names the file and the reason."""
 

@@ -108,6 +108,11 @@ class KeyState:
         self._rejected: dict[Any, list[Config]] = {}
         self._substitutes: dict[Any, Config | Exception] = {}
 
+    @property
+    def tuner(self) -> Any:
+        """The tuner whose key this is."""
+        return self._states.tuner
+
     def decision(self, capture: int | None = 0) -> Decision | None:
         """Return the config that this key launches now; None where a call has to look for one.
 
@@ -164,6 +169,12 @@ class KeyState:
             if self._choice is None:
                 self._states.publish(self, config if retry is None else None, None)
         return config
+
+    def hold(self, config: Config) -> None:
+        """Launch the fallback for good, until `safetune.sync` adopts `config` as the choice."""
+        assert self._fallback is not None
+        self.set_fallback(self._fallback)
+        self.held = config
 
     def forget(self) -> None:
         """Have the next call look for a config; what graphs have captured stays known."""

@@ -38,7 +38,7 @@ from safetune.keys.tuning_key import (
     tuning_key,
 )
 from safetune.launch import call_shape
-from safetune.launch.key_state import Asked
+from safetune.launch.key_state import Asked, Reason
 from safetune.miss import candidates, reporting, retry
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
@@ -159,7 +159,7 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
     choice = stored(tuner, request, lookup, miss.readable_key())
     again = settings.mode is Mode.TUNE and request.has_work and recall.is_due(request, lookup.store)
     if choice is not None and not again:
-        return state.set_choice(choice)
+        return _adopt(state, choice, settings)
     if not request.has_work:
         return for_no_work(state, request)
     reporting.warn_of_grid(tuner, request.grids.reads)
@@ -266,13 +266,22 @@ def _tune(
             logger.info(
                 "%s keeps its choice for %s: %s", request.key.kernel.name, request.key, error
             )
-            return state.set_choice(choice)
+            return _adopt(state, choice, settings)
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
         return retry.fall_back(state, request, candidates.fallback(request, store), error)
     tuner.tuning_phases = dict(result.phases)
     reporting.report_result(tuner, miss.readable_key(), request, result)
-    return state.set_choice(result.choice)
+    return _adopt(state, result.choice, settings)
+
+
+def _adopt(state: KeyState, choice: Config, settings: Settings) -> Config:
+    """Launch a choice; a rank that launches a fallback keeps that until all call `sync`."""
+    launched = state.decision()
+    if settings.world_size > 1 and launched is not None and launched.reason is Reason.FALLBACK:
+        state.hold(choice)
+        return launched.config
+    return state.set_choice(choice)
 
 
 def why_not_isolated(call: Call) -> str:

@@ -8,18 +8,22 @@ process has: no process can wait in a collective that another never enters. No l
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple
 
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest
-from safetune.errors import StoreError
+from safetune.errors import InvalidSetting, StoreError, SyncTimeout
 from safetune.keys import encoding
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
 from safetune.miss import reporting, retry
@@ -52,7 +56,7 @@ class Candidate(NamedTuple):
         return wins(self.choice, other.choice)
 
 
-def sync(group: Any = None) -> None:
+def sync(group: Any = None, timeout_s: float | None = None) -> None:
     """Read the choices of other processes, and agree with them on the config of each key.
 
     Call it in every process at the same point, before training and whenever choices may change.
@@ -61,22 +65,32 @@ def sync(group: Any = None) -> None:
     background tunings included. Where torch.distributed is initialised, all ranks of the group then
     launch the same config for the same key on the same kind of device: a choice before a fallback,
     a later generation before an earlier one, then the choice that was made first; of fallbacks,
-    that of the lowest rank. Does not wait for tunings that are still running.
+    that of the lowest rank. What they agree on lasts until the next call. Ranks that hold a kernel
+    with different sources or lists of configs cannot agree on it: a warning names the kernel. Does
+    not wait for tunings that are still running.
 
     Args:
         group: a process group of torch.distributed; all ranks if None.
+        timeout_s: how many seconds to wait for the other ranks; by default as long as the group.
+
+    Raises:
+        InvalidSetting: `timeout_s` is not above 0.
+        SyncTimeout: a rank did not call `sync` in time. This rank launches what it launched before.
+            The group still waits for that rank, so end the job, or make another group.
     """
-    retry.count_sync()
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidSetting(f"timeout_s={timeout_s!r}; it must be a number of seconds above 0")
     states = list(all_states())
-    for state in states:
-        if state.held is not None:
-            state.set_choice(state.held)
     settings = Settings.current()
     known: list[tuple[KeyState, Asked]] = []
     if settings.mode is not Mode.OFF:
         known = [(state, state.asked) for state in states if state.asked is not None]
     mine = _candidates(settings, known)
-    agreed, taken = _agreed(mine, group), []
+    agreed, taken = _agreed(mine, _sources(known), group, timeout_s), []
+    retry.count_sync()
+    for state in states:
+        if state.held is not None:
+            state.set_choice(state.held)
     for state, asked in known:
         winner = agreed.get(asked.identity)
         if winner is None:
@@ -93,19 +107,21 @@ def sync(group: Any = None) -> None:
             reporting.warn_of_dispute(asked.key, winner.choice.dispute)
             if not own:
                 taken.append(StoredChoice(KeyRecord.of(asked.key), winner.choice))
-        elif not own:
+        else:
             _replace(state, config)
     if taken and settings.mode is not Mode.FROZEN:
         _store(settings, taken)
 
 
 def _replace(state: KeyState, config: Config) -> None:
-    """Launch another rank's config, which is not in any store, for the same reason as before."""
-    decision = state.decision()
+    """Launch the agreed config, which is not in any store, for the same reason as before."""
+    decision = state.decision(capture=None)
+    if decision is not None and decision.config == config:
+        return
     if decision is not None and decision.reason is Reason.CHOICE:
         state.set_choice(config)
     else:
-        state.set_fallback(config)
+        state.set_fallback(config, None if decision is None else decision.retry)
 
 
 def _candidates(
@@ -129,38 +145,125 @@ def _candidates(
             strength = 2 if all(outcome.shareable for outcome in outcomes[-1:]) else 1
             found[asked.identity] = Candidate(strength, choice.config_digest, choice)
         elif (decision := state.decision(capture=None)) is not None:
-            found.setdefault(asked.identity, Candidate(0, config_digest(decision.config)))
+            strength = 1 if decision.reason is Reason.CHOICE else 0
+            own = Candidate(strength, config_digest(decision.config))
+            if asked.identity not in found or own.beats(found[asked.identity]):
+                found[asked.identity] = own
     return found
 
 
-def _agreed(mine: dict[str, Candidate], group: Any) -> dict[str, Candidate]:
+def _sources(known: Iterable[tuple[KeyState, Asked]]) -> dict[str, list[str]]:
+    """Return which sources, and lists of configs, this process has of each kernel, by its name."""
+    found: dict[str, set[str]] = {}
+    for state, asked in known:
+        function = state.tuner.base_fn
+        name = f"{function.__module__}.{function.__qualname__}"
+        found.setdefault(name, set()).add(f"{asked.key.kernel.digest} {asked.declared}")
+    return {name: sorted(sources) for name, sources in found.items()}
+
+
+def _agreed(
+    mine: dict[str, Candidate],
+    sources: dict[str, list[str]],
+    group: Any,
+    timeout_s: float | None,
+) -> dict[str, Candidate]:
     """Return the best candidate of all ranks for each key; without a group, this process's own."""
     distributed = _distributed(group)
     if distributed is None:
         return mine
-
-    def gathered(text: str) -> list[str]:
-        texts = [""] * distributed.get_world_size(group)
-        distributed.all_gather_object(texts, text, group=group)
-        return texts
-
-    text = encoding.dumps(
-        {
-            identity: [own.strength, own.config, own.choice and vars(own.choice)]
-            for identity, own in mine.items()
-        }
-    )
-    if len(set(gathered(encoding.digest(text)))) == 1:
+    keys = {
+        identity: [own.strength, own.config, own.choice and vars(own.choice)]
+        for identity, own in mine.items()
+    }
+    texts = _gathered(distributed, encoding.dumps([keys, sources]), group, timeout_s)
+    if texts is None:
         return mine
+    tables = [json.loads(text) for text in texts]
+    _tell_of_sources([table for _, table in tables], distributed.get_rank(group))
     agreed: dict[str, Candidate] = {}
-    for table in gathered(text):
-        for identity, (strength, config, choice) in json.loads(table).items():
+    for table, _ in tables:
+        for identity, (strength, config, choice) in table.items():
             candidate = Candidate(strength, config, choice and _choice(choice))
             if identity not in agreed or candidate.beats(agreed[identity]):
                 agreed[identity] = candidate
     differing = sum(1 for identity, own in mine.items() if agreed[identity].config != own.config)
     logger.info("%d of %d keys launch another rank's config from now on", differing, len(mine))
     return agreed
+
+
+def _gathered(distributed: Any, text: str, group: Any, timeout_s: float | None) -> list[str] | None:
+    """Return the texts of all ranks; None where all have the same."""
+
+    def gather(text: str) -> list[str]:
+        texts = [""] * distributed.get_world_size(group)
+        distributed.all_gather_object(texts, text, group=group)
+        return texts
+
+    def run() -> list[str] | None:
+        return None if len(set(gather(encoding.digest(text)))) == 1 else gather(text)
+
+    if timeout_s is None:
+        return run()
+    return _within(timeout_s, run)
+
+
+def _within(timeout_s: float, run: Callable[[], list[str] | None]) -> list[str] | None:
+    """Return the result of `run`, which a thread keeps running if it takes longer."""
+    import torch
+
+    result: Future[list[str] | None] = Future()
+    device = torch.accelerator.current_accelerator() and torch.accelerator.current_device_index()
+
+    def work() -> None:
+        try:
+            if device is not None:  # a thread begins with the first one
+                torch.accelerator.set_device_index(device)
+            result.set_result(run())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="safetune-sync", daemon=True).start()
+    try:
+        return result.result(timeout_s)
+    except FutureTimeoutError:
+        if result.done():  # the group has a timeout of its own
+            raise
+        raise SyncTimeout(
+            f"another rank did not call safetune.sync() within {timeout_s:g} s; this rank launches "
+            "what it launched before"
+        ) from None
+
+
+def _tell_of_sources(tables: Sequence[Mapping[str, Sequence[str]]], rank: int) -> None:
+    """Warn once of each kernel of which two ranks have what the other one lacks."""
+    for name in sorted(set().union(*tables) - _told):
+        ranks: dict[frozenset[str], list[int]] = {}
+        for number, table in enumerate(tables):
+            if name in table:
+                ranks.setdefault(frozenset(table[name]), []).append(number)
+        if any(a - b and b - a for a, b in itertools.combinations(ranks, 2)):
+            _told.add(name)
+            sources = {text.split()[0] for found in ranks for text in found}
+            differs = "sources" if len(sources) > 1 else "lists of configs"
+            groups = " and ".join(_ranks_text(numbers) for numbers in ranks.values())
+            tell = warnings.warn if rank == 0 else logger.info  # one line for the whole job
+            tell(
+                f"safetune: {groups} have different {differs} of {name}, so safetune.sync() cannot "
+                "make them launch the same config. A hook, a heuristic or the list of configs may "
+                "depend on the rank."
+            )
+
+
+def _ranks_text(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return (
+        f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{', ...' if len(numbers) > 8 else ''}"
+    )
+
+
+#: The kernels that `_tell_of_sources` has told of.
+_told: set[str] = set()
 
 
 def _choice(data: dict[str, Any]) -> ChoiceRecord:

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from triton.runtime import driver
 import safetune
 from safetune.config import config_digest, config_record
 from safetune.isolation import backend
+from safetune.miss import retry
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
 from safetune.store.local.key_locks import try_lock
@@ -44,6 +46,9 @@ STORED = {
     300: lambda rank: None if rank == 0 else (BLOCKS[rank], 1),
 }
 CAPTURED = {500: STORED[300], 600: lambda rank: None}
+
+#: The key that no rank can tune before the first `safetune.sync()`, but each after it.
+LATE = 700
 
 
 @safetune.safetune(configs=[triton.Config({"BLOCK": block}) for block in BLOCKS], key=["n"])
@@ -87,28 +92,49 @@ def launch_captured(n: int) -> int:
 
 
 def note(arguments: dict[str, Any]) -> None:
-    global noted
-    noted = arguments["BLOCK"]
+    os.environ["NOTED"] = str(arguments["BLOCK"])  # a global would be part of the source
 
 
 def bench(launch: Any, quantiles: Any) -> list[float]:
     launch()
-    return [1.0 if noted == BLOCKS[torch.distributed.get_rank()] else 2.0] * 3
+    is_of_the_rank = os.environ["NOTED"] == str(BLOCKS[torch.distributed.get_rank()])
+    return [1.0 if is_of_the_rank else 2.0] * 3
 
 
-noted = 0
-inline_kernel = safetune.safetune(
-    configs=[triton.Config({"BLOCK": block}, pre_hook=note) for block in BLOCKS],
-    key=["n"],
-    do_bench=bench,
-    isolation="inline",
-)(copy_kernel.fn)
+inline_kernel, second_inline_kernel = (
+    safetune.safetune(
+        configs=[triton.Config({"BLOCK": block}, pre_hook=note) for block in BLOCKS],
+        key=["n"],
+        do_bench=bench,
+        isolation="inline",
+    )(copy_kernel.fn)
+    for _ in range(2)
+)
 
 
-def launch_inline() -> int:
+def launch_inline(kernel: Any = inline_kernel) -> int:
     src, dst = torch.arange(100, dtype=torch.float32), torch.zeros(100)
-    inline_kernel[grid](dst, src, 100)
-    return int(inline_kernel.best_config.kwargs["BLOCK"])
+    kernel[grid](dst, src, 100)
+    return int(kernel.best_config.kwargs["BLOCK"])
+
+
+def of_the_rank(arguments: dict[str, Any]) -> int:
+    return 16 if RANK else 32
+
+
+#: Read by a heuristic, so it is part of the kernel's source.
+RANK = 0
+
+
+def launch_of_the_rank(rank: int) -> None:
+    """Launch a kernel whose source is another one on odd ranks."""
+    global RANK
+    RANK = rank % 2
+    kernel = safetune.safetune(configs=[triton.Config({}, num_warps=n) for n in (1, 2)], key=["n"])(
+        triton.heuristics({"BLOCK": of_the_rank})(copy_kernel.fn)
+    )
+    src, dst = torch.arange(100, dtype=torch.float32), torch.zeros(100)
+    kernel[grid](dst, src, 100)
 
 
 def request(n: int) -> Any:
@@ -153,14 +179,26 @@ def rank_main(directory: Path, rank: int, world: int, answers: Any) -> None:
         prepare(400 + rank, BLOCKS[rank], 1)
         # Another is tuning this key: with no time left to wait, the rank launches a fallback.
         lock = try_lock(store.path, request(300).key.digest)
+        late_lock = try_lock(store.path, request(LATE).key.digest)
         before = {n: launch(n) for n in numbers}
-        untuned = [launch_inline(), *map(launch_captured, CAPTURED)]
+        inline = [launch_inline(), launch_inline(second_inline_kernel)]
+        untuned = [*map(launch_captured, CAPTURED)]
+        launch_of_the_rank(rank)
+        late = [launch(LATE)]
         safetune.sync()
         after = {n: launch(n) for n in numbers}
-        agreed = [launch_inline(), *map(launch_captured, CAPTURED)]
+        inline += [launch_inline(), launch_inline(second_inline_kernel)]
+        agreed = [*map(launch_captured, CAPTURED)]
+        late_lock.release()
+        retry.clock = lambda: time.monotonic() + 2 * retry.RETRY_S
+        late += [launch(LATE), launch(LATE)]
+        tuned = store.choice(request(LATE).key.digest).config["BLOCK"]
+        safetune.sync()
+        late += [launch(LATE)]
     stored = {n: store.choice(request(n).key.digest).config["BLOCK"] for n in numbers}
     warned = [str(each.message) for each in said]
     facts = {"before": before, "after": after, "stored": stored, "said": warned}
+    facts |= {"late": late, "tuned": tuned, "inline": inline}
     answers.send({**facts, "untuned": untuned, "agreed": agreed})
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
