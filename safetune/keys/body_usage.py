@@ -31,10 +31,11 @@ from safetune.keys.source_text import (
     RunOrder,
     Scope,
     body_of,
+    children,
     dotted,
     free_names,
     parameters,
-    stored_names,
+    stores,
     tree_of,
 )
 
@@ -95,7 +96,8 @@ def multiplies_matrices(kernel: Any) -> bool:
         if not _can_be_followed(jit) or _MATRIX_PRODUCT.search(text):
             return True
         tree, scope = tree_of(text), Scope(jit.fn)
-        names = {str(dotted(node)) for node in free_names(tree)} - stored_names(tree)
+        stored = {name for _, name in stores(tree)}
+        names = {str(dotted(node)) for node in free_names(tree)} - stored
         values = {name: scope.value_of(name) for name in names - set(dir(builtins))}
         if MISSING in values.values():
             return True
@@ -161,7 +163,7 @@ def _summary(text: str) -> tuple[_Use, ...] | None:
         return None
     if not isinstance(node, ast.FunctionDef):
         return None
-    visitor = _ParameterUse(parameters(node), stored_names(node))
+    visitor = _ParameterUse(node)
     visitor.visit_all(body_of(node))
     return tuple(visitor.uses)
 
@@ -186,7 +188,7 @@ def _slots(call: ast.Call) -> Iterator[tuple[int | str, ast.expr]]:
 
 def parameter_lines(node: FunctionNode) -> dict[str, int]:
     """Return the first line that reads each parameter of `node`."""
-    visitor = _ParameterUse(parameters(node))
+    visitor = _ParameterUse(node)
     visitor.visit_all(body_of(node))
     lines: dict[str, int] = {}
     for use in visitor.uses:
@@ -195,17 +197,20 @@ def parameter_lines(node: FunctionNode) -> dict[str, int]:
 
 
 class _ParameterUse(RunOrder):
-    """Follows one function, and notes how it uses its parameters.
+    """Follows one function, and notes how it uses its parameters."""
 
-    Attributes:
-        stored: the names that the function binds, which say nothing about what it calls.
-    """
+    SPECIAL = RunOrder.SPECIAL | {
+        *(ast.Call, ast.ClassDef, ast.For, ast.Global, ast.If, ast.Match, ast.NamedExpr),
+        *(ast.Nonlocal, ast.Try, ast.While, ast.With),
+    }
 
-    def __init__(self, tracked: Iterable[str], stored: frozenset[str] = frozenset()) -> None:
+    def __init__(self, function: FunctionNode) -> None:
         super().__init__()
         self.uses: list[_Use] = []
-        self._tracked = frozenset(tracked)
-        self._stored = stored
+        self._tracked = frozenset(parameters(function))
+        self._stores = stores(function)
+        #: What these names call is not known.
+        self._local = frozenset(name for _, name in self._stores)
 
     def _read(self, names: Iterable[str], line: int) -> None:
         self.uses += [_Use(name, line) for name in self._tracked.intersection(names) - self.bound]
@@ -214,6 +219,9 @@ class _ParameterUse(RunOrder):
         self._read(self._tracked if name.id in FRAME_READERS else [name.id], name.lineno)
 
     def visit(self, node: ast.AST) -> None:
+        if node.__class__ is ast.Name or node.__class__ not in self.SPECIAL:
+            super().visit(node)
+            return
         match node:
             case ast.Call():
                 self._visit_call(node)
@@ -236,7 +244,7 @@ class _ParameterUse(RunOrder):
     def _visit_call(self, node: ast.Call) -> None:
         self.visit(node.func)
         callee = dotted(node.func) or ""
-        if callee.partition(".")[0] in self._stored:
+        if callee.partition(".")[0] in self._local:
             callee = ""
         slots = {id(value): slot for slot, value in _slots(node)}
         for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
@@ -262,7 +270,8 @@ class _ParameterUse(RunOrder):
 
     def _visit_uncertain(self, node: ast.stmt | ast.expr) -> None:
         """A loop carries what it assigns; so may anything else that may run never or twice."""
-        self._read(stored_names(node), node.lineno)
+        last = node.end_lineno or node.lineno
+        self._read((name for n, name in self._stores if node.lineno <= n <= last), node.lineno)
         before = self.bound
-        self.generic_visit(node)
+        self.visit_all(children(node))
         self.bound = before

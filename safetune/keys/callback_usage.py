@@ -36,6 +36,7 @@ from safetune.keys.source_text import (
     last_name,
     nodes_of,
     parse,
+    walk,
 )
 
 
@@ -138,14 +139,14 @@ def _usage_by_name(label: str, node: FunctionNode, skipped: int) -> Usage:
 def usage_of_dict(label: str, node: FunctionNode, name: str, fields: tuple[str, ...] = ()) -> Usage:
     """Return the entries of a dict that a function reads; `label` has braces for the line."""
     dicts = {f"{name}.{field}" for field in fields} or {name}
-    parts = [part for statement in body_of(node) for part in ast.walk(statement)]
+    parts = [part for statement in body_of(node) for part in walk(statement)]
     lines: dict[str, int] = {}
     followed: set[ast.AST] = set()
     for part in parts:
         entry, owner, reads = _entry(part)
         if owner is None or dotted(owner) not in dicts:
             continue
-        followed.update(ast.walk(owner))
+        followed.update(walk(owner))
         if reads:
             lines[entry] = min(lines.get(entry, part.lineno), part.lineno)  # type: ignore[attr-defined]
     passed_on = [

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -49,8 +50,8 @@ def dtype_name(dtype: Any) -> str:
 def element_type(value: Any) -> Any:
     """Return what a config may depend on of an argument's elements, as a dictionary can hold it.
 
-    The dtype of a tensor; of a tensor descriptor also the order of its dimensions in memory; the
-    parts of a tuple with any of these; None for any other value.
+    The dtype of a tensor; of a tensor descriptor also the order in memory of its dimensions, and of
+    those of its tensor; the parts of a tuple with any of these; None for any other value.
     """
     dtype = getattr(value, "dtype", None)
     if dtype is not None:
@@ -59,18 +60,27 @@ def element_type(value: Any) -> Any:
         parts = tuple(map(element_type, value))
         return parts if any(part is not None for part in parts) else None
     if hasattr(value, "block_shape") and hasattr(value, "base"):
-        strides = value.strides
-        order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
-        return "descriptor", element_type(value.base), *order
+        base = value.base.stride() if hasattr(value.base, "stride") else ()
+        return "descriptor", element_type(value.base), _order(value.strides), _order(base)
     return None
 
 
+def _order(strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the dimensions from the one with the longest stride to that with the shortest."""
+    return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
+
+
 def type_name(kind: Any) -> str:
-    """Return an `element_type` as text; a descriptor of row-major float32 is `float32[0,1]`."""
+    """Return an `element_type` as text.
+
+    A descriptor of a row-major matrix of float32 is `float32[01]`, of a column-major one, whose
+    dimensions it has the other way round, `float32[01 of 10]`.
+    """
     if not isinstance(kind, tuple):
         return dtype_name(kind)
     if kind[0] == "descriptor":
-        return f"{dtype_name(kind[1])}[{','.join(map(str, kind[2:]))}]"
+        own, base = ("".join(map(str, order)) for order in kind[2:])
+        return f"{dtype_name(kind[1])}[{own if own == base else f'{own} of {base}'}]"
     return f"({','.join(map(type_name, kind))})"
 
 

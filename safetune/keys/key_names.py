@@ -249,7 +249,8 @@ class _Kernel:
     def _by_launch(self, names: Sequence[str], unread: Sequence[str]) -> dict[str, NameReport]:
         """Return the classes of the names that nothing reads, by what launches pass for them."""
         arguments = LaunchArguments(self._launches, list(self.parameters))
-        unset = self._unset(names)
+        constexprs = self.missing(names)
+        unset = [*constexprs, *(name for name in self._unset(names) if name not in constexprs)]
         found: dict[str, NameReport] = {}
 
         def add(name: str, kind: NameKind, reason: str) -> None:
@@ -260,7 +261,7 @@ class _Kernel:
                 add(name, NameKind.STAND_IN, f"{other}; kept")
         left = [name for name in unread if name not in found]
         given = [name for name in names if name not in left]
-        missing = ", ".join(self.missing(names))
+        missing = ", ".join(constexprs[:3]) + (", and others" if len(constexprs) > 3 else "")
         for name in left:
             if not arguments.shown and (missing or self._multiplies_matrices):
                 lacks = f"the key lacks {missing}" if missing else "the kernel has tl.dot"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetune.keys.body_usage import bind
 from safetune.keys.kernel_digest import base_function
 from safetune.keys.name_values import Scopes
 from safetune.keys.package_imports import importers
-from safetune.keys.source_text import KEPT_TREES, last_name, module_text, parse
+from safetune.keys.source_text import KEPT_TREES, children, last_name, module_text, parse, walk
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _launches(text: str) -> tuple[Launch, ...]:
 
 
 def _find_launches(node: ast.AST, scopes: Scopes) -> Iterator[Launch]:
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if isinstance(child, ast.Call):
             if isinstance(child.func, ast.Subscript):
                 yield Launch(child.func.value, child.func.slice, child, scopes)
@@ -108,6 +109,8 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
 def _aliases(text: str, imported: frozenset[str]) -> set[str]:
     """Return a kernel's names and those that the module assigns it to, decorated or not."""
     names = set(imported)
+    if not re.search(rf"(?<!def )\b(?:{'|'.join(names)})\b(?!\s*\[)", text):
+        return names  # defined and launched, and nothing else is done with it
     for _ in range(3):
         for value, targets in _names_assigned(text):
             if _is_one_of(value, names):
@@ -120,7 +123,7 @@ def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
     """Return the values that a module assigns to names, except for results of a launch."""
     module = parse(text)
     found = []
-    for node in ast.walk(module.tree) if module else ():
+    for node in walk(module.tree) if module else ():
         match node:
             case ast.Assign(targets=targets, value=value):
                 pass
@@ -130,7 +133,7 @@ def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
                 targets = [target]
             case _:
                 continue
-        if not any(map(_is_launch, ast.walk(value))):
+        if not any(map(_is_launch, walk(value))):
             found.append((value, [name for target in targets for name in _target_names(target)]))
     return found
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from safetune.keys.source_text import KEPT_TREES, body_of, dotted
+from safetune.keys.source_text import KEPT_TREES, body_of, children, dotted, last_name, walk
 
 #: The functions around an expression and the module, innermost first.
 Scopes: TypeAlias = "tuple[ast.AST, ...]"
@@ -19,10 +19,10 @@ Scopes: TypeAlias = "tuple[ast.AST, ...]"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _VALUES = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.BinOp)
 
-#: Attributes and methods that tell something else of a tensor than a size.
+#: Attributes, methods and functions that tell something else of a tensor than a size.
 _NOT_SIZES = frozenset(
     {"contiguous", "data_ptr", "device", "dtype", "element_size", "get_device", "is_contiguous"}
-    | {"itemsize", "layout", "requires_grad", "stride", "type"}
+    | {"hasattr", "isinstance", "itemsize", "layout", "requires_grad", "str", "stride", "type"}
 )
 
 _NO_SIZES = (ast.BoolOp, ast.Compare, ast.Constant, ast.JoinedStr, ast.Lambda, ast.Dict)
@@ -35,10 +35,12 @@ def texts_of(expression: ast.AST, scopes: Scopes, whole: bool) -> set[str]:
     stack = [expression]
     while stack:
         value = stack.pop()
-        for node in ast.walk(value) if whole else [value]:
+        for node in walk(value) if whole else [value]:
             if not isinstance(node, _VALUES) or (text := ast.dump(node)) in found:
                 continue
             found.add(text)
+            if isinstance(node, ast.Call) and last_name(node.func) == "stride":
+                found.add(ast.dump(node.func))  # one stride tells how the others lie
             if isinstance(node, ast.Name):
                 stack += [v for v in bindings(node.id, scopes) if isinstance(v, ast.expr)]
     return found
@@ -77,18 +79,20 @@ def _parts(node: ast.AST, scopes: Scopes) -> list[ast.AST] | None:
         case ast.Attribute(attr=attribute):
             constant = _is_imported(node.value, scopes) or attribute in _NOT_SIZES
             return [] if constant else None
+        case ast.Subscript(value=value):
+            return None if last_name(value) == "shape" else [value]
         case ast.Call(func=ast.Attribute(attr="numel" | "size")):
             return None
-        case ast.Call(func=ast.Attribute(attr=attribute)) if attribute in _NOT_SIZES:
-            return []
         case ast.Call(func=function):
+            if last_name(function) in _NOT_SIZES:
+                return []
             owner = [function.value] if isinstance(function, ast.Attribute) else []
             own = [each for each in owner if not _is_imported(each, scopes)]
             return [*own, *node.args, *(keyword.value for keyword in node.keywords)]
     if isinstance(node, _NO_SIZES):
         return []
     if isinstance(node, _MADE_OF_PARTS):
-        return [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        return [part for part in children(node) if isinstance(part, ast.expr)]
     return None
 
 
@@ -108,7 +112,7 @@ def _bound_in(scope: ast.AST) -> dict[str, list[ast.AST | None]]:
     found: dict[str, list[ast.AST | None]] = {}
     stack: list[ast.AST] = []
     if isinstance(scope, FUNCTIONS):
-        found = {node.arg: [None] for node in ast.walk(scope.args) if isinstance(node, ast.arg)}
+        found = {node.arg: [None] for node in walk(scope.args) if isinstance(node, ast.arg)}
         stack = body_of(scope)
     elif isinstance(scope, ast.Module):
         stack = [*scope.body]
@@ -119,7 +123,7 @@ def _bound_in(scope: ast.AST) -> dict[str, list[ast.AST | None]]:
         elif not isinstance(node, (ast.Lambda, ast.ClassDef)):
             for name, value in _bound_by(node):
                 found.setdefault(name, []).append(value)
-            stack.extend(ast.iter_child_nodes(node))
+            stack.extend(children(node))
     return found
 
 

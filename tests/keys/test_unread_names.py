@@ -86,6 +86,16 @@ LAUNCHES = [
         "phantom stand-in",
     ),
     (
+        "a stride, for what another one tells",
+        "kernel[(1,)](x, T, D=q.stride(0), NB=1, BLOCK_D=q.stride(1) == 1, BS=1)",
+        "stand-in phantom",
+    ),
+    (
+        "a stride of another tensor",
+        "kernel[(1,)](x, T, D=q.stride(0), NB=1, BLOCK_D=x.stride(1) == 1, BS=1)",
+        "phantom phantom",
+    ),
+    (
         "two launches",
         "kernel[(1,)](x, T, 1, 1, 16, 1)\n    kernel[(1,)](x, T, D=BS, NB=1, BLOCK_D=BS, BS=1)",
         "stand-in phantom",
@@ -226,6 +236,8 @@ SIZES = [
     ("a stride", "a.stride(0)", False),
     ("a size of an element", "a.element_size()", False),
     ("a flag", "rows is not None", False),
+    ("a part of a list", "[M, K][0]", True),
+    ("a name of a dtype", "str(a.dtype).split('.')[-1]", False),
     ("a negated flag", "not flag", False),
 ]
 
