@@ -48,7 +48,7 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
     assert one_fallback == (16, 32, 64, 128)
     assert all_fallbacks == (16, 32, 64, 128), "captured; the nearest key differs"
     assert [rank["agreed"] for rank in ranks] == [[64, 16]] * RANKS, "not stored: rank 0's"
-    own_fastest = [[block, block, 16, 16] for block in (16, 32, 64, 128)]
+    own_fastest = [[16, 128, 16, 16], [32, 64, 16, 16], [64, 32, 16, 16], [128, 16, 16, 16]]
     assert [rank["inline"] for rank in ranks] == own_fastest, "both tuners of the kernel agree"
     for number, rank in enumerate(ranks):
         own = str(400 + number)
