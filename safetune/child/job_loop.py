@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from safetune.child.session import Session
 
 
+#: The limits of the program, soft and hard.
+_DATA_LIMITS = resource.getrlimit(resource.RLIMIT_DATA)
+
+
 def serve(pipe: socket.socket) -> None:
     """Do the jobs that come through `pipe`, until it closes or no job comes after a `Release`."""
     worker = _Worker()
@@ -120,9 +124,9 @@ def _take_over(job: Start) -> None:
     os.environ.update(job.environment)
     sys.path[:] = job.path
     sys.argv[:] = job.argv
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [limit for limit in (job.memory_bytes, most) if limit > 0]  # infinity is -1
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits, default=most), most))
+    limits = [limit for limit in (job.memory_bytes, *_DATA_LIMITS) if limit > 0]  # infinity is -1
+    least = min(limits, default=resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (least, _DATA_LIMITS[1]))
     if os.path.isdir(job.directory):
         os.chdir(job.directory)
     triton_internals.set_knobs(job.knobs)

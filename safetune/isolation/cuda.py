@@ -40,6 +40,8 @@ _NO_CONTEXT = frozenset({_NOT_INITIALIZED, _DEINITIALIZED, _INVALID_CONTEXT})
 
 _MPS_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 _MPS_DEFAULT = "/tmp/nvidia-mps"
+#: The owner, in a container, of what belongs to a user outside: perhaps root's pipe.
+_UNMAPPED = 65534
 _OFFLINE = (
     "Fill the store elsewhere, with `safetune tune` or a run on a card of the same kind, and this "
     "process launches what is chosen there"
@@ -228,9 +230,8 @@ class Cuda:
     def mps_server(self, index: int) -> str:
         """Return the sign that contexts on a device are clients of MPS; empty without one."""
         control = Path(os.environ.get(_MPS_DIRECTORY) or self._mps_directory, "control")
-        with contextlib.suppress(OSError):
-            if stat.S_ISFIFO(control.stat().st_mode):
-                return f"its control pipe is {control}"
+        if _is_served(control):
+            return f"its control pipe is {control}"
         return "the driver reports it" if self._attribute(MPS_ENABLED, index) else ""
 
     def device_uuids(self) -> tuple[str, ...]:
@@ -287,6 +288,24 @@ class Cuda:
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(error, ctypes.byref(text))
         return text.value.decode() if text.value else f"error {error}"
+
+
+def _is_served(control: Path) -> bool:
+    """Whether a daemon that this process could be a client of reads a control pipe.
+
+    Anyone can make a pipe of that name, and a daemon that was killed leaves its own.
+    """
+    try:
+        found = control.stat()
+        trusted = found.st_uid in (0, os.geteuid(), _UNMAPPED)
+        if not (trusted and stat.S_ISFIFO(found.st_mode)):
+            return False
+        os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
+    except PermissionError:
+        return True  # it is there, and may be served
+    except OSError:
+        return False  # it is not there, or nothing reads it
+    return True
 
 
 def visible_devices(variable: str | None, uuids: Sequence[str]) -> str | None:

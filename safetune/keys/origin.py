@@ -46,7 +46,7 @@ def is_foreign_class(cls: type) -> bool:
 
 def _is_installed(package: str, file: str) -> bool:
     """Whether a file is of the standard library, or of the toolchain's package of this name."""
-    path = os.path.abspath(file)
+    path = os.path.normpath(file)  # not by the working directory, which may be gone
     if package in sys.stdlib_module_names:
         installed = bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
         return file == "built-in" or (not installed and path.startswith(_standard_library()))

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune.child.arguments import Arguments
 from safetune.child.session import ConfigLaunch
-from safetune.errors import WorkerUnavailable
+from safetune.errors import KernelNotTransferable
 from safetune.inputs import compile_spec, kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.compile_spec import CallerSpecs, capture_spec
@@ -310,7 +310,7 @@ def bench(
         toolchain = Toolchain(triton.__version__, "backend", "cuda-90-32")
         key = TuningKey(kernel_identity(kernel), (), (), (), device, toolchain)
         configs = tuple(triton.Config({"BLOCK": block}) for block in blocks)
-        return LaunchBench(TuningRequest(key, call, configs, "declared"), lambda names: None)
+        return LaunchBench(TuningRequest(key, call, configs, "declared"))
 
     yield start
     child_handle.idle.drop()
@@ -332,7 +332,7 @@ def test_a_config_that_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> 
         )
         assert made.phases.keys() == {"transfer", "resolve", "compile"}, "no child was waited for"
         assert all(seconds > 0 for seconds in made.phases.values())
-        with pytest.raises(WorkerUnavailable, match="could not rebuild the call"):
+        with pytest.raises(KernelNotTransferable, match="could not rebuild the call"):
             made.wait()  # for the child that had begun meanwhile: there is no device for it
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -539,6 +540,50 @@ class TestErrors:
         assert cloudpickle.list_registry_pickle_by_value() == before
         assert kernel_pickle.unpack(blob) is not helper_here
         assert kernel_pickle.unpack(blob)() == "here"
+
+    def test_an_open_file_is_not_sent_as_a_copy_of_its_text(self, tmp_path: Path) -> None:
+        from safetune.errors import KernelNotTransferable
+        from safetune.inputs import kernel_pickle
+
+        (tmp_path / "notes").write_text("hello")
+        with (
+            open(tmp_path / "notes") as file,
+            pytest.raises(KernelNotTransferable, match=r"the open file .* cannot be sent"),
+        ):
+            kernel_pickle.pack(lambda: file.fileno(), "a hook")
+
+    def test_a_fork_while_another_thread_packs(self) -> None:
+        """The fork can pack at once, and finds cloudpickle's registry as the program left it."""
+        import threading
+
+        import cloudpickle
+
+        from safetune.inputs import kernel_pickle
+
+        packing, forked = threading.Event(), threading.Event()
+
+        class Slow:
+            def __reduce__(self) -> Any:
+                packing.set()
+                forked.wait()
+                return str, ()
+
+        arguments = ([Slow(), helper_here], "a hook")
+        thread = threading.Thread(
+            target=lambda: kernel_pickle.pack(*arguments, by_value=[helper_here])
+        )
+        before = cloudpickle.list_registry_pickle_by_value()
+        thread.start()
+        packing.wait()
+        if not (pid := os.fork()):
+            signal.alarm(30)
+            same = cloudpickle.list_registry_pickle_by_value() == before
+            kernel_pickle.pack(helper_here, "a hook", by_value=[helper_here])
+            os._exit(0 if same else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        forked.set()
+        thread.join()
+        assert cloudpickle.list_registry_pickle_by_value() == before
 
 
 def helper_here() -> str:

@@ -156,6 +156,7 @@ class TestCheck:
         directory = tmp_path / "mps"
         directory.mkdir()
         os.mkfifo(directory / "control")
+        daemon = os.open(directory / "control", os.O_RDONLY | os.O_NONBLOCK)
         if place == "by default":
             monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
             driver(Library(), mps_directory=str(directory))
@@ -166,6 +167,8 @@ class TestCheck:
         assert f"its control pipe is {directory}/control" in str(caught.value)
         assert "every client" in str(caught.value)
         child_handle.check_device(-1)
+        os.close(daemon)
+        child_handle.check_device(0)
 
     @pytest.mark.fault("mps")
     def test_a_driver_that_says_so(self, driver: Callable[..., None]) -> None:
@@ -174,6 +177,17 @@ class TestCheck:
             DeviceUnavailable, match=r"shared through MPS \(the driver reports it\)"
         ):
             child_handle.check_device(0)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+    def test_a_control_pipe_of_another_user_does_not_count(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+        os.mkfifo(tmp_path / "control")
+        os.chown(tmp_path / "control", 1000, 1000)
+        daemon = os.open(tmp_path / "control", os.O_RDONLY | os.O_NONBLOCK)
+        child_handle.check_device(0)
+        os.close(daemon)
 
     @pytest.mark.parametrize("left", ["nothing", "a plain file", "an empty directory"])
     def test_a_path_that_is_not_a_control_pipe_does_not_count_as_mps(

@@ -139,6 +139,7 @@ def is_killed_once(arguments):
 
 def looks_at_the_path(arguments):
     if os.getpid() != caller:
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 1 << 40
         assert all(isinstance(entry, str) for entry in sys.path) and len(sys.path) > 1500
 
 def kills_the_server(arguments):
@@ -156,6 +157,7 @@ tempfile.tempdir = os.environ["TMPDIR"] = "/nonexistent"
 os.environ["PYTHONPATH"] += ":."
 _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 sys.path[:0] = [pathlib.Path("/tmp"), b"/tmp", None, 3]
 sys.path += ["/nonexistent/" + "x" * 200 + str(number) for number in range(1500)]
 os.chdir(folder / "shared")
@@ -185,6 +187,21 @@ for spare in (0, 2, 4, 6):
 path_class, memory_budget.Path = memory_budget.Path, lambda path: pathlib.Path("/nonexistent")
 seen["no proc"] = run(tuner(None, None), 90)
 memory_budget.Path = path_class
+
+module = type(sys)("module_on_no_path")
+exec("def helper(arguments): pass", vars(module))
+sys.modules["module_on_no_path"] = module
+refers = tuner(lambda arguments: module.helper(arguments), None)
+seen["not importable"] = run(refers, 87)
+state, = refers.states
+seen["tried again"] = state.decision().retry is not None
+
+inner = tuner(None, None)
+def launches_another(arguments):
+    if os.getpid() != caller:
+        inner[(7,)](torch.zeros(100), torch.ones(100), 100)
+known = len(trials())
+seen["a kernel in a hook"] = new(run(tuner(launches_another, None), 86))
 
 known = len(trials())
 seen["server killed"] = new(run(tuner(None, kills_the_server), 89))
@@ -259,6 +276,18 @@ class TestAHardLife:
         (told,), *trials = seen["server killed"]
         assert "it is tried again later: the fork server" in told
         assert trials == [["ok", ""]]
+
+    def test_a_call_that_cannot_be_rebuilt_is_not_tried_again(self, seen: Any) -> None:
+        (told,) = seen["not importable"]
+        assert "No module named 'module_on_no_path'" in told
+        assert "tried again" not in told
+        assert not seen["tried again"]
+
+    def test_a_kernel_that_a_hook_launches_is_not_tuned_in_the_child(self, seen: Any) -> None:
+        """It would wait for the tuning that it is a part of."""
+        told, *trials = seen["a kernel in a hook"]
+        assert told == []
+        assert trials == [["ok", ""]] * 2
 
     def test_a_program_that_is_its_own_python_is_not_started_again(self, seen: Any) -> None:
         (told,) = seen["frozen"]

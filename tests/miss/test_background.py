@@ -17,7 +17,7 @@ import torch
 
 from safetune import sync
 from safetune.launch.key_state import Decision, Reason
-from safetune.miss import background
+from safetune.miss import background, retry
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from tests.isolation.conftest import fifo, log, processes, records, start  # noqa: F401
@@ -216,6 +216,40 @@ def test_no_tensor_is_kept_once_it_is_tuned(copies: Any) -> None:
     references = [weakref.ref(each) for each in (dst, src)]
     del dst, src
     assert [reference() for reference in references] == [None, None]
+
+
+def test_no_tensor_is_kept_while_its_tuning_waits(copies: Any, gate: Gate) -> None:
+    made, references = copies(gate.hook(), None), []
+    for n in (100, 99, 98):
+        dst, src = torch.zeros(n), torch.ones(n)
+        references += [weakref.ref(dst), weakref.ref(src)]
+        made.tuner[(7,)](dst, src, n, FLAG=0)
+        del dst, src
+    assert [reference() for reference in references] == [None] * 6
+
+
+def test_the_copies_of_queued_calls_stay_within_the_limit(
+    copies: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call for which there is no room launches its fallback, and is queued when there is."""
+    monkeypatch.setenv("SAFETUNE_COPY_LIMIT", "1200")
+    monkeypatch.setattr(retry, "clock", lambda: now)
+    now = 0.0
+    made = copies(gate.hook(), None)
+    assert [made(n) for n in (100, 99)] == [16, 16]
+    states = list(made.tuner.states)
+    assert [len([job for job in background._worker.jobs if job.state is s]) for s in states] == [
+        1,
+        0,
+    ]
+
+    gate.open()
+    background.wait(states[0])
+    assert made(99) == 16, "not due yet"
+    now = retry.RETRY_S + 1
+    made(99)
+    assert background.wait(states[1])
+    assert len(made.tuner.cache) == 2
 
 
 class TestMarks:
