@@ -135,10 +135,10 @@ class StoredChoice:
     """A choice together with its key.
 
     Attributes:
-        source: the JSON object that it was decoded from. A choice that is only passed on is written
-            from it, so that all values stay as they are.
-        unknown: fields of it that only a newer version knows. Such a choice is passed on, and never
-            launched or stored.
+        source: the pack of this choice alone that it was decoded from. A choice that is only passed
+            on is written from it, so that all values stay as they are.
+        unknown: fields of it, or around it, that only a newer version knows. Such a choice is
+            passed on, and never launched or stored.
     """
 
     key: KeyRecord

@@ -3,8 +3,8 @@
 A pack has the choices for one kernel on one kind of device; a shared record is a pack of one choice
 with a checksum. Nothing in the text is trusted: the digests of keys and configs are computed from
 their values, every field is checked, and an error names the path of the bad field. A choice with a
-field that only a newer version knows is kept and passed on as it is, and never launched
-(`StoredChoice.unknown`); an unknown field anywhere else is an error.
+field that only a newer version knows, or in an object that has one, is kept and passed on as it is,
+and never launched (`StoredChoice.unknown`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Count = Annotated[int, Meta(ge=0, le=rows.MOST)]
 
 
-class _Kernel(Struct, forbid_unknown_fields=True):
+class Kernel(Struct):
+    """The kernel of a pack, by what it computes."""
+
     name: str
     digest: _Digest
 
@@ -96,17 +98,21 @@ class _Key(Struct):
     toolchain: _Toolchain
 
 
-class _Tuning(Struct, forbid_unknown_fields=True):
+class Tuning(Struct):
+    """The choices of a pack for one toolchain and one list of configs."""
+
     toolchain: _Toolchain
     declared: _Digest
     choices: list[Choice]
 
 
-class _Pack(Struct, forbid_unknown_fields=True):
+class Pack(Struct):
+    """The choices for one kernel on one kind of device."""
+
     safetune_pack: int
-    kernel: _Kernel
+    kernel: Kernel
     device: Device
-    tunings: list[_Tuning]
+    tunings: list[Tuning]
     checksum: str = ""
 
     def __post_init__(self) -> None:
@@ -153,12 +159,12 @@ def entries(content: Any) -> list[StoredChoice]:
     try:
         if _is_deep(content):
             raise PackError("its lists or objects are too deep")
-        msgspec.convert(content, _Pack)
+        msgspec.convert(content, Pack)
         if sealed != content and encoding.digest(sealed) != content["checksum"]:
             raise PackError("its checksum does not match")
         for tuning in content["tunings"]:
             for choice in tuning["choices"]:
-                entry = _entry(content["kernel"], content["device"], tuning, choice)
+                entry = _entry({**sealed, "tunings": [{**tuning, "choices": [choice]}]})
                 if found.setdefault((entry.key.digest, entry.choice.declared), entry) is not entry:
                     raise PackError(f"two choices for {encoding.dumps(entry.key.call)}")
     except msgspec.ValidationError as error:
@@ -170,31 +176,26 @@ def entries(content: Any) -> list[StoredChoice]:
     return list(found.values())
 
 
-def content(entry: StoredChoice, choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pack of one choice; `choice` is made by `choice_object`."""
+def content(entry: StoredChoice) -> Mapping[str, Any]:
+    """Return the pack of one choice, the one it was decoded from; raises `RecordError`."""
+    if entry.source is not None:
+        return entry.source
     key, declared = entry.key, entry.choice.declared
+    rows.key_rows(key)
+    row = rows.choice_row(entry.choice)
+    choice = {
+        **{name: key.call.get(name) for name in CALL},
+        **{name: row[name] for name in Choice.__struct_fields__ if name in row},
+        "config": entry.choice.config,
+        "marks": list(entry.choice.marks),
+    }
+    if not entry.choice.marks:
+        del choice["marks"]
     return {
         "safetune_pack": FORMAT,
         "kernel": {"name": key.kernel_name, "digest": key.kernel_digest},
         "device": key.device,
         "tunings": [{"toolchain": key.toolchain, "declared": declared, "choices": [choice]}],
-    }
-
-
-def choice_object(entry: StoredChoice) -> Mapping[str, Any]:
-    """Return the JSON object of a choice, the one it was decoded from; raises `RecordError`."""
-    if entry.source is not None:
-        return entry.source
-    rows.key_rows(entry.key)
-    row = rows.choice_row(entry.choice)
-    own = sorted(set(Choice.__struct_fields__) & set(row) - {"config", "marks"})
-    call = {name: entry.key.call.get(name) for name in CALL}
-    marks = {"marks": list(entry.choice.marks)} if entry.choice.marks else {}
-    return {
-        **call,
-        "config": entry.choice.config,
-        **{name: row[name] for name in sorted(own)},
-        **marks,
     }
 
 
@@ -217,10 +218,15 @@ def seconds(created: float | str) -> float:
     raise ValueError(f"created is {created[:60]!r}, not a time such as 2026-11-21T07:30:00Z")
 
 
-def _entry(
-    kernel: dict[str, Any], device: dict[str, Any], tuning: dict[str, Any], choice: dict[str, Any]
-) -> StoredChoice:
+def unknown_fields(data: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:
+    """Return the fields of an object that only a newer version knows, sorted."""
+    return {name: data[name] for name in sorted(set(data) - set(kind.__struct_fields__))}
+
+
+def _entry(content: dict[str, Any]) -> StoredChoice:
+    kernel, device, (tuning,) = content["kernel"], content["device"], content["tunings"]
     name, digest, toolchain = kernel["name"], kernel["digest"], tuning["toolchain"]
+    (choice,) = tuning["choices"]
     call = {part: choice[part] for part in CALL}
     key = KeyRecord(
         digest=key_digest(name, digest, call, device, toolchain),
@@ -245,8 +251,9 @@ def _entry(
         created=seconds(choice["created"]),
         marks=tuple(choice.get("marks", ())),
     )
-    unknown = tuple(sorted(set(choice) - set(Choice.__struct_fields__)))
-    return StoredChoice(key, record, choice, unknown)
+    objects = ((content, Pack), (kernel, Kernel), (tuning, Tuning), (choice, Choice))
+    unknown = tuple(name for data, kind in objects for name in unknown_fields(data, kind))
+    return StoredChoice(key, record, content, unknown)
 
 
 def _check_format(content: Any) -> None:

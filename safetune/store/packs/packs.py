@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from safetune.store import schema
 from safetune.store.records import ChoiceRecord, RelatedChoice, StoredChoice
 
 if TYPE_CHECKING:
+    from msgspec import Struct
+
     from safetune.keys.tuning_key import TuningKey
 
 #: A pack of 10,000 choices has 5 MB.
@@ -143,49 +145,67 @@ def checked(entry: StoredChoice) -> StoredChoice:
     if entry.source is not None:
         return entry
     try:
-        choice = dict(schema.choice_object(entry))
+        content = schema.content(entry)
     except StoreError as error:
         raise PackError(str(error)) from error
+    (choice,) = content["tunings"][0]["choices"]
     choice["median_ms"] = float(f"{choice['median_ms']:.5g}")
     choice["created"] = schema.time_text(choice["created"])
-    return schema.entries(schema.content(entry, choice))[0]
+    return schema.entries(content)[0]
 
 
 def dump(entries: Iterable[StoredChoice]) -> str:
     """Return the pack of these choices, all of one kernel and device; raises `PackError`."""
     listed = [checked(entry) for entry in entries]
-    key = listed[0].key
+    packs = [schema.content(entry) for entry in listed]
+    kernel = {"name": listed[0].key.kernel_name, "digest": listed[0].key.kernel_digest}
+    kernel |= _unknown([pack["kernel"] for pack in packs], schema.Kernel)
+    facts = {"device": listed[0].key.device, **_unknown(packs, schema.Pack)}
     groups: dict[str, list[StoredChoice]] = {}
-    for entry in listed:
-        group = encoding.dumps([entry.key.toolchain, entry.choice.declared])
+    for entry, pack in zip(listed, packs, strict=True):
+        more = schema.unknown_fields(pack["tunings"][0], schema.Tuning)
+        group = encoding.dumps([entry.key.toolchain, entry.choice.declared, more])
         groups.setdefault(group, []).append(entry)
     tunings = ",\n".join(_tuning_text(group) for _, group in sorted(groups.items()))
-    return (
-        f'{{\n  "safetune_pack": {schema.FORMAT},\n'
-        f'  "kernel": {{"name": {_line(key.kernel_name)}, "digest": {_line(key.kernel_digest)}}},\n'
-        f'  "device": {_line(key.device)},\n'
-        f'  "tunings": [\n{tunings}\n  ]\n}}\n'
-    )
+    of_kernel = ", ".join(_fields(kernel))
+    head = [f'"safetune_pack": {schema.FORMAT}', f'"kernel": {{{of_kernel}}}', *_fields(facts)]
+    lines = "".join(f"  {line},\n" for line in head)
+    return f'{{\n{lines}  "tunings": [\n{tunings}\n  ]\n}}\n'
+
+
+def _unknown(objects: Iterable[Mapping[str, Any]], kind: type[Struct]) -> dict[str, Any]:
+    """The fields of a newer version in some objects; raises `PackError` where two differ."""
+    found: dict[str, Any] = {}
+    for data in objects:
+        for name, value in schema.unknown_fields(data, kind).items():
+            if encoding.dumps(found.setdefault(name, value)) != encoding.dumps(value):
+                raise PackError(
+                    f"two packs of a newer safetune differ in {name!r}: merge with that"
+                )
+    return dict(sorted(found.items()))
 
 
 def _tuning_text(entries: Sequence[StoredChoice]) -> str:
-    first = entries[0]
+    (tuning,) = schema.content(entries[0])["tunings"]
+    facts = {name: tuning[name] for name in ("toolchain", "declared")}
+    facts |= schema.unknown_fields(tuning, schema.Tuning)
+    lines = "".join(f"      {line},\n" for line in _fields(facts))
     ordered = sorted(entries, key=lambda entry: _natural(entry.key.call))
     choices = ",\n".join(map(_choice_text, ordered))
-    return (
-        f'    {{\n      "toolchain": {_line(first.key.toolchain)},\n'
-        f'      "declared": {_line(first.choice.declared)},\n'
-        f'      "choices": [\n{choices}\n      ]\n    }}'
-    )
+    return f'    {{\n{lines}      "choices": [\n{choices}\n      ]\n    }}'
 
 
 def _choice_text(entry: StoredChoice) -> str:
-    choice = schema.choice_object(entry)
-    names = (*schema.Choice.__struct_fields__, *entry.unknown)
-    lines = ",\n".join(
-        f'          "{name}": {_line(choice[name])}' for name in names if name in choice
-    )
+    ((choice,),) = (tuning["choices"] for tuning in schema.content(entry)["tunings"])
+    names = [name for name in schema.Choice.__struct_fields__ if name in choice]
+    facts = {name: choice[name] for name in names}
+    facts |= schema.unknown_fields(choice, schema.Choice)
+    lines = ",\n".join(f"          {line}" for line in _fields(facts))
     return f"        {{\n{lines}\n        }}"
+
+
+def _fields(facts: Mapping[str, Any]) -> list[str]:
+    return [f"{_line(name)}: {_line(value)}" for name, value in facts.items()]
 
 
 def _line(value: Any) -> str:

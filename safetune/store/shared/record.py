@@ -56,7 +56,7 @@ def space_of(key: TuningKey) -> str:
 
 def encode(stored: StoredChoice) -> str:
     """Return a choice as text, a decoded one as the same text again; raises `RecordError`."""
-    content = schema.content(stored, schema.choice_object(stored))
+    content = schema.content(stored)
     try:
         text = encoding.dumps({**content, "checksum": encoding.digest(content)})
         decode(text)

@@ -278,6 +278,39 @@ class TestNewerVersion:
         exchange.write_pack(both, tmp_path / "both.json")
         assert exchange.collect(tmp_path / "both.json").entries[1] == entries[1]
 
+    def test_fields_around_the_choices_are_passed_on_too(
+        self, choices: Any, tmp_path: Path
+    ) -> None:
+        """A newer version says there what it knows of all of them: none is launched here."""
+        text = packs.dump([choices.entry(1), choices.entry(2, declared="99" * 16)])
+        text = text.replace('  "tunings": [', '  "driver": {"a": [-0.0], "b": 1},\n  "tunings": [')
+        text = text.replace(f'"digest": "{"ab" * 16}"', f'"digest": "{"ab" * 16}", "grid": [1]')
+        text = text.replace('      "choices": [', '      "clocks": 1980,\n      "choices": [', 1)
+        path = tmp_path / "packs" / name_of(choices.entry())
+        path.parent.mkdir()
+        path.write_text(text)
+        entries = exchange.collect(path).entries
+        assert [set(entry.unknown) for entry in entries] == [
+            {"driver", "grid", "clocks"},
+            {"driver", "grid"},
+        ]
+        assert write(exchange.merged(entries), tmp_path / "out") == contents(path.parent)
+        both = exchange.merged(entries, [choices.entry(3)])
+        exchange.write_pack(both, tmp_path / "both.json")
+        assert all(entry.unknown for entry in exchange.collect(tmp_path / "both.json").entries)
+        store = Store.open(tmp_path / "store")
+        assert exchange.import_into(store, entries) == exchange.Imported(unknown=2)
+        store.close()
+
+    def test_fields_that_differ_are_not_merged(self, choices: Any, tmp_path: Path) -> None:
+        entries = []
+        for number in (1, 2):
+            text = packs.dump([choices.entry(number)])
+            text = text.replace('  "tunings": [', f'  "driver": {number},\n  "tunings": [')
+            entries += packs.load(text.encode())
+        with pytest.raises(PackError, match="two packs of a newer safetune differ in 'driver'"):
+            exchange.write_pack(entries, tmp_path / "both.json")
+
     def test_such_a_choice_is_not_imported(self, choices: Any, pack: Path, tmp_path: Path) -> None:
         store = Store.open(tmp_path / "store")
         done = exchange.import_into(store, exchange.collect(pack).entries)

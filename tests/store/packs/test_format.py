@@ -176,9 +176,6 @@ FIRST = "tunings.0.choices.0"
         ("device.sm_count", True, "device.sm_count: expected `int`, got `bool`"),
         ("device.name", None, "device.name: expected `str`, got `null`"),
         ("device.sm_count", KeyError, "device: object missing required field `sm_count`"),
-        ("kernel.extra", 1, "kernel: object contains unknown field `extra`"),
-        ("extra", 1, "the pack: object contains unknown field `extra`"),
-        ("tunings.0.extra", 1, r"tunings\[0\]: object contains unknown field `extra`"),
         ("tunings", {}, "tunings: expected `array`, got `object`"),
         (
             "tunings.0.toolchain.environment",
