@@ -129,11 +129,12 @@ def _recorded(
     """Return the tasks of the recorded calls, of the named kernels if any, and their number."""
     from safetune.offline import replay, tasks
 
-    names = {kernel.name for kernel in named}
-    stored = [call for call in tasks.open_tuning_store().calls() if not named or call.name in names]
+    names, store = {kernel.name for kernel in named}, tasks.open_tuning_store()
+    stored = [call for call in store.calls() if not named or call.name in names]
     if not stored:
         raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
     found = replay.sort_out(stored, named, zeros, left_out)
+    left_out[:] = [left for left in left_out if store.choice(left.call.key) is None]
     targets.check_device([call.kernel for call in found], device)
     return len(found), replay.tasks_of(found, device, left_out)
 
@@ -204,7 +205,8 @@ class _Report:
         measured = sum(tuning["measured"] for tuning in tunings)
         failed = sum(tuning["choice"] is None for tuning in tunings)
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
-        code = 1 if failed or (disputed and not self._allow_disputed) else 0
+        nothing = self.left_out and not tunings
+        code = 1 if failed or nothing or (disputed and not self._allow_disputed) else 0
         if as_json:
             trials = [
                 {

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from safetune.frontend.observers import Observer
+from safetune.launch.key_state import Reason, all_states
 
 
 class Installation(Observer):
@@ -53,9 +54,12 @@ class Installation(Observer):
     def __str__(self) -> str:
         tunings = _tunings_begun() - self._tunings_before
         kernels = {tuner.base_fn for tuner in self.tuners}
+        looked_up = max(0, self.misses - tunings)
+        fallbacks = min(looked_up, _fallbacks())
+        without = f" ({fallbacks} without a choice)" if fallbacks else ""
         lines = [
             f"safetune: {len(kernels)} kernels, {self.launches} launches: {tunings} tunings, "
-            f"{max(0, self.misses - tunings)} keys looked up, {self.launches - self.misses} hits"
+            f"{looked_up} keys looked up{without}, {self.launches - self.misses} hits"
         ]
         keys = [tuner.key_report for tuner in self.tuners]
         dropped = {key.kernel: ", ".join(key.dropped) for key in keys if key.dropped}
@@ -70,6 +74,12 @@ class Installation(Observer):
             if items
         ]
         return "\n".join(lines)
+
+
+def _fallbacks() -> int:
+    """The number of keys of this process that launch a fallback now."""
+    known = (state.decision(capture=None) for state in all_states())
+    return sum(each is not None and each.reason is Reason.FALLBACK for each in known)
 
 
 def _tunings_begun() -> int:

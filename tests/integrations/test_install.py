@@ -104,6 +104,14 @@ class TestInstall:
         done = fresh_process(code, cwd=library(), warm=True)
         assert "2 launches: 0 tunings, 1 keys looked up, 1 hits" in done.stderr
 
+    def test_a_key_without_a_choice_is_reported_as_such(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """Regression: a frozen program reported its fallbacks as keys that were looked up."""
+        code = "import safetune; safetune.install(); import lib; lib.add(times=2)"
+        done = fresh_process(code, cwd=library(), env={"SAFETUNE_MODE": "frozen"})
+        assert "0 tunings, 1 keys looked up (1 without a choice), 1 hits" in done.stderr
+
     def test_torch_s_own_tuners_stay_triton_s(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
