@@ -106,6 +106,18 @@ def parse_seconds(name: str, value: str) -> float:
     return seconds
 
 
+def parse_keep(name: str, value: str) -> frozenset[tuple[str, str]]:
+    """Return the pairs in `kernel:name,...`; raises `InvalidSetting`."""
+    pairs = [part.strip().rpartition(":") for part in value.split(",") if part.strip()]
+    for kernel, _, kept in pairs:
+        if not (kept.isidentifier() and re.fullmatch(r"[\w.<>]+", kernel)):
+            raise InvalidSetting(
+                f"{name}={value!r} is not a list of kernel:name; give e.g. my_kernel:NB, or "
+                "my_package.my_module.my_kernel:NB where several kernels have that name"
+            )
+    return frozenset((kernel, kept) for kernel, _, kept in pairs)
+
+
 class SharedKind(str, Enum):
     """What keeps the records of a shared store."""
 
@@ -192,6 +204,7 @@ class Settings:
         shared: a URL; empty for none.
         local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: the number of processes on this
             node; default: all.
+        keep: (kernel, name) pairs: names that stay in the kernel's key.
         wait_s: seconds that this process waits in total for tunings of other processes.
     """
 
@@ -206,6 +219,7 @@ class Settings:
     local_world_size: int = 1
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
     fast_launch: bool = True
+    keep: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def current(cls) -> Settings:
@@ -231,6 +245,7 @@ class Settings:
             shared=check_url(_get("SAFETUNE_SHARED")),
             local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
             wait_s=parse_seconds("SAFETUNE_WAIT", _get("SAFETUNE_WAIT", "120")),
+            keep=parse_keep("SAFETUNE_KEEP", _get("SAFETUNE_KEEP")),
             fast_launch=_switch("SAFETUNE_FAST_LAUNCH", _get("SAFETUNE_FAST_LAUNCH", "1")),
         )
 

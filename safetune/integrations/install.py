@@ -17,7 +17,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +25,9 @@ from safetune import forks, triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend import observers
 from safetune.integrations.install_report import Installation
+from safetune.keys import kept_names
 from safetune.keys.key_names import lenient, logged
-from safetune.settings import Settings
+from safetune.settings import Settings, parse_keep
 
 _one_at_a_time = threading.Lock()
 
@@ -34,13 +35,17 @@ _one_at_a_time = threading.Lock()
 _installation: Installation | None = None
 
 
-def install() -> Installation:
-    """Replace `triton.autotune` by safetune's decorator; a second call changes nothing.
+def install(keep: Iterable[str] = ()) -> Installation:
+    """Replace `triton.autotune` by safetune's decorator; a second call may only add to `keep`.
 
     Tuners of Triton's own class, or of a library's subclass, are intercepted at their launch.
 
+    Args:
+        keep: `kernel:name` for each key name of a library's kernel that is not to be dropped; the
+            kernel's name alone, or with its module in front. As SAFETUNE_KEEP.
+
     Raises:
-        InvalidSetting: a SAFETUNE_* variable has an invalid value.
+        InvalidSetting: a SAFETUNE_* variable or `keep` has an invalid value.
     """
     global _installation
     # Importing Triton may install, after `when_triton_is_imported`.
@@ -49,6 +54,8 @@ def install() -> Installation:
     from safetune.frontend.autotuner import Autotuner
     from safetune.integrations import shadow_tuner
 
+    names = [keep] if isinstance(keep, str) else keep
+    kept_names.keep(parse_keep("keep", ",".join(names)))
     with _one_at_a_time:
         if _installation is not None:
             return _installation

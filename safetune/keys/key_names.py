@@ -25,6 +25,7 @@ from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
 from safetune.keys.buckets import buckets_of
 from safetune.keys.callback_usage import set_above, usage_in_callbacks
 from safetune.keys.grid_usage import usage_in_grids
+from safetune.keys.kept_names import kept_for
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
 from safetune.keys.launch_usage import LaunchArguments
 from safetune.keys.launches import Launch, launches_of
@@ -158,7 +159,8 @@ def classify(
                 f"key={names}"
             )
         mapped = buckets_of(facts.name, key)
-        reports = facts.classify(names, [*keep, *mapped], policy)
+        kept = [*keep, *mapped, *kept_for(base_function(kernel)[1], names)]
+        reports = facts.classify(names, kept, policy)
         reports = [_by_bucket(report) if report.name in mapped else report for report in reports]
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
     # One choice for all calls is worse than tuning too often.

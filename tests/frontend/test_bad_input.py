@@ -432,6 +432,16 @@ class TestEnvironment:
             found = Settings.current()
         assert (found.world_size, found.local_world_size) == (1, 1)
 
+    @pytest.mark.parametrize(
+        "value", ["NB", "kernel:", ":NB", "kernel:NB;other:M", "a b:NB", "k:1"]
+    )
+    def test_names_to_keep_that_are_malformed(
+        self, monkeypatch: pytest.MonkeyPatch, value: str
+    ) -> None:
+        monkeypatch.setenv("SAFETUNE_KEEP", value)
+        with pytest.raises(InvalidSetting, match=r"^SAFETUNE_KEEP=.* is not a list of kernel:name"):
+            safetune(configs=CONFIGS, key=["N"])(copy_kernel)
+
     def test_every_variable_that_is_read_is_known(self) -> None:
         text = Path(settings.__file__).read_text()
         assert set(re.findall(r'"(SAFETUNE_[A-Z_]+)"', text)) <= settings.VARIABLES

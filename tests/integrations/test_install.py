@@ -96,6 +96,34 @@ class TestInstall:
             "safetune: key names dropped, as nothing reads them: add_kernel (UNREAD)",
         ]
 
+    @pytest.mark.parametrize("how", ["variable", "module", "argument"])
+    def test_key_names_of_a_library_are_kept(
+        self, library: Callable[..., Path], fresh_process: FreshProcess, how: str
+    ) -> None:
+        """And a pair that no kernel has is a warning, with the nearest one that there is."""
+        pairs = {
+            "variable": "add_kernel:UNREAD,add_kernl:UNREAD",
+            "module": "lib.add_kernel:UNREAD, other.add_kernel:UNREAD",
+        }
+        keep = "" if how in pairs else "keep=['add_kernel:UNREAD', 'add_kernel:N']"
+        done = fresh_process(
+            f"import safetune\ninstallation = safetune.install({keep})\n"
+            "import lib; lib.add(); print(*installation.tuners[0].keys)",
+            cwd=library(),
+            env={"SAFETUNE_KEEP": pairs.get(how)},
+            warm=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "UNREAD" in done.stdout.split()
+        assert "dropped" not in done.stderr
+        missing = {
+            "variable": "'add_kernl:UNREAD' (did you mean 'add_kernel:UNREAD'?)",
+            "module": "'other.add_kernel:UNREAD' (did you mean 'add_kernel:UNREAD'?)",
+            "argument": "'add_kernel:N'",
+        }
+        assert f"install(keep=) has {missing[how]}" in done.stderr
+        assert done.stderr.count("is not in the key of any kernel of this process") == 1
+
     def test_a_second_process_looks_up(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
