@@ -28,6 +28,7 @@ class Verdict(str, Enum):
     PROTOCOL_ERROR = "protocol_error"
     ORDER_DEPENDENT = "order_dependent"
     NO_MEMORY = "no_memory"
+    NOT_JUDGED = "not_judged"
 
     @classmethod
     def read(cls, text: str) -> Verdict:
@@ -70,12 +71,14 @@ class Mark(str, Enum):
     REGENERATED: some float inputs were too large to copy and were drawn at random.
     UNOWNED: the kernel wrote bytes of a storage that no argument covers.
     DISPUTED: configs disagree about the result, and nothing shows which are right.
+    OUTVOTED: of configs that disagree, the choice was made among others.
     """
 
     CONTENDED = "contended"
     REGENERATED = "regenerated"
     UNOWNED = "unowned"
     DISPUTED = "disputed"
+    OUTVOTED = "outvoted"
 
     def of(self, reason: str) -> str:
         """Return this mark with a reason."""
@@ -85,6 +88,22 @@ class Mark(str, Enum):
         """Return the reason of this mark among others; empty where it is not among them."""
         found = (text.partition(": ") for text in marks)
         return next((reason or name for name, _, reason in found if name == self.value), "")
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a kernel's text says of its writes.
+
+    Attributes:
+        atomics: whether it, or something it calls, has atomic operations.
+        any_order: whether the result of one is used, as a slot to write to: its values may then
+            come in any order.
+        only_stored: the parameters through which it stores, and never reads.
+    """
+
+    atomics: bool = False
+    any_order: bool = False
+    only_stored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,11 +163,15 @@ class Outcome:
     def shareable(self) -> bool:
         """Whether its time holds on other nodes, too; not if it has a mark that is unknown here."""
         names = {text.partition(":")[0] for text in self.marks}
-        return names <= {Mark.UNOWNED.value, Mark.DISPUTED.value}
+        return names <= {Mark.UNOWNED.value, Mark.DISPUTED.value, Mark.OUTVOTED.value}
 
     def with_marks(self, marks: Iterable[str]) -> Outcome:
         """Return the outcome with more marks; those that it has already are not repeated."""
         return replace(self, marks=tuple(dict.fromkeys((*self.marks, *marks))))
+
+    def unmarked(self, *marks: Mark) -> Outcome:
+        """Return the outcome without these marks."""
+        return replace(self, marks=tuple(t for t in self.marks if t.partition(":")[0] not in marks))
 
     @property
     def label(self) -> str:

@@ -26,8 +26,10 @@ _MIN_GUARD = 1 << 16
 _MAX_GUARD = 1 << 21
 #: Harmless in every type: tiny as a float, far from a valid index as an integer.
 _GUARD_BYTE = 0xA5
-#: What a float output holds before a launch that should overwrite it; exact in every float type.
+#: What an output holds before a launch that should overwrite it: a float that every type has, or
+#: bytes, in tensors that nothing reads.
 _POISON = 1.5
+_POISON_BYTE = 0x5A
 _PROBES = 64
 #: Words of 8 bytes that are weighted at once: the product takes as much memory again.
 _CHUNK = 1 << 20
@@ -125,35 +127,26 @@ class Arguments:
                 self.blocks[index].keep_pristine()
         return [index for index, block in enumerate(self.blocks) if block.written]
 
-    def poison(self, tensors: Iterable[int]) -> bool:
-        """Overwrite the written float tensors among these; return whether there is one."""
-        chosen = [self.tensors[index] for index in tensors if self._is_poisoned(index)]
-        for tensor in chosen:
-            tensor.fill_(_POISON)
-        return bool(chosen)
+    def poison(self, tensors: Iterable[int]) -> list[int]:
+        """Overwrite the written tensors among these; return which they are."""
+        chosen = [i for i in tensors if self.blocks[self.views[i].block].written]
+        for index in chosen:
+            _bits(self.tensors[index]).fill_(_poison_bits(self.tensors[index].dtype))
+        return chosen
 
-    def written_masks(self, tensors: Iterable[int]) -> tuple[int, ...]:
-        """Return, for each of these, a hash of which elements no longer hold the poison.
-
-        It is 0 if all hold it, and for a tensor that is never poisoned.
-        """
-        masks = []
-        for index in tensors:
-            mask = torch.zeros(0, dtype=torch.bool)
-            if self._is_poisoned(index):
-                tensor = self.tensors[index]
-                mask = _bits(tensor) != _poison_bits(tensor.dtype)
-            masks.append(mask.contiguous().view(torch.uint8).flatten())
-        return tuple(checksums(masks))
+    def overwritten(self, tensors: Iterable[int]) -> list[int]:
+        """Return, for each of these, the number of elements that no longer hold the poison."""
+        written = (self.tensors[index] for index in tensors)
+        return _values([(_bits(one) != _poison_bits(one.dtype)).sum() for one in written])
 
     def plant_probes(self, tensors: Iterable[int]) -> list[Probe]:
-        """Overwrite a few elements of each of these that is a float and not known as written."""
+        """Overwrite a few elements of each of these that is not known as written."""
         probes = []
         for index in tensors:
             tensor, view = self.tensors[index], self.views[index]
             block = self.blocks[view.block]
             repeats = 0 in view.stride or 0 in view.shape
-            if view.dtype not in FLOATS or repeats or block.written:
+            if repeats or block.written:
                 continue
             bits = _bits(tensor).view(tensor.shape or (1,))
             flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
@@ -184,10 +177,6 @@ class Arguments:
         written = [index for index, block in enumerate(self.blocks) if block.written]
         return [index for index in written if self._gap_changed(index)]
 
-    def _is_poisoned(self, index: int) -> bool:
-        view = self.views[index]
-        return self.blocks[view.block].written and view.dtype in FLOATS
-
     def _gap_changed(self, index: int) -> bool:
         block = self.blocks[index]
         views = [view for view in self.views if view.block == index]
@@ -210,6 +199,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _poison_bits(dtype: torch.dtype) -> int:
+    if str(dtype).removeprefix("torch.") not in FLOATS:
+        return int.from_bytes(bytes([_POISON_BYTE] * dtype.itemsize), "little")
     poison = torch.tensor([_POISON], dtype=dtype)
     return int(_bits(poison).item())
 

@@ -1,20 +1,21 @@
-"""Do two tensors hold the same result, given that configs may add in another order?
+"""How do two tensors differ, given that configs may add in another order?
 
 Every function works in slices, so that comparing takes little memory beside the tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from safetune.inputs.spans import FLOATS
 
-#: How far apart two right results may be, as a share of an element plus the same share of the
-#: tensor's root mean square. Each is a small multiple of the resolution of the type, as split-K
-#: sums of 16 to 32 terms kept in it need; float32 allows for tf32 products (10 bits).
+#: How far apart two right results may be, as a share of an element plus the same share of its
+#: typical size. Each is a small multiple of the resolution of the type, as split-K sums of 16 to
+#: 32 terms kept in it need; float32 allows for tf32 products (10 bits).
 TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 2e-3,
@@ -23,32 +24,58 @@ TOLERANCE = {
 }
 _NARROW_TOLERANCE = 0.3  # the types of 8 bits and less
 
-#: Two results may differ by this many times the difference between two runs of one config.
-_SPREAD_FACTOR = 4.0
+#: A quantised value may round the other way: 1 apart, in one of this many elements at most, and in
+#: a tensor whose values span more than this range. A mask of 0 and 1 is not quantised.
+_QUANTISED = (torch.int8, torch.uint8)
+_ROUNDED_SHARE = 16
+_ROUNDED_RANGE = 8
+
+#: The order of a sum of n terms of size 1 changes it by about sqrt(n) times the resolution; the
+#: factor covers sums whose partial sums are larger than the result.
+_ROUNDING_FACTOR = 32
+#: Inputs of a larger size are masks such as -1e9, or memory that nothing has written.
+_LARGEST_INPUT = 1e4
+
 _SLICE = 1 << 22
+_SAMPLES = 4096
+_LINE_SAMPLES = 16
+_SHORT_LINE = 8
 #: The types of 1, 2, 4 and 8 bytes first.
-_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8, torch.bool)
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The `rms` of a result, and the largest difference between two runs of one config."""
+class Difference(NamedTuple):
+    """How two tensors differ: `excess` beyond the tolerance, over the typical size, and in how many
+    `elements`. Both are 0 where they agree.
+    """
 
-    rms: float = 0.0
-    spread: float = 0.0
+    excess: float = 0.0
+    elements: int = 0
 
 
-def rms(tensor: torch.Tensor, slice_size: int = _SLICE) -> float:
-    """Return the root mean square of a float tensor's finite elements; 0 if it has none."""
-    total, count = 0.0, 0
-    for part in _slices(tensor, slice_size):
-        values = _real(part)
-        if not values.is_floating_point():
-            return 0.0
-        values = values[torch.isfinite(values)]
-        total += float(values.square().sum(dtype=torch.float64))
-        count += values.numel()
-    return (total / count) ** 0.5 if count else 0.0
+def typical_size(tensor: torch.Tensor) -> float:
+    """Return the median magnitude of the finite elements that are not 0; 0 if there is none.
+
+    Unlike a mean it is the same whether or not one element is huge.
+    """
+    if not tensor.numel():
+        return 0.0
+    return float(_median(_picked(tensor, _SAMPLES), 0).item())
+
+
+def rounding(inputs: dict[float, int], elements: int, dtype: torch.dtype) -> float:
+    """Return how far apart two sums over the inputs may be by rounding alone, however small the
+    result is.
+
+    Args:
+        inputs: the number of elements of the float inputs, by their typical size.
+        elements: of the result.
+        dtype: of the result; sums of the narrow types are taken in float32.
+    """
+    sizes = [size for size in inputs if size <= _LARGEST_INPUT]
+    terms = max(1.0, sum(inputs.values()) / max(1, elements))
+    eps = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    return _ROUNDING_FACTOR * eps * math.sqrt(terms) * max(sizes, default=0.0)
 
 
 def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> float:
@@ -57,52 +84,127 @@ def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> 
     Infinite where one of them is NaN or infinite and the other is not equal to it.
     """
     largest = 0.0
-    parts = (_slices(tensor, slice_size) for tensor in (one, other))
-    for mine, theirs in zip(*parts, strict=True):
-        a, b = _real(mine), _real(theirs.to(mine.device))
-        if not a.is_floating_point():  # whose differences may be too large for their own type
-            a, b = a.double(), b.double()
-        difference = torch.where(_same(a, b), torch.zeros_like(a), (a - b).abs())
-        largest = max(largest, float(difference.nan_to_num(float("inf")).max()))
+    for a, b in _pairs(one, other, slice_size):
+        largest = max(largest, float(_distance(a, b).nan_to_num(math.inf).max()))
     return largest
 
 
-def agree(
+def difference(
     mine: torch.Tensor,
     theirs: torch.Tensor,
-    scale: Scale,
+    noise: float = 0.0,
     any_order: bool = False,
     slice_size: int = _SLICE,
-) -> bool:
-    """Whether two tensors of the same shape hold the same result.
+) -> Difference:
+    """Return how two tensors of the same shape differ beyond what rounding explains.
 
     Args:
         theirs: may be on another device.
-        scale: the size of `theirs`, and how badly either repeats.
+        noise: a difference that never counts, see `rounding`.
         any_order: the same values in another order are the same result: an atomic counter hands
             out slots in the order in which programs come.
     """
-    if scale.spread and not mine.dtype.is_floating_point and not mine.dtype.is_complex:
-        return True  # it differs from run to run, so it cannot be compared
-    parts = zip(_slices(mine, slice_size), _slices(theirs, slice_size), strict=True)
-    if all(_close(_real(a), _real(b.to(a.device)), mine.dtype, scale) for a, b in parts):
-        return True
-    if not any_order or mine.numel() > slice_size:
+    found = _difference(mine, theirs, noise, slice_size)
+    if not (any_order and found.elements and mine.numel() <= slice_size):
+        return found
+    a, b = _sorted(mine), _sorted(theirs.to(mine.device))
+    return min(found, _difference(a, b, noise, slice_size, mine.dtype))
+
+
+def _difference(
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    noise: float,
+    slice_size: int,
+    dtype: torch.dtype | None = None,
+) -> Difference:
+    dtype = dtype or mine.dtype
+    # Of one that is nearly all zeros, the few others would decide: the smaller size counts.
+    size = min(typical_size(mine), typical_size(theirs))
+    largest, elements, rounded = 0.0, 0, 0
+    for a, b in _pairs(mine, theirs, slice_size):
+        distance = _distance(a, b)
+        limit: torch.Tensor | float = 0.0
+        if a.is_floating_point():
+            share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
+            limit = share * b.abs() + (share * size + noise)
+            if bool(_beyond(distance, limit).any()):  # a row or column may have a scale of its own
+                lines = [_line_sizes(part, tensor) for part, tensor in ((a, mine), (b, theirs))]
+                limit = limit + share * (torch.minimum(*lines) - size).clamp(min=0)
+        elif dtype in _QUANTISED:
+            rounded += int((distance == 1).sum())
+        beyond = _beyond(distance, limit)
+        if bool(beyond.any()):
+            elements += int(beyond.sum())
+            over = (distance - limit)[beyond].double().nan_to_num(math.inf, math.inf)
+            largest = max(largest, float(over.max()))
+    if rounded == elements and _is_rounding(theirs, rounded, dtype):
+        return Difference()
+    excess = largest / size if size else math.inf
+    return Difference(excess if elements else 0.0, elements)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if not a.is_floating_point():  # whose differences may be too large for their own type
+        return (a.double() - b.double()).abs().clamp(min=1).masked_fill(a == b, 0)
+    return (a - b).abs().masked_fill(_same(a, b), 0)
+
+
+def _beyond(distance: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    return ~((distance == 0) | ((distance <= limit) & torch.isfinite(distance)))
+
+
+def _is_rounding(theirs: torch.Tensor, rounded: int, dtype: torch.dtype) -> bool:
+    """Whether the elements that are 1 apart are few, in a tensor of quantised values."""
+    if dtype not in _QUANTISED or rounded > max(1, theirs.numel() // _ROUNDED_SHARE):
         return False
-    a, b = (torch.sort(_real(tensor).flatten()).values for tensor in (mine, theirs.to(mine.device)))
-    return _close(a, b, mine.dtype, scale)
+    return rounded > 0 and int(theirs.max()) - int(theirs.min()) > _ROUNDED_RANGE
 
 
-def _close(mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, scale: Scale) -> bool:
-    close = _same(mine, theirs)
-    if dtype in (torch.int8, torch.uint8):
-        close |= (mine - theirs).abs() <= 1  # a quantised value may round the other way
-    elif mine.dtype.is_floating_point:
-        share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
-        limit = share * (theirs.abs() + scale.rms) + _SPREAD_FACTOR * scale.spread
-        difference = (mine - theirs).abs()
-        close |= torch.isfinite(difference) & (difference <= limit)
-    return bool(close.all())
+def _column_sizes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the typical size for each index of the last dimension; None for a few short ones."""
+    tensor = torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+    if tensor.dim() < 2 or not tensor.numel() or tensor[..., 0].numel() < _SHORT_LINE:
+        return None
+    lines = _picked(tensor, _LINE_SAMPLES, dimensions=tensor.dim() - 1)
+    return _median(lines, 0)
+
+
+def _line_sizes(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the typical size of each element's row or column, whichever is larger."""
+    columns = _column_sizes(whole)
+    sizes = torch.zeros((), device=part.device)
+    if part.dim() > 1 and part.shape[-1] >= _SHORT_LINE:
+        step = max(1, part.shape[-1] // _LINE_SAMPLES)
+        sizes = _median(part[..., ::step], -1).unsqueeze(-1)
+    if columns is not None and part.dim() and part.shape[-1] == len(columns):
+        sizes = torch.maximum(sizes, columns.to(part.device))
+    return sizes
+
+
+def _median(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the median magnitude along a dimension of those that are finite and not 0, or 0."""
+    sizes = values.abs().double() if values.dtype is torch.int64 else values.abs()
+    unknown = ~torch.isfinite(sizes) | (sizes == 0)
+    return sizes.masked_fill(unknown, math.nan).nanmedian(dim).values.nan_to_num(0.0)
+
+
+def _picked(tensor: torch.Tensor, count: int, dimensions: int | None = None) -> torch.Tensor:
+    """Return some elements, or some of what the first dimensions index: always the same ones."""
+    tensor = torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+    bits = tensor.detach().view(_INTEGERS[tensor.itemsize.bit_length() - 1])
+    shape = (tensor.shape if dimensions is None else tensor.shape[:dimensions]) or (1,)
+    generator = torch.Generator().manual_seed(0)
+    total = math.prod(shape)
+    flat = torch.arange(total)
+    if total > count:
+        flat = torch.randint(0, total, (count,), generator=generator)
+    picked = bits.view(bits.shape or (1,))[torch.unravel_index(flat.to(bits.device), shape)]
+    return _real(picked.view(tensor.dtype))
+
+
+def _sorted(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.sort(_real(tensor).flatten()).values
 
 
 def _same(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -112,9 +214,16 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return same
 
 
+def _pairs(
+    mine: torch.Tensor, theirs: torch.Tensor, slice_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for a, b in zip(_slices(mine, slice_size), _slices(theirs, slice_size), strict=True):
+        yield _real(a), _real(b.to(a.device))
+
+
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as one that can be subtracted: complex as pairs, narrow types widened, types
-    that torch cannot convert as their bits.
+    that torch cannot convert as their bits, and bool too, which may hold other bytes than 0 and 1.
     """
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)

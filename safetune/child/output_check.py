@@ -2,8 +2,8 @@
 
 The first launch starts from the caller's bits. Its result is compared with those of other configs,
 one for each group of configs that agree; these are kept in a file of results, which outlives a
-child. A second launch starts with the float outputs overwritten: it shows whether the result of a
-config depends on what the outputs held before.
+child. A last launch starts with the outputs overwritten: it shows whether the result of a config
+depends on what the outputs held before, and how many elements it writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -21,13 +21,17 @@ import torch
 from safetune.child import compare
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting
-from safetune.inputs.spans import TensorSpec, aligned, view_of
-from safetune.isolation.protocol import MAX_GROUPS, Group, OutputReport
+from safetune.inputs.spans import FLOATS, TensorSpec, aligned, view_of
+from safetune.isolation.protocol import Group, GroupDifference, OutputReport
+from safetune.outcome import Effects
 
 #: Results up to this size in bytes stay on the device between configs.
 _ON_DEVICE_BYTES = 1 << 26
-#: A config whose launch takes longer is not launched again with its outputs overwritten.
+#: A config whose launch takes longer is launched once.
 _SLOW_S = 2.0
+#: The file of results holds at least this many, and more while they are within this size in bytes.
+MIN_KEPT = 8
+_KEPT_BYTES = 1 << 28
 
 
 class OutOfBounds(Exception):
@@ -44,8 +48,7 @@ class OutputCheck:
     Args:
         names: of the arguments, for each tensor of the call (see `call.owners_of`).
         scratch: names of arguments that are not compared.
-        atomics: whether the kernel has atomic operations: its results may vary from run to run,
-            and come in any order.
+        effects: what the kernel's text says of its writes.
         fd: the file of results, which grows as results are kept in it.
     """
 
@@ -54,15 +57,16 @@ class OutputCheck:
         arguments: Arguments,
         names: Sequence[str],
         scratch: Sequence[str],
-        atomics: bool,
+        effects: Effects,
         fd: int,
     ) -> None:
         self._arguments = arguments
         self._names = names
-        self._atomics = atomics
+        self._effects = effects
         self._fd = fd
         self._expected: dict[int, torch.Tensor] = {}
         self._on_device: dict[tuple[int, int], torch.Tensor] = {}
+        self._input_sizes: dict[int, float] = {}
         self._written: list[int] = []
         sizes = [aligned(block.spec.size) for block in arguments.blocks]
         *self._offsets, self._slot = accumulate(sizes, initial=0)
@@ -71,6 +75,7 @@ class OutputCheck:
             if set(filter(None, names[index].split(", "))) - set(scratch):
                 first.setdefault(view, index)
         self._compared = list(first.values())
+        self._overwritable = [index for index in self._compared if self._may_overwrite(index)]
 
     def expect(self, expected: Mapping[str, Any], what: str) -> None:
         """Compare every later launch with these values, by argument name.
@@ -93,7 +98,9 @@ class OutputCheck:
                 raise InvalidSetting(f"{what} returned a tensor of shape {shapes}")
             self._expected[index] = theirs.clone()
 
-    def examine(self, launch: Callable[[], object], groups: Sequence[Group]) -> OutputReport:
+    def examine(
+        self, launch: Callable[[], object], groups: Sequence[Group], config: int
+    ) -> OutputReport:
         """Launch a config a few times from the caller's bits and report what it has written.
 
         `launch` returns when the device has finished; the largest of `groups` comes first. Raises
@@ -107,22 +114,19 @@ class OutputCheck:
             self._run(launch)
         unowned = tuple(self._names_in(block) for block in self._arguments.unowned())
         self._check_expected()
-        group, new_group, difference = self._find(groups), None, ""
-        if group is None:
-            difference = self._difference(groups[0]) if groups else ""
-            new_group = self._new_group(launch, len(groups))
-            if new_group is not None and any(new_group.spread):
-                group = self._find(groups, new_group.spread)
-        report = OutputReport(None, unowned=unowned, difference=difference)
-        if group is not None:
-            report = OutputReport(group.number, unowned=unowned)
-        elif new_group is not None:
-            report = replace(report, group=new_group.number, new_group=new_group)
+        group, differences = self._find(groups)
+        difference = self._largest_difference(groups[0]) if differences else ""
+        new_group = self._keep(config, groups) if group is None else None
         same = group or new_group
+        number = None if same is None else same.number
+        report = OutputReport(number, new_group, differences, (), False, (), unowned, difference)
         if same is None or slow:
             return report
-        depends, masks = self._with_poison(launch, same)
-        return replace(report, depends_on_prior_output=depends, written_masks=masks)
+        if self._effects.atomics:
+            self._run(launch)
+            report = replace(report, spread=self._difference(same).excess)
+        depends, written = self._with_poison(launch, same)
+        return replace(report, depends_on_prior_output=depends, written=written)
 
     def check_guards(self) -> None:
         """Raise `OutOfBounds` if a launch has written beside a storage."""
@@ -142,82 +146,103 @@ class OutputCheck:
     def _probe(self, launch: Callable[[], object]) -> None:
         """Find the outputs that already hold the result, as after an earlier call."""
         self._arguments.restore()
-        probes = [] if self._atomics else self._arguments.plant_probes(self._compared)
+        probes = self._arguments.plant_probes(self._overwritable)
         launch()
         self.check_guards()
         self._arguments.collect_probes(probes)
 
+    def _may_overwrite(self, index: int) -> bool:
+        """Whether a launch may find other values in this tensor than the caller's.
+
+        Through a parameter that is only stored to, nothing is read. Else an integer may be an
+        index, and a kernel with atomics may rightly add to zeros of the caller's.
+        """
+        view, views = self._arguments.views[index], self._arguments.views
+        if 0 in view.stride or self._arguments.tensors[index].itemsize > 8:
+            return False
+        owners = [
+            n for n, other in zip(self._names, views, strict=True) if other.block == view.block
+        ]
+        names = {name for each in owners for name in each.split(", ")}
+        is_float = view.dtype in FLOATS and not self._effects.atomics
+        return is_float or names <= set(self._effects.only_stored)
+
     def _with_poison(
         self, launch: Callable[[], object], group: Group
     ) -> tuple[bool, tuple[int, ...]]:
-        """Overwrite the float outputs and launch: return whether that changes the result, and a
-        hash of the elements written.
-
-        Not with atomics, which may rightly add to zeros of the caller's.
+        """Overwrite the outputs and launch: return whether that changes the result, and the number
+        of elements written.
         """
         self._arguments.restore()
-        if self._atomics or not self._arguments.poison(self._compared):
+        poisoned = self._arguments.poison(self._overwritable)
+        if not poisoned:
             return False, ()
         launch()
         self.check_guards()
         self._written = self._arguments.find_written()
-        return self._find([group]) is None, self._arguments.written_masks(self._compared)
+        counts = dict(zip(poisoned, self._arguments.overwritten(poisoned), strict=True))
+        seen = poisoned if self._effects.atomics else self._compared
+        depends = any(self._difference(group, seen).elements)
+        return depends, tuple(counts.get(index, 0) for index in self._compared)
 
     def _check_expected(self) -> None:
         for index, expected in self._expected.items():
             mine = self._arguments.tensors[index]
-            scale = compare.Scale(rms=compare.rms(expected))
-            if not compare.agree(mine, expected, scale):
+            if compare.difference(mine, expected, self._rounding(index)).elements:
                 raise WrongResult(
                     f"{self._names[index]} differs from the reference by up to "
                     f"{compare.spread(mine, expected):.3g}"
                 )
 
-    def _find(self, groups: Sequence[Group], spread: Sequence[float] = ()) -> Group | None:
-        """Return the first group whose result is in the live arguments."""
+    def _find(self, groups: Sequence[Group]) -> tuple[Group | None, tuple[GroupDifference, ...]]:
+        """Return the first group whose result is in the live arguments, and how others differ."""
+        differences: list[GroupDifference] = []
         for group in groups:
-            own = spread or [0.0] * len(self._compared)
-            pairs = zip(group.rms, map(max, group.spread, own), strict=True)
-            scales = [compare.Scale(*pair) for pair in pairs]
-            if all(
-                compare.agree(mine, theirs, scales[position], any_order=self._atomics)
-                for position, mine, theirs in self._pairs(group)
-            ):
-                return group
-        return None
+            difference = self._difference(group)
+            if not any(difference.elements):
+                return group, tuple(differences)
+            differences.append(difference)
+        return None, tuple(differences)
 
-    def _difference(self, group: Group) -> str:
+    def _difference(self, group: Group, seen: Iterable[int] | None = None) -> GroupDifference:
+        """Return how the live result differs from a group's, in some tensors or all compared."""
+        found = dict.fromkeys(self._compared, compare.Difference())
+        for index, mine, theirs in self._pairs(group):
+            if seen is None or index in seen:
+                noise, any_order = self._rounding(index), self._effects.any_order
+                found[index] = compare.difference(mine, theirs, noise, any_order)
+        excess, elements = zip(*found.values(), strict=True) if found else ((), ())
+        return GroupDifference(group.number, excess, elements)
+
+    def _rounding(self, index: int) -> float:
+        """Return the difference that rounding alone explains in a tensor, see `compare`."""
+        arguments, inputs = self._arguments, dict[float, int]()
+        for position, view in enumerate(arguments.views):
+            if view.dtype in FLOATS and not arguments.blocks[view.block].written:
+                if position not in self._input_sizes:
+                    size = compare.typical_size(arguments.tensors[position])
+                    self._input_sizes[position] = size
+                size = self._input_sizes[position]
+                inputs[size] = inputs.get(size, 0) + arguments.tensors[position].numel()
+        tensor = arguments.tensors[index]
+        return compare.rounding(inputs, tensor.numel(), tensor.dtype)
+
+    def _largest_difference(self, group: Group) -> str:
         worst = {
-            self._names[self._compared[position]]: compare.spread(mine, theirs)
-            for position, mine, theirs in self._pairs(group)
+            self._names[index]: compare.spread(mine, theirs)
+            for index, mine, theirs in self._pairs(group)
         }
         name = max(worst, key=lambda name: worst[name], default="")
         return f"{name} differs by up to {worst[name]:.3g}" if name else ""
 
-    def _new_group(self, launch: Callable[[], object], number: int) -> Group | None:
-        """Keep the live result as that of a new group; with atomics, launch again to see how well
-        it repeats.
-        """
-        if number >= MAX_GROUPS or not self._keep(number):
-            return None
-        group = Group(number, tuple(self._written), (), ())
-        rms, spread = [0.0] * len(self._compared), [0.0] * len(self._compared)
-        for position, mine, _ in self._pairs(group):
-            rms[position] = compare.rms(mine)
-        if self._atomics:
-            self._run(launch)
-            for position, mine, theirs in self._pairs(group):
-                spread[position] = compare.spread(mine, theirs)
-        return replace(group, rms=tuple(rms), spread=tuple(spread))
-
     def _pairs(self, group: Group) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (index among the compared tensors, the live tensor, the group's)."""
+        """Yield (index, the live tensor, the group's) of the compared tensors."""
         blocks = {*self._written, *group.blocks}
-        for position, index in enumerate(self._compared):
+        for index in self._compared:
             view = self._arguments.views[index]
             if view.block in blocks:
                 theirs = view_of(self._bits(group, view.block), view)
-                yield position, self._arguments.tensors[index], theirs
+                yield index, self._arguments.tensors[index], theirs
 
     def _bits(self, group: Group, number: int) -> torch.Tensor:
         """Return one block of a group's result: kept in the file, or else the caller's bits."""
@@ -227,7 +252,7 @@ class OutputCheck:
         if number not in group.blocks:
             return block.pristine()
         with mmap.mmap(self._fd, 0, flags=mmap.MAP_PRIVATE) as memory:
-            kept = self._in_file(memory, group.number, number)
+            kept = self._in_file(memory, group.slot, number)
             bits = block.another().copy_(kept)
             del kept  # the mapping cannot be closed under a tensor
         on_device = sum(kept.numel() for kept in self._on_device.values())
@@ -235,28 +260,41 @@ class OutputCheck:
             self._on_device[group.number, number] = bits
         return bits
 
-    def _keep(self, group: int) -> bool:
-        """Copy the written blocks into the file; False where it cannot grow."""
-        end = max(1, (group + 1) * self._slot)  # an empty file cannot be mapped
+    def _keep(self, config: int, groups: Sequence[Group]) -> Group | None:
+        """Keep the live result as that of a new group; None where the file cannot hold it."""
+        taken = {group.slot for group in groups}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        if slot >= max(MIN_KEPT, _KEPT_BYTES // max(1, self._slot)):
+            return None
+        end = (slot + 1) * self._slot
         try:
             if os.fstat(self._fd).st_size < end:
                 os.ftruncate(self._fd, end)
             for number in self._written:
                 # Memory that a mapping lacks is a SIGBUS; this fails before.
                 size = max(1, self._arguments.blocks[number].spec.size)
-                os.posix_fallocate(self._fd, group * self._slot + self._offsets[number], size)
+                os.posix_fallocate(self._fd, slot * self._slot + self._offsets[number], size)
         except OSError:
-            return False
+            return None
+        group = Group(config, slot, tuple(self._written))
+        self._forget(config)
+        if not self._written:
+            return group
         with mmap.mmap(self._fd, 0) as memory:
             for number in self._written:
                 live = self._arguments.blocks[number].live
                 if live.numel():
-                    self._in_file(memory, group, number).copy_(live)
-        return True
+                    self._in_file(memory, slot, number).copy_(live)
+        return group
 
-    def _in_file(self, memory: mmap.mmap, group: int, number: int) -> torch.Tensor:
+    def _forget(self, number: int) -> None:
+        """Drop what is on the device of an earlier group of this number."""
+        for key in [key for key in self._on_device if key[0] == number]:
+            del self._on_device[key]
+
+    def _in_file(self, memory: mmap.mmap, slot: int, number: int) -> torch.Tensor:
         size = self._arguments.blocks[number].spec.size
-        offset = group * self._slot + self._offsets[number]
+        offset = slot * self._slot + self._offsets[number]
         return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
 
     def _names_in(self, block: int) -> str:

@@ -44,7 +44,7 @@ class Session:
         self._timer: Timer = Timer() if call.interpreted else DeviceTimer()
         names = owners_of(self._named, self._arguments.tensors)
         self._outputs = OutputCheck(
-            self._arguments, names, call.hooks.scratch, job.atomics, results_fd
+            self._arguments, names, call.hooks.scratch, job.effects, results_fd
         )
         if call.hooks.reference is not None:
             self._outputs.expect(
@@ -66,18 +66,22 @@ class Session:
         return DONE, spec
 
     def measure(self, job: Measure) -> Answer:
-        """Run a config from the caller's bits, check what it wrote, and time it."""
+        """Run a config from the caller's bits, check what it wrote and, with a budget, time it."""
         launch = ConfigLaunch(
             self._call, self._configs[job.config], self._grids[job.config], self._restored
         )
         report: OutputReport | None = None
+        timing: Timing | None = None
         try:
             if job.groups is not None:
-                report = self._outputs.examine(lambda: self._finished(launch), job.groups)
+                report = self._outputs.examine(
+                    lambda: self._finished(launch), job.groups, job.config
+                )
             self._arguments.restore()
             if report is None:
                 self._finished(launch)
-            timing = self._time(launch, job.budget)
+            if job.budget is not None:
+                timing = self._time(launch, job.budget)
             self._timer.synchronize()
             self._outputs.check_guards()
         except (InvalidTime, OutOfBounds, WrongResult) as error:

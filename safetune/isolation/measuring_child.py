@@ -76,9 +76,9 @@ class MeasuringChild:
         return answer.outcome, blob
 
     def measure(
-        self, config: int, budget: Budget, groups: Sequence[Group] | None = None
+        self, config: int, budget: Budget | None, groups: Sequence[Group] | None = None
     ) -> tuple[Outcome, OutputReport | None]:
-        """Run and time one config. Whatever it does, the result is an outcome.
+        """Run one config and, with a budget, time it. Whatever it does, the result is an outcome.
 
         With `groups`, its result is compared with theirs, and an outcome that is ok has a report.
         """
@@ -87,7 +87,8 @@ class MeasuringChild:
         outcome, report = answer.outcome, answer.report
         if not outcome.ok:
             return outcome, None
-        if outcome.timing is None or (known is not None and report is None):
+        timed, compared = outcome.timing is not None, report is not None
+        if timed != (budget is not None) or compared != (known is not None):
             self.replace()
             message = "the answer to a measurement has no time or no report"
             return Outcome(Verdict.PROTOCOL_ERROR, message=message), None

@@ -26,14 +26,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from safetune.errors import from_signal_handler
-from safetune.outcome import Outcome, Verdict
+from safetune.outcome import Effects, Outcome, Verdict
 
 #: A child without work exits after this time, so that its context does not occupy the caller's
 #: device memory. The parent stops reusing it a little earlier.
 IDLE_EXIT_S = 2.0
-
-#: At most this many different results of one tuning are kept for comparison.
-MAX_GROUPS = 8
 
 #: A Ctrl-C that comes just before a wait, or to another thread, does not end that wait; Python
 #: looks for it after this long.
@@ -88,15 +85,27 @@ class Group:
     """Configs whose results agree. The result of the first of them is in the file of results.
 
     Attributes:
-        number: its index in the file, and the order in which groups were opened.
+        number: the first config.
+        slot: its place in the file.
         blocks: the storages that it has written.
-        rms, spread: for each compared tensor, see `compare.Scale`.
     """
 
     number: int
+    slot: int
     blocks: tuple[int, ...]
-    rms: tuple[float, ...]
-    spread: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class GroupDifference:
+    """How a result differs from a group's.
+
+    Attributes:
+        excess, elements: for each compared tensor, see `compare.Difference`.
+    """
+
+    group: int
+    excess: tuple[float, ...]
+    elements: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -106,17 +115,22 @@ class OutputReport:
     Attributes:
         group: the number of the group that it agrees with; None if no more groups could be kept.
         new_group: that group, when this config is its first.
+        differences: from the groups that it was compared with and does not agree with.
+        spread: by how much a second run of it differs, for each compared tensor as `excess` in
+            `GroupDifference`; empty where there was none.
         depends_on_prior_output: whether the result changes with what the outputs held before.
-        written_masks: for each compared tensor, a hash of which elements it writes; empty where
-            that is not known, as with atomics and for integers.
+        written: for each compared tensor, the number of elements it writes; 0 where that is not
+            known.
         unowned: names of arguments beside whose elements it wrote, in bytes that no argument has.
         difference: how it differs from the largest group, in words; empty if it does not.
     """
 
     group: int | None
     new_group: Group | None = None
+    differences: tuple[GroupDifference, ...] = ()
+    spread: tuple[float, ...] = ()
     depends_on_prior_output: bool = False
-    written_masks: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
     unowned: tuple[str, ...] = ()
     difference: str = ""
 
@@ -152,7 +166,7 @@ class Prepare:
         layout: the `spans.Layout` of the memory file.
         index: the device's index; -1 in the interpreter.
         grids: one for each config of the call.
-        atomics: whether the kernel has atomic operations.
+        effects: what the kernel's text says of its atomic operations and its outputs.
         backend: the name of the device's back end; empty in the interpreter.
     """
 
@@ -160,7 +174,7 @@ class Prepare:
     layout: Any
     index: int
     grids: list[tuple[int, ...]]
-    atomics: bool
+    effects: Effects
     backend: str = ""
 
 
@@ -173,10 +187,12 @@ class Specify:
 
 @dataclass(frozen=True)
 class Measure:
-    """Run and time a config. With `groups`, its result is compared with theirs, too."""
+    """Run and time a config. With `groups`, its result is compared with theirs, too; without a
+    budget, that is all.
+    """
 
     config: int
-    budget: Budget = Budget()
+    budget: Budget | None = Budget()
     groups: tuple[Group, ...] | None = None
 
 

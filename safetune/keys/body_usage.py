@@ -93,7 +93,7 @@ def multiplies_matrices(kernel: Any) -> bool:
             continue
         seen.add(jit.fn)
         text = source_of(jit) or ""
-        if not _can_be_followed(jit) or _MATRIX_PRODUCT.search(text):
+        if not can_be_followed(jit) or _MATRIX_PRODUCT.search(text):
             return True
         tree, scope = tree_of(text), Scope(jit.fn)
         stored = {name for _, name in stores(tree)}
@@ -105,7 +105,7 @@ def multiplies_matrices(kernel: Any) -> bool:
     return False
 
 
-def _can_be_followed(callee: Any) -> bool:
+def can_be_followed(callee: Any) -> bool:
     """Whether a callee runs its text as it is written, so that the text tells what it reads."""
     return (
         is_own(callee)
@@ -122,7 +122,7 @@ def _jit_lines(jit: Any, known: dict[Any, dict[str, int] | None]) -> dict[str, i
     if function in known:
         return known[function]
     known[function] = None  # a function that calls itself reads all of its arguments
-    summary = _summary(source_of(jit) or "") if _can_be_followed(jit) else None
+    summary = _summary(source_of(jit) or "") if can_be_followed(jit) else None
     if summary is None:
         return None
     scope, lines = Scope(function), dict[str, int]()
@@ -138,7 +138,7 @@ def _reaches(use: _Use, scope: Scope, known: dict[Any, dict[str, int] | None]) -
     if not use.callee:
         return True
     callee = scope.value_of(use.callee)
-    if not _can_be_followed(callee):
+    if not can_be_followed(callee):
         return True
     lines, code = _jit_lines(callee, known), callee.fn.__code__
     accepted = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

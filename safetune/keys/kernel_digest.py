@@ -164,7 +164,6 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
         source=source_of(jit) or "",
         file=function.__code__.co_filename,
         line=definition_line(jit),
-        atomics="atomic" in encoding.dumps(everything),
     )
 
 

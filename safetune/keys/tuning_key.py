@@ -27,7 +27,6 @@ class KernelIdentity:
 
     Attributes:
         digest: over the sources of the kernel and of everything it calls or reads.
-        atomics: whether it, or something it calls, has atomic operations.
         file, line: for people; not part of the identity.
     """
 
@@ -36,7 +35,6 @@ class KernelIdentity:
     source: str = ""
     file: str = ""
     line: int = 0
-    atomics: bool = False
 
 
 @dataclass(frozen=True)

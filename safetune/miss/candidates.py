@@ -18,7 +18,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_text
 from safetune.keys.tuning_key import describe_call
-from safetune.outcome import Outcome
+from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
 
@@ -94,7 +94,11 @@ def ranked(
             only where they are among these.
         measured_first: prefer configs known to work for this key to choices of related keys.
     """
-    times = {c: o.timing.median_ms for c, o in outcomes if o.ok and o.timing is not None}
+    times = {  # those that the choice was not made among come last
+        c: (o.marked(Mark.OUTVOTED), o.timing.median_ms)
+        for c, o in outcomes
+        if o.ok and o.timing is not None
+    }
     works = [
         Substitute(c, "the fastest that is known to work")
         for c in sorted(times, key=times.__getitem__)

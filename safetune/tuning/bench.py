@@ -22,6 +22,7 @@ from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild
 from safetune.isolation.protocol import Budget, Group, OutputReport, Prepare
+from safetune.keys.effects import effects_of
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.tuning.requests import TuningRequest
@@ -98,7 +99,7 @@ class LaunchBench:
                 layout=inputs.layout,
                 index=call.index,
                 grids=list(self.grids),
-                atomics=request.key.kernel.atomics,
+                effects=effects_of(call.kernel),
                 backend="" if self.interpreted else triton_internals.target_name() or "",
             ),
             (inputs.fd, results_fd),
@@ -183,9 +184,9 @@ class LaunchBench:
         )
 
     def measure(
-        self, index: int, budget: Budget, groups: Sequence[Group] | None = None
+        self, index: int, budget: Budget | None, groups: Sequence[Group] | None = None
     ) -> tuple[Outcome, OutputReport | None]:
-        """Run one config in the measuring child; see `MeasuringChild.measure`."""
+        """Run a config in the measuring child; see `MeasuringChild.measure`."""
         self.wait()
         with self._phase("finals" if groups is None else "measure"):
             outcome, report = self._child.measure(index, budget, groups)

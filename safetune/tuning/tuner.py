@@ -1,4 +1,4 @@
-"""From a miss to a choice: compile and measure each config, vote, race the best, store all of it.
+"""From a miss to a choice: compile and measure each config, judge, race the best, store all of it.
 
 `tune` is the whole of it. The functions below it are the phases, in the order in which they run.
 """
@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NothingToMeasure, NoWorkingConfig, system_errors
-from safetune.isolation.protocol import Budget
+from safetune.isolation.protocol import Budget, OutputReport
 from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 from safetune.tuning import race, recall, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
-from safetune.tuning.majority import Votes, notes_of
+from safetune.tuning.judge import Judgement, Votes, judge
 from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
 
@@ -53,7 +54,7 @@ def tune(
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
             return tuning.result(election.choice, start)
-        if tuning.new:
+        if tuning.new:  # also those that an earlier tuning has timed and not judged
             _measure(tuning, bench, budget)
         choice = _store_choice(tuning, _best(tuning), election)
         return tuning.result(choice, start)
@@ -68,10 +69,13 @@ class _Tuning:
         generation: of the choice to be made.
         incumbent: the config chosen last for this key, if it still counts as ok.
         stands: whether it was chosen from the same list, so that a faster one opens a generation.
-        new: the configs without an outcome that counts.
+        new: the configs without an outcome that counts, and those that were not judged.
+        judged: of each other config that is ok the size of the group in which it was judged.
         outcomes: of each config that has one; it grows while the phases run, as do the others.
+        candidates: the configs with the result that is taken for right; all until that is known.
         measured: the configs that were compiled or launched in this tuning.
         notes, phases: see `TuningResult`.
+        total: how many configs are to be measured.
     """
 
     request: TuningRequest
@@ -82,24 +86,41 @@ class _Tuning:
     incumbent: int | None
     stands: bool
     new: tuple[int, ...]
+    judged: Mapping[int, int]
     outcomes: dict[int, Outcome]
+    total: int
+    candidates: set[int] = field(default_factory=set)
     votes: Votes = field(default_factory=Votes)
     measured: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
 
     def timings(self) -> dict[int, Timing]:
-        """Return the times of the configs that are ok, in order."""
+        """Return the times of the configs that are ok and may be chosen, in order."""
         outcomes = sorted(self.outcomes.items())
-        return {i: o.timing for i, o in outcomes if o.ok and o.timing is not None}
+        timings = {i: o.timing for i, o in outcomes if o.ok and o.timing is not None}
+        return {i: t for i, t in timings.items() if not self.candidates or i in self.candidates}
+
+    def judgement(self, grids: Sequence[tuple[int, ...]]) -> Judgement:
+        """Judge the configs that work and have been examined."""
+        reports = {c: r for c, r in self.votes.reports.items() if self.outcomes[c].ok}
+        waiting = sum(c not in reports and self.outcomes[c].ok for c in self.judged)
+        return judge(reports, dict(enumerate(grids)), self.judged, waiting)
 
     def settle(self, config: int, outcome: Outcome, stage: str = "screen") -> None:
         """Store and report the outcome of a config, which replaces an earlier one."""
         limit_s = self.request.limits.of(outcome.verdict)
         if limit_s is not None:
             outcome = replace(outcome, detail=f"{limit_s:g} s")
-        self.outcomes[config] = outcome
         self.measured.add(config)
+        self.keep(config, outcome)
+        self.announce(config, stage, outcome)
+
+    def keep(self, config: int, outcome: Outcome) -> None:
+        """Store the outcome of a config; it is not ok there before it has been judged."""
+        self.outcomes[config] = outcome
+        if outcome.ok and not outcome.judged:
+            outcome = replace(outcome, verdict=Verdict.NOT_JUDGED)
         self.store.put_trial(
             TrialRecord(
                 key=self.request.key.digest,
@@ -110,7 +131,6 @@ class _Tuning:
                 created=time.time(),
             )
         )
-        self.announce(config, stage, outcome)
 
     def announce(self, config: int, stage: str, outcome: Outcome | None = None) -> None:
         """Report that a config is about to run or, with an outcome, how it ended."""
@@ -121,7 +141,7 @@ class _Tuning:
                 config=self.request.configs[config],
                 outcome=outcome,
                 done=len(self.measured),
-                total=len(self.new),
+                total=self.total,
             )
         )
 
@@ -149,6 +169,9 @@ def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
     works = {digests[config]: config for config, outcome in outcomes.items() if outcome.ok}
     incumbent = None if last is None else works.get(last.config_digest)
     generation = 1 if last is None else last.generation
+    judged = {c: o.judged for c, o in outcomes.items() if o.ok and o.judged}
+    unmeasured = [config for config in range(len(digests)) if config not in outcomes]
+    unjudged = [config for config, outcome in outcomes.items() if outcome.ok and not outcome.judged]
     return _Tuning(
         request,
         store,
@@ -157,7 +180,9 @@ def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
         generation=store.generation(key) + 1 if request.force else generation,
         incumbent=incumbent,
         stands=chosen is not None and incumbent is not None,
-        new=tuple(config for config in range(len(digests)) if config not in outcomes),
+        new=tuple(sorted(unmeasured + unjudged)),
+        judged=judged,
+        total=len(unmeasured),
         outcomes=outcomes,
     )
 
@@ -172,14 +197,14 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
             device_lock(call.index),
             made or LaunchBench(tuning.request) as bench,
         ):
-            _screen(tuning, bench, tuning.new)
             outcomes = tuning.outcomes
+            _screen(tuning, bench, [config for config in tuning.new if config not in outcomes])
             no_memory = [i for i in tuning.new if outcomes[i].verdict is Verdict.NO_MEMORY]
             if no_memory:  # the memory of the other configs is free now
                 bench.replace()
                 _screen(tuning, bench, no_memory)
+            _judge(tuning, bench)
             compiling.close()
-            _vote(tuning, bench)
             _race(tuning, bench)
             tuning.phases.update(bench.phases)
 
@@ -195,34 +220,94 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
         best_ms = min((timing.median_ms for timing in tuning.timings().values()), default=None)
         outcome, report = bench.measure(config, Budget(best_ms=best_ms), tuning.votes.groups())
         if report is not None:
-            tuning.votes.add(config, report)
-            outcome = outcome.with_marks(Mark.UNOWNED.of(name) for name in report.unowned)
+            outcome = _voted(tuning, config, outcome, report)
         tuning.settle(config, outcome)
 
 
-def _vote(tuning: _Tuning, bench: LaunchBench) -> None:
-    """Reject the configs that compute another result than a majority.
+def _voted(tuning: _Tuning, config: int, outcome: Outcome, report: OutputReport) -> Outcome:
+    """Count a config's report; return its outcome with what the report says."""
+    tuning.votes.add(config, report)
+    return outcome.with_marks(Mark.UNOWNED.of(name) for name in report.unowned)
 
-    Configs that could win but were measured by an earlier tuning are run again, to have a vote.
+
+def _examine(
+    tuning: _Tuning,
+    bench: LaunchBench,
+    configs: Sequence[int],
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run configs that are timed already once more, to compare what they compute."""
+    for config, failure in bench.compiled(configs, tuning.request.limits.compile_timeout_s):
+        outcome, report = failure, None
+        if outcome is None:
+            outcome, report = bench.measure(config, None, tuning.votes.groups())
+        if report is None:
+            tuning.settle(config, outcome)
+            continue
+        tuning.outcomes[config] = _voted(tuning, config, tuning.outcomes[config], report)
+        if enough():
+            return
+
+
+def _judge(tuning: _Tuning, bench: LaunchBench) -> None:
+    """Settle which configs compute the right result, and so which may be chosen.
+
+    New configs are compared with one that an earlier tuning has judged. Only where results differ
+    are the others of that tuning run again, until most agree.
     """
-    finalists = race.finalists(tuning.timings(), tuning.new, tuning.incumbent)
-    if len(finalists) > 1:
-        _screen(tuning, bench, [config for config in finalists if config not in tuning.votes])
-    voters = [config for config in tuning.timings() if config in tuning.votes]
-    votes = tuning.votes.count({config: bench.grids[config] for config in voters})
-    for config, (verdict, reason) in votes.rejected.items():
-        known = tuning.outcomes[config]
-        rejected = Outcome(verdict, message=reason, gpu_uuid=known.gpu_uuid, marks=known.marks)
+    timings = tuning.timings()
+    known = sorted(tuning.judged, key=lambda config: timings[config].median_ms)
+    if tuning.incumbent in known:
+        known.remove(tuning.incumbent)
+        known.insert(0, tuning.incumbent)
+    unseen = [config for config in tuning.new if config in timings]
+    unseen = [config for config in unseen if config not in tuning.votes.reports]
+    _examine(tuning, bench, [*unseen, *known[:1]])
+    _place_all(tuning, bench)
+
+    def clear() -> bool:
+        found = tuning.judgement(bench.grids)
+        return found.clear and found.candidates.issuperset(known[:1])
+
+    if not clear():
+        _examine(tuning, bench, known[1:], enough=clear)
+        _place_all(tuning, bench)
+    _apply(tuning, tuning.judgement(bench.grids), known[:1])
+    tuning.notes.extend(tuning.votes.notes())
+
+
+def _apply(tuning: _Tuning, judgement: Judgement, compared: Sequence[int]) -> None:
+    """Store what was judged, and set the configs that may be chosen.
+
+    Those that were not launched again have the result of the one that was `compared` for them.
+    """
+    for config, (verdict, reason) in judgement.rejected.items():
+        outcome = tuning.outcomes[config]
+        rejected = Outcome(verdict, message=reason, gpu_uuid=outcome.gpu_uuid, marks=outcome.marks)
         tuning.settle(config, rejected)
-    for config, reason in votes.disputed.items():
-        tuning.settle(config, tuning.outcomes[config].with_marks([Mark.DISPUTED.of(reason)]))
-    tuning.notes.extend(notes_of(tuning.votes.unowned()))
+    for config in judgement.sizes.keys() - judgement.rejected.keys():
+        outcome = tuning.outcomes[config].unmarked(Mark.DISPUTED, Mark.OUTVOTED)
+        outcome = replace(outcome, judged=judgement.sizes[config])
+        tuning.keep(config, outcome.with_marks(judgement.marks(config)))
+    unexamined = tuning.timings().keys() - judgement.sizes.keys()
+    tuning.candidates.update(judgement.candidates)
+    if judgement.candidates.issuperset(compared):
+        tuning.candidates.update(unexamined)
+
+
+def _place_all(tuning: _Tuning, bench: LaunchBench) -> None:
+    """Examine configs again that agree with no result for which there was room."""
+    before = math.inf
+    while len(unplaced := tuning.votes.unplaced()) < before and unplaced:
+        before = len(unplaced)
+        _examine(tuning, bench, unplaced)
 
 
 def _race(tuning: _Tuning, bench: LaunchBench) -> None:
     """Measure the finalists again, in rounds."""
     timings = tuning.timings()
-    finalists = race.finalists(timings, tuning.new, tuning.incumbent)
+    incumbent = tuning.incumbent if tuning.incumbent in timings else None
+    finalists = race.finalists(timings, tuning.new, incumbent)
     if len(finalists) < 2:
         return
 

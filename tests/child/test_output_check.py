@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -13,35 +14,39 @@ import torch
 
 from safetune.child import output_check as output_check_module
 from safetune.child.arguments import Arguments
-from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
+from safetune.child.output_check import MIN_KEPT, OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import protocol
-from safetune.isolation.protocol import MAX_GROUPS, Group, OutputReport
-from safetune.outcome import Outcome, Verdict
+from safetune.isolation.protocol import Group, OutputReport
+from safetune.outcome import Effects, Outcome, Verdict
 
 N = 100
+PLAIN = Effects()
 
 
 class Trial:
     """A child's view of a call with `out`, `x` and `part`; its launches are plain functions."""
 
-    def __init__(self, *tensors: torch.Tensor, atomics: bool = False, scratch=()) -> None:
+    def __init__(self, *tensors: torch.Tensor, effects: Effects = PLAIN, scratch=()) -> None:
         snapshot = Snapshot(tensors)
         self.arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
         snapshot.close()
         self.file = os.memfd_create("results")
         self.names = ["out", "x", "part"][: len(tensors)]
         self.groups: list[Group] = []
-        self.settings = (atomics, scratch)
+        self.settings = (effects, scratch)
+        self.count = 0
         self.fresh()
 
     def fresh(self) -> None:
         """Go on as another child would."""
-        atomics, scratch = self.settings
-        self.check = OutputCheck(self.arguments, self.names, scratch, atomics, os.dup(self.file))
+        effects, scratch = self.settings
+        self.check = OutputCheck(self.arguments, self.names, scratch, effects, os.dup(self.file))
 
     def run(self, launch: Callable[..., None]) -> OutputReport:
-        report = self.check.examine(lambda: launch(*self.arguments.tensors), self.groups)
+        run = functools.partial(launch, *self.arguments.tensors)
+        report = self.check.examine(run, self.groups, self.count)
+        self.count += 1
         if report.new_group is not None:
             self.groups.append(report.new_group)
         return report
@@ -117,10 +122,10 @@ class TestResults:
         trial.fresh()
         assert trial.run(double).group == 0
         other = trial.run(lambda out, x: out.copy_(2 * x + 1))
-        assert other.group == 1
+        assert other.group == 2
         assert other.difference == "out differs by up to 1"
         trial.fresh()
-        assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 1
+        assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 2
 
     def test_a_launch_that_writes_nothing_has_another_result(self, trial: Trial) -> None:
         trial.run(double)
@@ -149,23 +154,50 @@ class TestResults:
         assert [compared.run(partial(value)).group for value in (2.0, 4.0)] == [0, 1]
         assert [ignored.run(partial(value)).group for value in (2.0, 4.0)] == [0, 0]
 
-    def test_no_more_kinds_than_are_kept(self, trial: Trial) -> None:
-        found = [
-            trial.run(lambda out, x, by=by: out.fill_(by)).group for by in range(MAX_GROUPS + 2)
-        ]
-        assert found == [*range(MAX_GROUPS), None, None]
+    def test_a_group_makes_room_for_another(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the results are large, few are kept; the tuner says which."""
+        monkeypatch.setattr(output_check_module, "_KEPT_BYTES", 0)
+        found = [trial.run(lambda out, x, by=by: out.fill_(by)).group for by in range(MIN_KEPT + 2)]
+        assert found == [*range(MIN_KEPT), None, None]
+        last = [trial.groups.pop() for _ in range(2)]
+        report = trial.run(lambda out, x: out.fill_(99.0))
+        assert report.new_group is not None
+        assert report.new_group.slot in {group.slot for group in last}
+        assert trial.run(lambda out, x: out.fill_(99.0)).group == report.group
+        assert trial.run(lambda out, x: out.fill_(0.0)).group == 0
 
-    def test_a_result_that_varies_from_run_to_run(self) -> None:
-        trial = Trial(torch.zeros(N), torch.randn(N), atomics=True)
+    def test_how_a_result_differs_from_each_other_one_is_counted(self, trial: Trial) -> None:
+        def some(count: int, by: float) -> Callable[..., None]:
+            def launch(out: torch.Tensor, x: torch.Tensor) -> None:
+                double(out, x)
+                out[:count] += by
+
+            return launch
+
+        trial.run(double)
+        trial.run(some(3, 9.0))
+        report = trial.run(some(5, 9.0))
+        assert [(d.group, d.elements) for d in report.differences] == [(0, (5, 0)), (1, (2, 0))]
+        assert trial.run(double).differences == ()
+
+    def test_with_atomics_a_second_run_shows_how_a_result_varies(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N), effects=Effects(atomics=True))
         runs = iter(range(100))
 
         def unsteady(out: torch.Tensor, x: torch.Tensor) -> None:
-            out.copy_(2 * x + 0.2 * (next(runs) % 2))
+            out.copy_(2 * x + 2.0 * (next(runs) % 2))
 
-        assert trial.run(unsteady).group == 0
-        assert trial.groups[0].spread[0] == pytest.approx(0.2)
-        assert trial.run(unsteady).group == 0
-        assert trial.run(lambda out, x: out.copy_(2 * x + 3)).group == 1
+        assert trial.run(double).spread == (0.0, 0.0)
+        assert trial.run(unsteady).spread[0] > 0.5
+        assert trial.run(unsteady).spread[0] > 0.5, "it agreed with the first, by its first run"
+
+    def test_another_order_counts_only_where_slots_are_handed_out(self) -> None:
+        for effects, group in ((Effects(True), 1), (Effects(True, any_order=True), 0)):
+            trial = Trial(torch.zeros(N), torch.randn(N), effects=effects)
+            trial.run(double)
+            assert trial.run(lambda out, x: out.copy_(2 * x.flip(0))).group == group
 
     def test_a_full_disk_is_not_held_against_a_config(
         self, trial: Trial, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +229,7 @@ class TestStale:
             (0, True),
         ]
 
-    def test_the_mask_says_which_elements_are_written(self) -> None:
+    def test_the_number_of_elements_written_is_known(self) -> None:
         """Whatever is written there, and whatever else has been written by another config."""
         trial = Trial(torch.zeros(N, 3)[:, 1], torch.randn(N))
 
@@ -208,11 +240,42 @@ class TestStale:
             double(out, x)
             x.zero_()
 
-        whole, part, more = (trial.run(launch).written_masks for launch in (double, half, both))
-        again = trial.run(lambda out, x: out.copy_(x - 7)).written_masks
-        assert whole == again
-        assert len({whole, part, more}) == 3
-        assert [reach[1] == 0 for reach in (whole, part, more)] == [True, True, False]
+        found = [trial.run(launch).written for launch in (double, half, both)]
+        assert found == [(N, 0), (N // 2, 0), (N, N)]
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool], ids=str)
+    @pytest.mark.parametrize("atomics", [False, True])
+    def test_an_integer_that_is_only_stored_is_overwritten_too(
+        self, dtype: torch.dtype, atomics: bool
+    ) -> None:
+        x = torch.randn(N)
+        held = (x > 0).to(dtype)
+        trial = Trial(held, x, effects=Effects(atomics, only_stored=("out",)))
+
+        def mask(out: torch.Tensor, x: torch.Tensor) -> None:
+            out.copy_(x > 0)
+
+        def half(out: torch.Tensor, x: torch.Tensor) -> None:
+            out[: N // 2] = x[: N // 2] > 0
+
+        report = trial.run(mask)
+        assert (report.depends_on_prior_output, report.written) == (False, (N, 0))
+        report = trial.run(half)
+        assert (report.depends_on_prior_output, report.written) == (True, (N // 2, 0))
+        assert trial.run(lambda out, x: None).depends_on_prior_output
+
+    def test_an_integer_that_may_be_read_keeps_the_callers_value(self) -> None:
+        """It may be an index: another value could lead out of the tensors."""
+        seen = []
+        for only_stored in ((), ("out",)):
+            trial = Trial(torch.arange(N), torch.randn(N), effects=Effects(only_stored=only_stored))
+
+            def count(out: torch.Tensor, x: torch.Tensor) -> None:
+                seen.append(int(out.max()) < N)
+                out.copy_(torch.arange(N).flip(0))
+
+            trial.run(count)
+        assert seen == [True, True, False]
 
     def test_probes_leave_no_trace(self) -> None:
         packed = torch.randn(N, 3)
@@ -223,7 +286,7 @@ class TestStale:
             assert torch.equal(tensor, old)
 
     def test_with_atomics_zeroes_may_be_asked_for(self) -> None:
-        trial = Trial(torch.zeros(N), torch.randn(N), atomics=True)
+        trial = Trial(torch.zeros(N), torch.randn(N), effects=Effects(atomics=True))
         assert not trial.run(lambda out, x: out.add_(2 * x)).depends_on_prior_output
 
     def test_an_update_in_place_depends_on_prior_output(self) -> None:
@@ -233,7 +296,7 @@ class TestStale:
 
 class TestReference:
     def test_a_result_that_differs_from_the_reference_is_wrong(self, trial: Trial) -> None:
-        trial.check.expect({"out": 2 * trial.arguments.tensors[1]})
+        trial.check.expect({"out": 2 * trial.arguments.tensors[1]}, "reference=")
         assert trial.run(double).group == 0
         with pytest.raises(WrongResult, match="out differs from the reference by up to 0"):
             trial.run(lambda out, x: out.copy_(2 * x + 0.5))
@@ -246,7 +309,7 @@ class TestReference:
         self, trial: Trial, expected, message: str
     ) -> None:
         with pytest.raises(ValueError, match=message):
-            trial.check.expect(expected)
+            trial.check.expect(expected, "reference=")
 
 
 def test_a_report_survives_json(trial: Trial) -> None:

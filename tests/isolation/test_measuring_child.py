@@ -28,7 +28,7 @@ from safetune.isolation.child_handle import Child, ChildFailed, start_job
 from safetune.isolation.fork_server import compile_server, server, start_servers
 from safetune.isolation.measuring_child import MeasuringChild
 from safetune.isolation.protocol import Budget, Compile, Measure, Prepare, Release
-from safetune.outcome import Outcome, Verdict
+from safetune.outcome import Effects, Outcome, Verdict
 from tests.conftest import ended, stop_servers
 
 BUDGET = Budget(estimate_launches=2, time_ms=0.0, max_launches=4)
@@ -66,7 +66,7 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     blob = kernel_pickle.pack((call, configs), "a call", tensors, by_value=hooks)
     snapshot = Snapshot(tensors.tensors)
     grids = [(1,)] * len(hooks)
-    job = Prepare(blob, snapshot.layout, index=-1, grids=grids, atomics=False)
+    job = Prepare(blob, snapshot.layout, index=-1, grids=grids, effects=Effects())
     results = os.memfd_create("results")
     made = MeasuringChild(job, (snapshot.fd, results), timeout_s)
     try:

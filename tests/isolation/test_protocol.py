@@ -18,6 +18,7 @@ from safetune.isolation.protocol import (
     Budget,
     Compile,
     Group,
+    GroupDifference,
     Job,
     Measure,
     OutputReport,
@@ -27,7 +28,7 @@ from safetune.isolation.protocol import (
     Specify,
     Start,
 )
-from safetune.outcome import Mark, Outcome, Timing, Verdict
+from safetune.outcome import Effects, Mark, Outcome, Timing, Verdict
 
 
 @pytest.fixture
@@ -109,7 +110,14 @@ TIMING = Timing(median_ms=2.0, p20_ms=1.5, p80_ms=3.0, count=7, stage="screen")
 
 
 REPORT = OutputReport(
-    1, Group(1, (0, 2), (1.0, 2.0), (0.0, 0.5)), True, (3, 4), unowned=("x",), difference="d"
+    1,
+    Group(1, 0, (0, 2)),
+    (GroupDifference(0, (1.5, 0.0), (3, 0)),),
+    (0.0, 0.5),
+    True,
+    (3, 4),
+    unowned=("x",),
+    difference="d",
 )
 
 
@@ -129,7 +137,7 @@ def test_an_answer_survives_the_pipe() -> None:
     "job",
     [
         Start({"A": "b"}, ["p"], ["a", "v"], "d", {"runtime": {"debug": True}}, 5),
-        Prepare(b"call", {"blocks": []}, -1, [(1, 2)], atomics=True),
+        Prepare(b"call", {"blocks": []}, -1, [(1, 2)], effects=Effects(True, True, ("out",))),
         Specify(3),
         Measure(3, Budget(best_ms=0.5), (REPORT.new_group,)),
         Measure(3),
@@ -165,7 +173,7 @@ def answered(**changes: Any) -> dict[str, Any]:
         answered() | {"report": 3.0},
         *(
             answered() | {"report": asdict(REPORT) | {name: 3.0}}
-            for name in ("new_group", "written_masks")
+            for name in ("new_group", "written")
         ),
         *(
             answered(timing=vars(TIMING) | {name: value})

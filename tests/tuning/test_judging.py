@@ -1,0 +1,168 @@
+"""A wrong config is not chosen, whenever its rivals were measured: real tunings, times made up.
+
+Wrong configs are the fastest, so that they would be chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from safetune import safetune
+from safetune.miss import candidates
+from safetune.miss.resolve import Miss
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+from safetune.tuning.requests import Progress, TuningResult
+from safetune.tuning.tuner import tune
+
+N = 100
+
+
+@triton.jit
+def add_kernel(dst, src, n, BLOCK: tl.constexpr, BAD: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offset, tl.load(src + offset, mask=offset < n) + BAD, mask=offset < n)
+
+
+def good(count: int) -> list[tuple[int, int]]:
+    return [(16 << number, 0) for number in range(count)]
+
+
+BAD = (1024, 1)
+
+
+class Judged:
+    """A kernel whose configs are (BLOCK, what it adds); it logs the BLOCKs that children launch."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.launched: list[int] = []
+
+    def tune(
+        self,
+        configs: Sequence[tuple[int, int]],
+        observe: Callable[[Progress], None] = lambda progress: None,
+    ) -> TuningResult:
+        """Tune as a fresh process would, and take down which BLOCKs were launched."""
+        self.log.write_text("")
+        request = self.miss(configs).request()
+        try:
+            return tune(request, open_lookup(Settings.current()).store, observe)
+        finally:
+            self.launched = sorted({int(line) for line in self.log.read_text().split()})
+
+    def miss(self, configs: Sequence[tuple[int, int]]) -> Miss:
+        path, current = str(self.log), {"BLOCK": 0, "BAD": 0}
+
+        def hook(arguments: dict[str, Any]) -> None:
+            current.update({name: arguments[name] for name in current})
+            with open(path, "a") as file:
+                file.write(f"{arguments['BLOCK']}\n")
+
+        def bench(launch: Callable[[], None], quantiles: Any) -> list[float]:
+            launch()
+            return [1.0 if current["BAD"] else 2.0 + current["BLOCK"] / 100] * 3
+
+        made = [triton.Config({"BLOCK": b, "BAD": bad}, pre_hook=hook) for b, bad in configs]
+        kernel = safetune(configs=made, key=["n"], do_bench=bench)(add_kernel)
+        return Miss(kernel, (torch.zeros(N), torch.ones(N), N), {"grid": (7,)})
+
+    def rows(self) -> dict[int, tuple[str, int]]:
+        """Return the verdict and the size of the group of each stored BLOCK."""
+        (database,) = Path(os.environ["SAFETUNE_CACHE_DIR"]).glob("*.db")
+        connection = sqlite3.connect(database)
+        found = connection.execute("SELECT config, verdict, judged FROM trial").fetchall()
+        connection.close()
+        return {json.loads(config)["BLOCK"]: (verdict, judged) for config, verdict, judged in found}
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> Judged:
+    return Judged(tmp_path / "log")
+
+
+def adds(result: TuningResult) -> int:
+    return int(result.choice.kwargs["BAD"])
+
+
+@pytest.mark.parametrize(
+    ("configs", "after"),
+    [
+        ([BAD, *good(4)], 3),
+        pytest.param([*good(4), BAD], 2, marks=pytest.mark.full),
+        pytest.param([*good(4), BAD], 4, marks=pytest.mark.full),
+        pytest.param([*good(2), BAD, *good(5)[2:]], 3, marks=pytest.mark.full),
+    ],
+)
+def test_what_an_interrupted_tuning_has_timed_is_judged_with_the_rest(
+    judged: Judged, configs: list[tuple[int, int]], after: int
+) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.outcome is None and progress.done == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        judged.tune(configs, interrupt)
+    assert set(judged.rows().values()) == {("not_judged", 0)}
+    assert next(iter(judged.rows())) == configs[0][0]
+    assert adds(judged.tune(configs)) == 0
+    right = len(configs) - 1
+    assert judged.rows() == {
+        block: ("wrong_result", 0) if bad else ("ok", right) for block, bad in configs
+    }
+
+
+def test_a_config_that_is_added_is_compared_and_no_more_is_launched_than_it_takes(
+    judged: Judged,
+) -> None:
+    assert adds(judged.tune(good(5))) == 0
+    assert adds(judged.tune([*good(5), (512, 0)])) == 0
+    assert judged.launched == [16, 512], "it agrees with the incumbent"
+    assert judged.rows()[512] == ("ok", 6)
+    result = judged.tune([*good(5), (512, 0), BAD])
+    assert adds(result) == 0
+    assert result.stored.dispute == ""
+    assert judged.rows()[1024] == ("wrong_result", 0)
+    assert judged.launched == [16, 32, 64, 128, 1024], "four of seven are a majority"
+
+
+@pytest.mark.full
+def test_a_config_that_is_added_loses_to_a_stored_group_that_cannot_be_launched(
+    judged: Judged,
+) -> None:
+    """Another program has the list of five; of those, this one has the first only."""
+    judged.tune(good(5))
+    assert adds(judged.tune([BAD, *good(1)])) == 0
+    assert judged.rows()[1024] == ("wrong_result", 0)
+
+
+def test_a_dispute_is_settled_and_ends_when_there_are_enough_configs(judged: Judged) -> None:
+    first = judged.tune([*good(1), BAD])
+    assert adds(first) == 0, "declared first"
+    assert first.stored.dispute == "1 of 2 configs have this result"
+    request = judged.miss([*good(1), BAD]).request()
+    others = candidates.best_first(request, open_lookup(Settings.current()).store, True)
+    assert [config.kwargs["BAD"] for config in others] == [0, 1], "the slower one comes first"
+    second = judged.tune([BAD, *good(4)])
+    assert (adds(second), second.stored.dispute) == (0, "")
+    assert judged.rows()[1024] == ("wrong_result", 0)
+
+
+@pytest.mark.full
+def test_of_a_list_that_was_disputed_all_are_launched_again(judged: Judged) -> None:
+    """Another program has chosen the wrong one, and cannot know better."""
+    first = judged.tune([BAD, *good(1)])
+    assert (adds(first), bool(first.stored.dispute)) == (1, True)
+    second = judged.tune([BAD, *good(5)])
+    assert (adds(second), second.stored.dispute) == (0, "")
+    assert judged.launched == [16, 32, 64, 128, 256, 1024]
