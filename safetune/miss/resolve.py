@@ -143,7 +143,8 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
     if kwargs.get("warmup"):
         return tuner.configs[0]
     if settings.mode is Mode.OFF:
-        return state.set_fallback(tuner.configs[0])
+        named = call_shape.named_arguments(tuner.arg_names, args)
+        return state.set_fallback(next(iter(tuner.pruned_for(named, kwargs)), tuner.configs[0]))
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
     if tunes and tuner.isolation == "inline":
         return _inline(tuner, state, args, kwargs)

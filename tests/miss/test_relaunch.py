@@ -277,6 +277,19 @@ def test_with_mode_off_nothing_is_caught(
     assert small.attempts == {(1, 16): 1}
 
 
+def test_with_mode_off_the_first_config_that_pruning_leaves_is_launched(
+    copies: Any, small: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pruned config may be one that the kernel cannot run with these arguments."""
+    monkeypatch.setenv("SAFETUNE_MODE", "off")
+
+    def large(configs: list[Any], named: dict[str, Any], **_: Any) -> list[Any]:
+        return [config for config in configs if config.kwargs["BLOCK"] > 32]
+
+    made = copies(blocks=BLOCKS, prune_configs_by={"early_config_prune": large})
+    assert made(flag=1) == made(flag=0) == 64
+
+
 def test_calls_that_triton_compiles_again_have_other_specialisations(copies: Any) -> None:
     """What a specialisation is: at least what Triton compiles again for."""
     from safetune.launch.call_shape import specialisation
