@@ -196,9 +196,10 @@ def _picked(tensor: torch.Tensor, count: int, dimensions: int | None = None) -> 
     shape = (tensor.shape if dimensions is None else tensor.shape[:dimensions]) or (1,)
     generator = torch.Generator().manual_seed(0)
     total = math.prod(shape)
-    flat = torch.arange(total)
     if total > count:
         flat = torch.randint(0, total, (count,), generator=generator)
+    else:
+        flat = torch.arange(total)
     picked = bits.view(bits.shape or (1,))[torch.unravel_index(flat.to(bits.device), shape)]
     return _real(picked.view(tensor.dtype))
 
