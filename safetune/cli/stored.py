@@ -5,6 +5,7 @@ No command here creates a database; where there is no file, the store is empty.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,17 @@ def located(writes: bool = False) -> Location:
     from safetune.store.location import locate
 
     return locate(Settings.current(), writes=writes)
+
+
+def check_writable() -> None:
+    """Raise `StoreError` unless the database can be written to."""
+    from safetune.store.local.store import Store
+
+    directory = located(writes=True).directory
+    if directory is not None:
+        store = Store.open(directory)
+        with contextlib.closing(store), store.connection.transaction():
+            pass
 
 
 def shared_directory(writes: bool = False) -> Directory | None:

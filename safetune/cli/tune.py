@@ -12,7 +12,7 @@ from rich.console import Console
 
 from safetune.cli import targets
 from safetune.cli.messages import echo
-from safetune.cli.stored import print_json
+from safetune.cli.stored import check_writable, print_json
 from safetune.cli.tables import (
     Elsewhere,
     Row,
@@ -21,7 +21,7 @@ from safetune.cli.tables import (
     print_outcomes,
     stdout_console,
 )
-from safetune.errors import NoWorkingConfig, TargetError
+from safetune.errors import NoWorkingConfig, StoreError, TargetError
 from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def tune_command(
 
     TARGET is package.module[:kernel] or file.py[:kernel]. With --recorded, TARGET is optional if
     the modules of the kernels can be imported. Exits with 1 if a kernel has no working config,
-    or if its configs disagree about the result and nothing shows which are right.
+    if its configs disagree about the result and nothing shows which are right, or if no recorded
+    call can be tuned; with 2 if outcomes cannot be stored.
     """
     if not (target or recorded):
         raise click.UsageError("Missing argument 'TARGET...'.")
@@ -89,7 +90,9 @@ def tune_command(
             if switched:
                 echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
             line = Line(hidden=as_json or not Console(stderr=True).is_terminal)
+            check_writable()
             _tune_all(tasks, count, force, isolation, line, report)
+            _check_written()
     except Exception:
         if report.tuned or report.left_out:
             report.print(as_json)
@@ -167,6 +170,16 @@ def _tune_all(
                 report.add(task, rows, result.measured, result)
     finally:
         line.stop()
+
+
+def _check_written() -> None:
+    """Raise `StoreError` if an outcome is not stored."""
+    from safetune.offline.tasks import open_tuning_store
+
+    store = open_tuning_store()
+    store.write_unsent()
+    if store.path is None and store.shared is None:
+        raise StoreError("no outcome is stored: the store cannot be opened")
 
 
 class _Report:

@@ -18,8 +18,7 @@ from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting
 from safetune.miss.resolve import Miss, why_not_isolated
 from safetune.settings import Mode, Settings
-from safetune.store.local.store import Store
-from safetune.store.lookup import open_lookup
+from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.tuning.requests import Observer, TuningRequest, TuningResult
 from safetune.tuning.tuner import tune
 from safetune.workload import Workload
@@ -101,7 +100,7 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
     return replace(miss.request(force), marks=task.marks)
 
 
-def open_tuning_store() -> Store:
+def open_tuning_store() -> GuardedStore:
     """Return the store for tuning, whatever the value of SAFETUNE_MODE."""
     return open_lookup(replace(Settings.current(), mode=Mode.TUNE)).store
 

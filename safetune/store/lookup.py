@@ -124,11 +124,6 @@ class GuardedStore(Store):
         self._unsent: deque[Callable[[], object]] = deque()
         _guarded.add(self)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all that was written is in the database."""
-        return self.path is not None and not self._unsent
-
     def spare(self) -> Store:
         """Return the store in memory that holds what could not be written."""
         if self._spare is None:
@@ -171,7 +166,7 @@ class Lookup:
     holds for all tuners of a kernel, `torch.compile` and `resolve()`.
     """
 
-    def __init__(self, store: Store, directories: Sequence[Path] | None = None) -> None:
+    def __init__(self, store: GuardedStore, directories: Sequence[Path] | None = None) -> None:
         """Look in this store, and in the packs of these directories and of safetune itself.
 
         Args:

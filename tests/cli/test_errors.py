@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from safetune.store.local import connection
+from safetune.store.local.store import Store
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -304,14 +308,55 @@ class TestStore:
         monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(file / "cache"))
         return file / "cache"
 
-    def test_tune_warns_and_works(self, safetune: Any, targets: Path, blocked: Path) -> None:
-        result = safetune("tune", f"{targets / 'add.py'}:add_one")
+    def test_tune_says_so_before_it_measures_anything(
+        self, safetune: Any, targets: Path, blocked: Path
+    ) -> None:
+        message = safetune.error("tune", f"{targets / 'add.py'}:add_one")
 
-        assert result.exit_code == 0
+        assert message.startswith(f"Error: cannot open the store {blocked}")
+
+    def test_tune_does_not_begin_while_nothing_can_be_written(
+        self,
+        safetune: Any,
+        targets: Path,
+        cache_dir: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        Store.open(cache_dir).close()
+        monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.0)
+        monkeypatch.setattr(connection, "_LEAST_TIMEOUT_S", 0.0)
+        other = sqlite3.connect(cache_dir / "safetune.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+
+        message = safetune.error("tune", f"{targets / 'add.py'}:add_one")
+
+        other.close()
+        assert message.startswith("Error: cannot write to the store")
+        assert message.endswith("database is locked")
+
+    def test_tune_fails_at_the_end_where_an_outcome_is_not_stored(
+        self, safetune: Any, targets: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Though the disk was not full at the beginning."""
+        from safetune.offline import tasks
+
+        tune_task = tasks.tune_task
+
+        def filled(*arguments: Any) -> Any:
+            assert tasks.open_tuning_store().path == cache_dir / "safetune.db"
+            with sqlite3.connect(cache_dir / "safetune.db") as other:
+                other.execute(
+                    "CREATE TRIGGER IF NOT EXISTS full BEFORE INSERT ON choice "
+                    "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+                )
+            other.close()
+            return tune_task(*arguments)
+
+        monkeypatch.setattr(tasks, "tune_task", filled)
+        result = safetune("tune", f"{targets / 'add.py'}:add_one")
+        assert result.exit_code == 2
         assert result.stdout.splitlines()[-1] == "2 tunings, 4 configs measured"
-        (line,) = result.stderr.splitlines()
-        assert line.startswith(f"Warning: safetune: cannot open the store {blocked}")
-        assert line.endswith("; choices are kept in memory, for this process only")
+        assert "disk is full" in result.stderr.splitlines()[-1]
 
     @pytest.mark.parametrize("words", [("list",), ("show", "add_one"), ("clear", "add_one")])
     def test_the_others_say_so(self, safetune: Any, blocked: Path, words: tuple[str, ...]) -> None:
