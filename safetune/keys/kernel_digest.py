@@ -9,7 +9,6 @@ it at the first launch, when the module's later helpers exist.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import enum
 import functools
 import inspect
@@ -238,9 +237,6 @@ class _Graph:
         if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # its repr leaves elements out
             contents = encoding.digest(value.tobytes().hex())
             return {"array": [encoding.dtype_name(value.dtype), list(value.shape), contents]}
-        if dataclasses.is_dataclass(value):
-            fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-            return {"object": name, "fields": self.describe(fields)}
         if not is_foreign_class(type(value)):
             return self.of_object(value)
         if (
@@ -269,6 +265,10 @@ class _Graph:
         """Describe an instance with `__call__`, or a function that is not written in Python."""
         if not is_foreign_class(type(value)):
             return self.of_object(value)
+        if hasattr(value, "__wrapped__"):  # functools.cache
+            return {"wraps": self.describe(value.__wrapped__)}
+        if state := _attributes(value):  # numpy.vectorize
+            return {"callable": type(value).__name__, "state": self.describe(state)}
         owner = getattr(value, "__self__", None)
         name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
         if name is None:

@@ -329,5 +329,10 @@ class _FreeNames(RunOrder):
                 self.free.append(node)
         elif isinstance(node, ast.For):
             self.visit_all([node.iter, node.target, *node.body, *node.orelse])
+        elif isinstance(node, ast.arguments):  # a type that a parameter is compiled as
+            self.visit_all(arg.annotation for arg in ast.walk(node) if isinstance(arg, ast.arg))
+        elif isinstance(node, ast.FunctionDef):
+            self.visit(node.args)
+            super().visit(node)
         else:
             super().visit(node)

@@ -85,7 +85,7 @@ def digest(module: ModuleType) -> str:
 @pytest.mark.internals
 def test_digest_is_the_same_in_every_version(load: Load) -> None:
     """It names rows that other machines wrote: a change here makes every stored choice unknown."""
-    assert digest(load(KERNEL)) == "eb9314f5fec96c541dfc56b254f8af63"
+    assert digest(load(KERNEL)) == "55783cc8847fa670a94403c48f262783"
 
 
 @pytest.mark.internals
@@ -357,6 +357,12 @@ def test_an_object_that_is_not_a_kernel_is_an_error(thing: Any) -> None:
         base_function(thing)
 
 
+def test_the_type_that_a_parameter_s_name_stands_for_is_in_the_digest(load: Load) -> None:
+    text = "KIND = {}\n@jit\ndef kernel(x, n: KIND):\n    tl.store(x, n)\n"
+    digests = {digest(load(text.format(kind), kind)) for kind in ("tl.int32", "tl.int64", "'i16'")}
+    assert len(digests) == 3
+
+
 def test_parameters_of_an_option_by_name_or_number_have_one_digest(load: Load) -> None:
     changed = [
         KERNEL.replace("@jit\ndef kernel", f"@jit(do_not_specialize=[{n}])\ndef kernel")
@@ -431,7 +437,7 @@ def test_the_module_that_a_name_of_triton_comes_from_is_in_the_digest(load: Load
 
 
 STATE = """
-import collections, functools, types, weakref
+import collections, dataclasses, functools, types
 import numpy
 
 class Rounding:
@@ -461,6 +467,13 @@ def by_cell(to):
 def by_partial(args, to):
     return to
 
+@dataclasses.dataclass
+class Inner:
+    to: int
+    def twice(self, args):
+        return 2 * self.to
+
+INNER = Inner({to})
 TABLE = numpy.zeros(5000)
 TABLE[2500] = {to}
 HOLDER = types.SimpleNamespace(to={to})
@@ -481,6 +494,10 @@ def kernel(x, n, E: tl.constexpr):
         "functools.partial(by_partial, to={to})",
         "by_cell({to})",
         "lambda args: TABLE[2500]",
+        "functools.cache(lambda args: {to})",
+        "numpy.vectorize(lambda args: {to})",
+        "lambda args: INNER.to",
+        "INNER.twice",
         "lambda args: HOLDER.to",
         "{{'n': {to}}}.get",
         "collections.defaultdict(int, n={to}).get",
