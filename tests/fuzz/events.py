@@ -48,9 +48,18 @@ CHANGES = {
     "metadata assigned": 1,
     "binaries cleared": 2,
     "device's binaries cleared": 1,
-    "copied": 1,
-    "deep copy": 1,
+    "copied": 0.3,
+    "deep copy": 0.3,
 }
+
+#: Changes that the same change undoes, soon: else they would be in the way for the rest.
+SWITCHES = frozenset(
+    {
+        *("debug", "jit debug", "instrumentation", "inspection hook", "fpsan", "enter hook"),
+        *("exit hook", "pre-run hook", "instance run", "class run", "heuristics run"),
+        *("launcher class", "global changed", "config hook in place", "heuristics around kernel"),
+    }
+)
 
 #: Ways of calling that are not in every sequence.
 CALLS = (
@@ -87,30 +96,12 @@ FEATURES = frozenset({*CHANGES, *CALLS, *PARTS})
 #: What safetune is known to do in another way than stock Triton, by mistake.
 NOT_YET = frozenset(
     {
-        "a parameter named debug",
-        "callee redefined",
-        "config hook in place",
-        "config in place",
-        "device's binaries cleared",
-        "grid changes its dict",
-        "grid changes the device",
-        "heuristic replaced",
         "heuristics around kernel",
-        "heuristics assigned",
         "heuristics kernel",
-        "heuristics run",
-        "instance run",
-        "jit subclass",
         "kernel assigned",
-        "keys assigned",
-        "launcher class",
         "metadata assigned",
-        "number of heuristic calls",
         "pre-run hook",
         "source replaced",
-        "stateful heuristics",
-        "subclass below",
-        "wrapper below",
     }
 )
 
@@ -223,16 +214,22 @@ def draw(rng: random.Random, spec: Spec, length: int) -> list[Call | Change]:
     """Return a random sequence for a kernel."""
     calls = [_call(rng, spec)]
     found: list[Call | Change] = [calls[0]]
+    undone: dict[int, Change] = {}
     changes, weights = list(CHANGES), list(CHANGES.values())
     while len(found) < length:
         change = Change(rng.choices(changes, weights)[0], rng.randrange(1 << 16))
         wanted = rng.random() < 0.3
         call = _changed(rng, spec, rng.choice(calls[-4:]))
         calls.append(call)
-        if wanted:
+        found += [undone.pop(at) for at in sorted(undone) if at <= len(found)]
+        if wanted and change.what not in {each.what for each in undone.values()}:
             found.append(change)
+            if change.what in SWITCHES:
+                undone[len(found) + rng.randint(1, 5)] = change
         # Twice: the second time it is known.
         found += [call] * rng.choice((1, 2, 3))
+        if call.grid[0] == "device" or rng.random() < 0.03:
+            found.append(replace(call, device=1 - call.device))
     return found
 
 

@@ -262,7 +262,7 @@ def _configs(rng: random.Random, names: list[str]) -> tuple[ConfigSpec, ...]:
             rng.choice((1, 2, 4)),
             rng.choice((2, 3)),
             rng.choice((None, None, None, 64)),
-            rng.choice((*[""] * 12, "all", names[0])),
+            rng.choice((*[""] * 40, "all", names[0])),
         )
         if config not in found:
             found.append(config)

@@ -349,7 +349,7 @@ class Side:
 
         def moves(meta: dict[str, Any]) -> tuple[int, ...]:
             if self.machine is not None:
-                self.machine.device = 1
+                self.machine.device = 1 - self.machine.device
             return (size,)
 
         def raises(meta: dict[str, Any]) -> tuple[int, ...]:
