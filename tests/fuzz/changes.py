@@ -129,13 +129,16 @@ def _toggle_run(side: Side, kernel: Any) -> None:
         run = kernel.run
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            named = {name: value for name, value in kwargs.items() if name != "grid"}
-            side.log.append(("replaced run", args, named))
+            side.log.append(("replaced run", args, _without_grid(kwargs)))
             return run(*args, **kwargs)
 
         vars(kernel)["run"] = replaced
     replaced = any("run" in vars(each) for each in (side.jit, *side.below))
     side.reads["replaced run"] = None if replaced else set()
+
+
+def _without_grid(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "grid"}
 
 
 @_change("heuristic replaced")
@@ -337,7 +340,7 @@ class Switches:
         run, note = self._run, self.note
 
         def replaced(jit: Any, *args: Any, **kwargs: Any) -> Any:
-            note("class run")
+            note("class run", args, _without_grid(kwargs))
             return run(jit, *args, **kwargs)
 
         return replaced

@@ -96,6 +96,9 @@ FEATURES = frozenset({*CHANGES, *CALLS, *PARTS})
 #: What safetune is known to do in another way than stock Triton, by mistake.
 NOT_YET = frozenset(
     {
+        "class run",
+        "heuristics run",
+        "instance run",
         "heuristics around kernel",
         "heuristics kernel",
         "kernel assigned",

@@ -154,6 +154,7 @@ def draw(rng: random.Random) -> Spec:
     last = [each for each in parameters if each.keyword_only]
     block = Parameter("BLOCK", "constant", annotation="tl.constexpr")
     x, out = (Parameter(name, "pointer", annotation=_pointer(rng)) for name in ("x", "out"))
+    variables = [each.name for each in parameters if each.kind != "constant"]
     ordered = (x, out, *plain, block, *defaults, *last)
     # A tensor as a key name sends every launch through Triton.
     kinds = () if rng.random() < 0.15 else ("pointer", "optional")
@@ -169,8 +170,8 @@ def draw(rng: random.Random) -> Spec:
         metadata=rng.choice((*[""] * 8, "all", names[0])),
         closure=rng.random() < 0.2,
         launcher=rng.choice(("plain", "plain", "cuda")),
-        not_specialized=tuple(each for each in names if rng.random() < 0.1),
-        not_aligned=tuple(each for each in (*names, "x") if rng.random() < 0.1),
+        not_specialized=tuple(name for name in variables if rng.random() < 0.1),
+        not_aligned=tuple(name for name in ("x", *variables) if rng.random() < 0.1),
         uses_global=rng.random() < 0.2,
         phantom=rng.choice(("drop", "drop", "drop", "keep")),
     )

@@ -34,6 +34,9 @@ from tests.launch.conftest import Machine
 #: The name of every kernel's module: both sides' kernels are the same to Triton.
 MODULE = "safetune_fuzz_kernel"
 
+#: In a binary, beside the parameters: its hash, as Triton has it.
+HASH = "the hash"
+
 Record = tuple[Any, ...]
 
 
@@ -331,7 +334,7 @@ class Side:
             return result
         names = ("num_warps", "num_stages", "num_ctas", "maxnreg", "debug")
         options = {name: getattr(result.metadata, name, None) for name in names}
-        return binary_of(result.src, options)
+        return ByParameter({**binary_of(result.src, options), HASH: result.hash})
 
     def grid(self, kind: str, number: int) -> Any:
         """Return a grid of a kind, which notes what it is called with."""
