@@ -153,6 +153,9 @@ class FastPath:
             plain = fast_path_codegen.plain_types().issuperset(map(type, values.values()))
             if not plain or [*values] != self._set:
                 return
+            before = self._chosen.get(choice)
+            if before is not None and (before[0] is not config or before[2] != guard[2]):
+                self._known.clear()  # what other values of the heuristics launched is of before
             self._chosen[choice], guard = (*guard, options), ()
             parts = (part for value in values.values() for part in (value, value.__class__))
             choice = (choice, *parts)

@@ -147,6 +147,24 @@ class TestHeuristicsBelow:
 
         compared(script, below=below, key=["n"])
 
+    @pytest.mark.parametrize("count", [1, 2], ids=["one config", "two"])
+    def test_when_a_config_changes_in_place(
+        self, compared: Callable[..., None], count: int
+    ) -> None:
+        """What each of their values launched before is of the config as it was."""
+
+        def below(jit: Any) -> Any:
+            coming = itertools.cycle([2, 3])
+            return triton.heuristics({"D": lambda named: next(coming)})(jit)
+
+        def script(tuner: Any, seen: list[Any]) -> None:
+            for block in (16, 32, 16):
+                tuner.configs[0].kwargs["BLOCK"] = block
+                for _ in range(4):
+                    heuristic_call(tuner)
+
+        compared(script, count, below=below, key=["n"])
+
     @pytest.mark.parametrize("change", ["an item", "all", "one more", "one less", "fn", "run"])
     def test_changed_later(
         self, compared: Callable[..., None], machine: Machine, kernels: Any, change: str
