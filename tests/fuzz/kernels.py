@@ -160,6 +160,7 @@ def draw(rng: random.Random) -> Spec:
     kinds = () if rng.random() < 0.15 else ("pointer", "optional")
     candidates = [p.name for p in (x, *parameters) if not p.set_by and p.kind not in kinds] or ["x"]
     key = tuple(rng.sample(candidates, rng.randint(1, len(candidates))))
+    key = tuple(name for name in key if name not in ("grid", "warmup")) or ("x",)
     return Spec(
         ordered,
         key,

@@ -119,7 +119,7 @@ def binary_of(src: Any, options: Mapping[str, Any]) -> ByParameter:
     for name, kind in src.signature.items():
         found[name] = [str(kind)]
     for path, value in src.constants.items():
-        found[names[path[0]]].append((path[1:], plain(value)))
+        found[names[path[0]]].append((path[1:], value))
     for path, attributes in src.attrs.items():
         if path[0] < len(names):  # else it is of an inspection hook
             found[names[path[0]]].append((path[1:], str(attributes)))
