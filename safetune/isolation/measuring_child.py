@@ -42,24 +42,26 @@ class MeasuringChild:
     def begin(self) -> None:
         """Start the child while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
-        # The tuning may be over, and its files closed, before this is.
-        fds = tuple(os.dup(fd) for fd in self._fds)
+        fds: list[int] = []
+        with contextlib.ExitStack() as opened:
+            for fd in self._fds:  # the tuning may be over, and its files closed, before this is
+                fds.append(os.dup(fd))
+                opened.callback(os.close, fds[-1])
+            copies = opened.pop_all()
 
         def prepare() -> None:
             try:
-                coming.set_result(self._prepared(fds))
+                coming.set_result(self._prepared(tuple(fds)))
             except BaseException as error:
                 coming.set_exception(error)
             finally:
-                for fd in fds:
-                    os.close(fd)
+                copies.close()
 
         thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started; the first job starts the child
-            for fd in fds:
-                os.close(fd)
+            copies.close()
         else:
             self._coming = coming
 

@@ -49,6 +49,9 @@ def at_compile_time(kind, number):
         os.abort()
     if kind == "exit":
         os._exit(1)
+    if kind == "killed" or (kind == "killed once" and not os.path.exists("killed")):
+        open("killed", "w").close()
+        os.kill(os.getpid(), 9)
     if kind == "segfault":
         __import__("ctypes").string_at(0)
     if kind == "eats":
@@ -254,6 +257,23 @@ def test_the_job_that_waited_behind_a_crash_is_not_lost(pool: Pool) -> None:
 
 
 @pytest.mark.fault("compile-hang")
+@pytest.mark.fault("outside-kill")
+def test_a_child_that_is_killed_once_costs_no_config(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel does for want of memory: the config is compiled again, after the others."""
+    monkeypatch.chdir(tmp_path)
+    done = pool.run({0: "killed once", 1: "ok", 2: "ok"}, size=1)
+    assert {config: found.outcome.verdict.value for config, found in done.items()} == {
+        0: "ok",
+        1: "ok",
+        2: "ok",
+    }
+    assert list(done)[-1] == 0
+    (killed,) = pool.run({0: "killed"}).values()
+    assert (killed.outcome.verdict.value, killed.outcome.detail) == ("compile_crash", "SIGKILL")
+
+
 def test_a_compiler_that_never_ends(pool: Pool) -> None:
     """Killed with what it has started; the job that waited behind it goes to another child."""
     results = pool.run({0: "hang", 1: "grandchild", 2: "ok", 3: "ok"}, timeout_s=5.0)

@@ -184,6 +184,10 @@ for spare in (0, 2, 4, 6):
     for fd in held:
         os.close(fd)
 
+links = [f"/proc/self/fd/{fd}" for fd in opened()]
+files = [os.readlink(link) for link in links if os.path.lexists(link)]
+seen["files of tunings"] = [name for name in files if "arguments" in name or "results" in name]
+
 path_class, memory_budget.Path = memory_budget.Path, lambda path: pathlib.Path("/nonexistent")
 seen["no proc"] = run(tuner(None, None), 90)
 memory_budget.Path = path_class
@@ -267,6 +271,7 @@ class TestAHardLife:
         none_left, *few_left = seen["descriptors"]
         assert len(none_left) == 1
         assert all(len(told) <= 1 for told in few_left)
+        assert seen["files of tunings"] == []
         (told,) = seen["no proc"]
         assert "No such file or directory" in told
         assert "it is tried again later" in told
