@@ -21,6 +21,8 @@ from safetune.isolation.output import Output
 #: A cold page cache makes the first import of torch and triton take several seconds.
 _START_S = 120.0
 _ANSWER_S = 30.0
+#: How long a server that is told to end may take before it is killed; it takes milliseconds.
+_END_S = 1.0
 
 #: Variables by which a launcher passes a process its rank. A tuning child is not a rank of the job:
 #: with these variables it could join the job's rendezvous.
@@ -100,7 +102,11 @@ class ForkServer:
         return status
 
     def stop(self) -> None:
-        """End the server and with it every child."""
+        """End the server, and with it every child and all that one has started."""
+        if self._ready and (started := self._process) is not None:
+            started.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(_END_S)
         self._kill()  # ends the wait of a thread that has the lock
         with self._lock:
             self._discard()

@@ -118,7 +118,7 @@ print(trials(), run(tuner(None, None), 99))
 
 # One program after another in one process, which has a hard life.
 HARD_LIFE = """
-import pathlib, tempfile
+import pathlib, select, subprocess, tempfile
 from safetune.inputs import memory_budget
 from safetune.isolation.fork_server import server
 
@@ -128,9 +128,25 @@ seen = {}
 def opened():
     return set(map(int, os.listdir("/proc/self/fd")))
 
+def starts_a_session(name):
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    (folder / name).write_text(str(process.pid))
+
+def has_ended(name):
+    try:
+        handle = os.pidfd_open(int((folder / name).read_text()))
+    except ProcessLookupError:
+        return True
+    return bool(select.select([handle], [], [], 20)[0])
+
 def aborts(arguments):
     if os.getpid() != caller:
+        starts_a_session("of a child that died")
         os.abort()
+
+def leaves_a_session(arguments):
+    if os.getpid() != caller and not (folder / "of an idle child").exists():
+        starts_a_session("of an idle child")
 
 def is_killed_once(arguments):
     if os.getpid() != caller and not (folder / "killed").exists():
@@ -163,6 +179,7 @@ sys.path += ["/nonexistent/" + "x" * 200 + str(number) for number in range(1500)
 os.chdir(folder / "shared")
 known = 0
 seen["first"] = new(run(tuner(aborts, is_killed_once, looks_at_the_path)))
+seen["session of a child that died"] = has_ended("of a child that died")
 seen["files"] = sorted(os.listdir("."))
 os.mkdir("gone")
 os.chdir("gone")
@@ -209,7 +226,9 @@ seen["a kernel in a hook"] = new(run(tuner(launches_another, None), 86))
 
 known = len(trials())
 seen["server killed"] = new(run(tuner(None, kills_the_server), 89))
+run(tuner(leaves_a_session, None), 85)
 server.stop()
+seen["session of an idle child"] = has_ended("of an idle child")
 sys.frozen = True
 seen["frozen"] = run(tuner(None, None), 88)
 print(json.dumps(seen))
@@ -250,6 +269,10 @@ class TestAHardLife:
         assert told == []
         assert trials[0] == ["died", "SIGABRT"]
         assert {tuple(trial) for trial in trials[1:]} == {("ok", "")}
+
+    @pytest.mark.parametrize("whose", ["a child that died", "an idle child"])
+    def test_what_a_hook_started_in_a_session_of_its_own_ends(self, seen: Any, whose: str) -> None:
+        assert seen[f"session of {whose}"]
 
     @pytest.mark.fault("core-file")
     def test_a_child_that_aborts_leaves_no_core_file(self, seen: Any) -> None:
