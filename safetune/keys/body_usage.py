@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from safetune.keys.kernel_digest import (
@@ -137,16 +138,16 @@ def _reaches(use: _Use, scope: Scope, known: dict[Any, dict[str, int] | None]) -
     """Whether a use reads the parameter; it does not if the callee ignores what it is passed."""
     if not use.callee:
         return True
-    callee = scope.value_of(use.callee)
-    if not can_be_followed(callee):
+    owner, callee = scope.value_of(use.callee.rpartition(".")[0]), scope.value_of(use.callee)
+    is_method = owner is not MISSING and not isinstance(owner, (type, ModuleType))
+    if is_method or not can_be_followed(callee):
         return True
     lines, code = _jit_lines(callee, known), callee.fn.__code__
     accepted = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if isinstance(use.slot, int):
-        accepted = accepted[: code.co_argcount]
-        name = accepted[use.slot] if use.slot < len(accepted) else ""
+        name = "".join(accepted[: code.co_argcount][use.slot : use.slot + 1])
     else:
-        name = use.slot
+        name, accepted = use.slot, accepted[code.co_posonlyargcount :]
     return lines is None or name not in accepted or name in lines
 
 
@@ -196,13 +197,19 @@ def parameter_lines(node: FunctionNode) -> dict[str, int]:
     return lines
 
 
+#: What may run never, or more than once.
+_UNCERTAIN = (
+    *(ast.ClassDef, ast.For, ast.Match, ast.NamedExpr, ast.Try, ast.While, ast.With),
+    *filter(None, [getattr(ast, "TryStar", None)]),
+)
+
+
 class _ParameterUse(RunOrder):
     """Follows one function, and notes how it uses its parameters."""
 
-    SPECIAL = RunOrder.SPECIAL | {
-        *(ast.Call, ast.ClassDef, ast.For, ast.Global, ast.If, ast.Match, ast.NamedExpr),
-        *(ast.Nonlocal, ast.Try, ast.While, ast.With),
-    }
+    SPECIAL = RunOrder.SPECIAL.union(
+        _UNCERTAIN, [ast.Call, ast.FunctionDef, ast.Global, ast.If, ast.Nonlocal]
+    )
 
     def __init__(self, function: FunctionNode) -> None:
         super().__init__()
@@ -222,6 +229,9 @@ class _ParameterUse(RunOrder):
         if node.__class__ is ast.Name or node.__class__ not in self.SPECIAL:
             super().visit(node)
             return
+        if isinstance(node, _UNCERTAIN):
+            self._visit_uncertain(node)
+            return
         match node:
             case ast.Call():
                 self._visit_call(node)
@@ -229,10 +239,6 @@ class _ParameterUse(RunOrder):
                 pass
             case ast.If():
                 self._visit_branches(node)
-            case ast.For() | ast.While() | ast.Try() | ast.Match() | ast.With() | ast.ClassDef():
-                self._visit_uncertain(node)
-            case ast.NamedExpr():
-                self._visit_uncertain(node)
             case ast.Nonlocal() | ast.Global():
                 self._read(node.names, node.lineno)
             case ast.FunctionDef():
@@ -268,7 +274,7 @@ class _ParameterUse(RunOrder):
         self._read(in_body ^ in_else, node.lineno)
         self.bound = in_body & in_else
 
-    def _visit_uncertain(self, node: ast.stmt | ast.expr) -> None:
+    def _visit_uncertain(self, node: Any) -> None:
         """A loop carries what it assigns; so may anything else that may run never or twice."""
         last = node.end_lineno or node.lineno
         self._read((name for n, name in self._stores if node.lineno <= n <= last), node.lineno)

@@ -230,7 +230,7 @@ class _Kernel:
         reports = {name: self._by_name(name, keep, policy) for name in names}
         unread = [name for name, report in reports.items() if report is None]
         if unread:
-            reports.update(self._by_launch(names, unread))
+            reports.update((report.name, report) for report in self._by_launch(names, unread))
         return [report for report in reports.values() if report is not None]
 
     def _by_name(self, name: str, keep: Sequence[str], policy: PhantomPolicy) -> NameReport | None:
@@ -248,36 +248,40 @@ class _Kernel:
             return NameReport(name, NameKind.KEPT, 'nothing reads it; kept by phantom="keep"')
         return None
 
-    def _by_launch(self, names: Sequence[str], unread: Sequence[str]) -> dict[str, NameReport]:
-        """Return the classes of the names that nothing reads, by what launches pass for them."""
+    def _by_launch(self, names: Sequence[str], unread: Sequence[str]) -> Iterator[NameReport]:
+        """Yield the classes of the names that nothing reads, by what launches pass for them."""
         arguments = LaunchArguments(self._launches, list(self.parameters))
-        constexprs = self.missing(names)
-        unset = [*constexprs, *(name for name in self._unset(names) if name not in constexprs)]
-        found: dict[str, NameReport] = {}
-
-        def add(name: str, kind: NameKind, reason: str) -> None:
-            found[name] = NameReport(name, kind, f"nothing reads it; {reason}")
-
+        missing = self.missing(names)
+        read = [name for name in self._unset(names) if self.reader_of(name)]
+        others = [*missing, *(name for name in read if name not in missing)]
+        stand_ins = {name: arguments.made_of(name, others) for name in unread}
+        given = [name for name in names if stand_ins.get(name, "read")]
         for name in unread:
-            if other := arguments.made_of(name, unset):
-                add(name, NameKind.STAND_IN, f"{other}; kept")
-        left = [name for name in unread if name not in found]
-        given = [name for name in names if name not in left]
-        missing = ", ".join(constexprs[:3]) + (", and others" if len(constexprs) > 3 else "")
-        for name in left:
-            if not arguments.shown and (missing or self._multiplies_matrices):
-                lacks = f"the key lacks {missing}" if missing else "the kernel has tl.dot"
-                add(name, NameKind.UNSEEN, f"no launch shows its value, and {lacks}; kept")
-            elif not (sizes := arguments.sizes_of(name, given)):
-                add(name, NameKind.PHANTOM, "dropped")
-            elif self._multiplies_matrices:
-                add(
-                    name, NameKind.SIZE, f"made of {sizes}, which may decide a tile of tl.dot; kept"
-                )
-            else:
-                why = f"made of {sizes}, but the kernel has no tl.dot"
-                add(name, NameKind.PHANTOM, f"{why}; dropped")
-        return found
+            kind, why = NameKind.STAND_IN, stand_ins[name]
+            if not why:
+                kind, why = self._by_size(name, arguments, given, missing)
+            action = "dropped" if kind is NameKind.PHANTOM else "kept"
+            yield NameReport(name, kind, "; ".join(filter(None, ["nothing reads it", why, action])))
+
+    def _by_size(
+        self, name: str, arguments: LaunchArguments, given: Sequence[str], missing: Sequence[str]
+    ) -> tuple[NameKind, str]:
+        """Return the class of an unread name that is not a stand-in, and why.
+
+        Args:
+            given: the key names whose values are in the key.
+            missing: the constexprs that the key lacks.
+        """
+        if not arguments.shown and (missing or self._multiplies_matrices):
+            some = ", ".join(missing[:3]) + (", and others" if missing[3:] else "")
+            lacks = f"the key lacks {some}" if missing else "the kernel has tl.dot"
+            return NameKind.UNSEEN, f"no launch shows its value, and {lacks}"
+        sizes = arguments.sizes_of(name, given)
+        if not sizes:
+            return NameKind.PHANTOM, ""
+        if self._multiplies_matrices:
+            return NameKind.SIZE, f"made of {sizes}, which may decide a tile of tl.dot"
+        return NameKind.PHANTOM, f"made of {sizes}, but the kernel has no tl.dot"
 
     @functools.cached_property
     def _multiplies_matrices(self) -> bool:
@@ -289,16 +293,15 @@ class _Kernel:
         return [name for name in self.parameters if name not in skipped and self.reader_of(name)]
 
     def _unset(self, names: Sequence[str]) -> list[str]:
-        """Return the parameters that the body reads and that neither key nor config sets."""
+        """Return the parameters that neither key nor config nor heuristic sets."""
         accounted = self._set.union(names)
-        return [
-            name for name in self.parameters if name not in accounted and self._body.reader_of(name)
-        ]
+        return [name for name in self.parameters if name not in accounted]
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads and that neither key nor config sets."""
         annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
-        return tuple(name for name in self._unset(names) if "constexpr" in annotations[name])
+        constexprs = [name for name in self._unset(names) if "constexpr" in annotations[name]]
+        return tuple(name for name in constexprs if self._body.reader_of(name))
 
 
 def _names(what: str, names: Key) -> list[str]:

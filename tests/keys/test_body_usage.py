@@ -97,6 +97,21 @@ class OwnCall(type(ignores)):
 
 own_call = OwnCall(not_a_kernel)
 
+class Bound:
+    @jit
+    def second(self, x, m=0):
+        return x * m
+
+    @jit
+    def first(ignored, x, m):
+        return x * m
+
+bound = Bound()
+
+@triton.constexpr_function
+def by_name_only(n, /, **options):
+    return options
+
 """
 
 #: (name, body of `kernel(x, P, Q, R: constexpr)`, the names among P, Q and R that it reads)
@@ -134,6 +149,7 @@ BODIES = [
     ("a loop's target", "for P in range(4):\n        tl.store(x, P)", "P"),
     ("assigned before a loop", "P = 0\n    for i in range(4):\n        P += i\n    x += P", ""),
     ("assigned in an expression", "tl.store(x, (P := 1))", "P"),
+    ("assigned in a try", "try:\n        P = 1\n    except ValueError:\n        pass", "P"),
     ("with", "with P as Q:\n        tl.store(x, Q)", "PQ"),
     # control flow
     ("both sides of a constexpr-if", "if R:\n        x += P\n    else:\n        x += Q", "PQR"),
@@ -186,6 +202,9 @@ BODIES = [
     ("an object with a call of its own", "operation(x, P)", "P"),
     ("an object around a jit function", "operation_of_a_kernel(x, P)", "P"),
     ("a subclass of a jit function", "own_call(x, P)", "P"),
+    ("a method, whose object comes first", "bound.first(P, x)", "P"),
+    ("a function of a class", "Bound.first(P, x, Q)", "Q"),
+    ("a name that only a dict can take", "by_name_only(P, n=Q)", "Q"),
 ]
 
 

@@ -157,6 +157,21 @@ def test_a_name_is_no_stand_in_for_what_a_heuristic_sets(load: Load, above: bool
     assert kinds(kernel, ["x", "D"]) == {"x": "read", "D": "phantom"}
 
 
+def test_a_name_stands_for_what_a_prune_function_reads(load: Load) -> None:
+    text = """
+    @jit
+    def kernel(x, T, rows, BLOCK: tl.constexpr):
+        tl.store(x, BLOCK)
+
+    def launch(x, n):
+        kernel[(1,)](x, T=n, rows=n)
+    """
+    kernel = load(textwrap.dedent(text)).kernel
+    prune = {"early_config_prune": lambda configs, named, **kwargs: configs[: named["rows"]]}
+    assert kinds(kernel, ["x", "T"]) == {"x": "read", "T": "phantom"}
+    assert kinds(kernel, ["x", "T"], prune_configs_by=prune) == {"x": "read", "T": "stand-in"}
+
+
 def test_without_a_launch_a_complete_key_drops_what_nothing_reads(load: Load) -> None:
     """Where every constexpr is in the key or set by a config, no launch can make another of it."""
     text = "@jit\ndef kernel(x, NB, BLOCK: tl.constexpr):\n    tl.store(x, BLOCK)"
