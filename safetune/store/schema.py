@@ -31,8 +31,8 @@ FORMAT = 1
 #: Of the year 9999, since the epoch.
 LAST_SECOND = 253402300799
 
-#: A generation is counted up one by one. Nobody may claim the last one, as the next `--force` would
-#: be refused for ever; so there is none: from here on the limit goes up by one each second.
+#: Generations are counted up one by one. With a fixed limit, a record could claim the last one, and
+#: every later `--force` would be refused: from here on the limit goes up by one each second.
 _GENERATIONS = 1_000_000
 
 #: Lists and objects in one another: more than a value of any call has, and few enough to print.

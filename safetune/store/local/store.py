@@ -309,7 +309,7 @@ class Store:
     def _fetch_keys(
         self, connection: sqlite3.Connection, statement: str, *parameters: Scalar
     ) -> list[Any]:
-        """The keys that a reader can use. A checksum is no guard against another program."""
+        """The keys that a reader can use. A checksum does not guard against another program."""
         from safetune.store import schema  # msgspec is not needed to launch a stored choice
 
         return [

@@ -76,7 +76,7 @@ _RELEASE = f"""
 UPDATE safetune.lease SET owner = %s, expires = {_EXPIRY}
 WHERE key = %s AND owner = %s AND token = %s
 """
-#: Rows of keys that nobody tunes any more; not one that another node is deleting now.
+#: Rows of keys that no node tunes any more; not one that another node is deleting now.
 _PRUNE = """
 DELETE FROM safetune.lease WHERE key IN (SELECT key FROM safetune.lease
 WHERE expires < clock_timestamp() - interval '1 day' FOR UPDATE SKIP LOCKED)
