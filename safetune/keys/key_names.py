@@ -28,7 +28,7 @@ from safetune.keys.grid_usage import usage_in_grids
 from safetune.keys.kept_names import kept_for
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
 from safetune.keys.launch_usage import LaunchArguments
-from safetune.keys.launches import Launch, launches_of
+from safetune.keys.launches import Launch, launches_of, may_be_launched_unseen
 from safetune.settings import PhantomPolicy
 
 _log = logging.getLogger("safetune")
@@ -272,10 +272,11 @@ class _Kernel:
             given: the key names whose values are in the key.
             missing: the constexprs that the key lacks.
         """
-        if not arguments.shown and (missing or self._multiplies_matrices):
+        hidden = not arguments.shown or may_be_launched_unseen(self._kernel)
+        if hidden and (missing or self._multiplies_matrices):
             some = ", ".join(missing[:3]) + (", and others" if missing[3:] else "")
             lacks = f"the key lacks {some}" if missing else "the kernel has tl.dot"
-            return NameKind.UNSEEN, f"no launch shows its value, and {lacks}"
+            return NameKind.UNSEEN, f"not every launch shows its value, and {lacks}"
         sizes = arguments.sizes_of(name, given)
         if not sizes:
             return NameKind.PHANTOM, ""

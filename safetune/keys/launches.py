@@ -50,18 +50,57 @@ class Launch:
 
 def launches_of(kernel: Any) -> list[Launch]:
     """Return the launches of a kernel, those of its own module first."""
+    return [
+        replace(launch, file=Path(file).name)
+        for file, text, names in _texts(kernel)
+        for launch in _launches(text)
+        if _is_one_of(launch.target, _aliases(text, names))
+    ]
+
+
+def may_be_launched_unseen(kernel: Any) -> bool:
+    """Whether the text hands a kernel on, to be launched where it has another name.
+
+    It does where a function gets or returns it, and where two functions have the kernel's name.
+    """
+    name = base_function(kernel)[1].__name__
+    for number, (_, text, names) in enumerate(_texts(kernel)):
+        if number == 0 and len(re.findall(rf"\bdef {name}\b", text)) > 1:
+            return True
+        if _is_mentioned(text, names) and _is_handed_on(text, _aliases(text, names)):
+            return True
+    return False
+
+
+def _texts(kernel: Any) -> Iterator[tuple[str, str, frozenset[str]]]:
+    """Yield (file, text, names of the kernel) of the modules that may launch a kernel."""
     _, function = base_function(kernel)
     file, name = function.__code__.co_filename, function.__name__
-    module = module_text(function)
-    texts = [(file, module.text, {name})] if module else []
+    if module := module_text(function):
+        yield file, module.text, frozenset([name])
     for path, names in importers(file, name).items():
-        texts.append((str(path), path.read_text(encoding="utf-8", errors="replace"), names))
-    return [
-        replace(launch, file=Path(path).name)
-        for path, text, names in texts
-        for launch in _launches(text)
-        if _is_one_of(launch.target, _aliases(text, frozenset(names)))
-    ]
+        yield str(path), path.read_text(encoding="utf-8", errors="replace"), frozenset(names)
+
+
+def _is_mentioned(text: str, names: Collection[str]) -> bool:
+    """Whether a text does more with a kernel than to define it and to launch it by its name."""
+    return re.search(rf"(?<!def )\b(?:{'|'.join(names)})\b(?!\s*\[)", text) is not None
+
+
+def _is_handed_on(text: str, names: Collection[str]) -> bool:
+    module = parse(text)
+    known = [launch.target for launch in _launches(text)]
+    known += [value for value, _ in _names_assigned(text)]
+    followed = {id(part) for value in known for part in walk(value)}
+    for node in walk(module.tree) if module else ():
+        parts: Sequence[ast.AST | None] = ()
+        if isinstance(node, ast.Call) and id(node) not in followed:
+            parts = [*node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, (ast.Return, ast.Yield)):
+            parts = [node.value]
+        if any(part is not None and _is_one_of(part, names) for part in parts):
+            return True
+    return False
 
 
 @functools.lru_cache(KEPT_TREES)
@@ -89,6 +128,8 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
     """Whether a launch target, or one side of an assignment, is the kernel or is made of it."""
     parts: Sequence[ast.AST] = ()
     match node:
+        case ast.Attribute(attr="fn"):  # what a tuner or heuristics launch
+            parts = [node.value]
         case ast.Name() | ast.Attribute():
             return last_name(node) in names
         case ast.Call(func=function):
@@ -109,8 +150,8 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
 def _aliases(text: str, imported: frozenset[str]) -> set[str]:
     """Return a kernel's names and those that the module assigns it to, decorated or not."""
     names = set(imported)
-    if not re.search(rf"(?<!def )\b(?:{'|'.join(names)})\b(?!\s*\[)", text):
-        return names  # defined and launched, and nothing else is done with it
+    if not _is_mentioned(text, names):
+        return names
     for _ in range(3):
         for value, targets in _names_assigned(text):
             if _is_one_of(value, names):

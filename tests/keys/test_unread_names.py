@@ -64,6 +64,8 @@ def launch(x, q, T, NS, small, arguments, options):
     {launch}
 """
 
+SHOWN = "kernel[(1,)](x, T, 1, 1, 16, 1)"
+
 #: (name, the launch, the kinds of D and NB)
 LAUNCHES = [
     ("HSTU", "kernel[(1,)](x, T, D=head_dim, NB=1, BLOCK_D=head_dim, BS=1)", "stand-in phantom"),
@@ -111,6 +113,17 @@ LAUNCHES = [
         "kernel[(1,)](x, T, 1, 1, 16, 1)\n    kernel[(1,)](x, **options)",
         "unseen unseen",
     ),
+    ("handed on", f"{SHOWN}\n    get(kernel, T, options)", "unseen unseen"),
+    ("handed on in a table", f"{SHOWN}\n    get([kernel])", "unseen unseen"),
+    ("returned", f"{SHOWN}\n    return kernel", "unseen unseen"),
+    ("of two functions", f"{SHOWN}\ndef other():\n    def kernel(): pass", "unseen unseen"),
+    ("wrapped", f"k = get(kernel.fn)\n    {SHOWN.replace('kernel', 'k')}", "phantom phantom"),
+    (
+        "wrapped, with options",
+        f"{SHOWN}\n    k = get(kernel.fn)\n    k[(1,)](**options)",
+        "unseen unseen",
+    ),
+    ("looked at", f"{SHOWN}\n    kernel.cache.clear()", "phantom phantom"),
     ("another kernel's", "other[(1,)](x, T, D=1, NB=1, BLOCK_D=16, BS=1)", "unseen unseen"),
 ]
 
@@ -287,7 +300,7 @@ def test_the_report_names_the_rule_and_the_launch(load: Load) -> None:
     )
     module = load(NORM.replace("{launch}", "pass").replace("from elsewhere", "# from"))
     assert report(module.kernel, ["x", "D"]).names[1].reason == (
-        "nothing reads it; no launch shows its value, and the key lacks BLOCK_D, BS; kept"
+        "nothing reads it; not every launch shows its value, and the key lacks BLOCK_D, BS; kept"
     )
 
 
