@@ -158,9 +158,11 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
     state.asked = asked(request)
     lookup = open_lookup(settings)
     choice = stored(tuner, request, lookup, miss.readable_key())
-    again = settings.mode is Mode.TUNE and request.has_work and recall.is_due(request, lookup.store)
-    if choice is not None and not again:
-        return _adopt(state, choice, settings)
+    if choice is not None:
+        tunes_again = settings.mode is Mode.TUNE and request.has_work
+        if not (tunes_again and recall.is_due(request, lookup.store)):
+            return _adopt(state, choice, settings)
+        lookup.forget(request.key.digest, request.declared)
     if not request.has_work:
         return for_no_work(state, request)
     reporting.warn_of_grid(tuner, request.grids.reads)
@@ -175,7 +177,6 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
 
         key = miss.readable_key()
         return tune_meanwhile(tuner, state, request, key, lookup.store, settings)
-    lookup.forget(request.key.digest, request.declared)
     return _tune(miss, state, request, lookup.store, settings, choice)
 
 
