@@ -516,6 +516,25 @@ class TestPruning:
         lock.release()
         assert make(times).launch() == 64
 
+    def test_other_nodes_take_the_faster_one_from_the_shared_store(
+        self, make: Make, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And a node that has only adopted the choice measures nothing."""
+        times = {16: 2.0, 32: 3.0, 64: 1.0}
+        (tmp_path / "shared").mkdir()
+        monkeypatch.setenv("SAFETUNE_SHARED", f"file://{tmp_path}/shared")
+        make(times, left=(16, 32)).launch()
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "other node"))
+        adopted = make(times)
+        assert adopted.launch() == 16
+        assert adopted.tried() == []
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(cache_dir))
+        assert make(times).launch() == 64
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "third node"))
+        third = make(times)
+        assert third.launch() == 64
+        assert third.tried() == []
+
     def test_an_imported_choice_stands(self, make: Make, rows: Rows) -> None:
         """It has no trials here, so nothing tells which configs were tried."""
         times = {16: 2.0, 32: 3.0}
