@@ -18,17 +18,10 @@ from pathlib import Path
 import click
 
 from safetune.errors import SafetuneError
+from safetune.keys.encoding import visible
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _KERNELS = str(Path(_PACKAGE) / "kernels")
-
-
-def visible(text: str) -> str:
-    """Return a text with every character that does not print, but a new line, as an escape."""
-    return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
-        for each in text
-    )
 
 
 def echo(text: object, err: bool = False) -> None:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from safetune.store.records import TrialRecord
     from safetune.store.shared.directory import Directory
 
+#: How many kernels an error names.
+_MOST_NAMES = 20
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
 )
@@ -227,5 +230,7 @@ def print_json(data: Any) -> None:
 
 def _not_stored(kernel: str, store: Store) -> TargetError:
     stored = store.kernels()
-    known = f"stored kernels: {', '.join(stored)}" if stored else "the store is empty"
+    more = f" and {len(stored) - _MOST_NAMES} more" if len(stored) > _MOST_NAMES else ""
+    names = ", ".join(stored[:_MOST_NAMES]) + more
+    known = f"stored kernels: {names}" if stored else "the store is empty"
     return TargetError(f"no kernel named {kernel!r} is stored; {known}")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from safetune.cli.messages import visible
+from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
 from safetune.miss.progress import milliseconds
 from safetune.outcome import Mark, Outcome

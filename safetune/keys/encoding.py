@@ -117,6 +117,14 @@ def encode(value: Any) -> Any:
     return {"object": f"{cls.__module__}.{cls.__qualname__}", "repr": text}
 
 
+def visible(text: str) -> str:
+    """Return a text with every character that does not print, but a new line, as an escape."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 def dumps(data: Any) -> str:
     """Return the one JSON text of plain data: sorted keys, no spaces, ASCII, finite numbers."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -183,10 +183,14 @@ def readable_key(
 
 
 def describe_call(call: Mapping[str, Any]) -> str:
-    """Return the values and dtypes of a `TuningKey.record()` as people read them."""
+    """Return the values and dtypes of a `TuningKey.record()` as people read them.
+
+    They may come from a file that anybody wrote, and are logged.
+    """
     values = ", ".join(f"{name}={readable(value)}" for name, value in call["values"])
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
-    return f"{values or 'any arguments'}{f' ({dtypes})' if dtypes else ''}"
+    text = f"{values or 'any arguments'}{f' ({dtypes})' if dtypes else ''}"
+    return encoding.visible(text)
 
 
 def key_digest(

@@ -62,6 +62,10 @@ class _Toolchain(Struct):
     target: str
     environment: dict[str, str]
 
+    def __post_init__(self) -> None:
+        if not self.triton.isprintable():  # it is in logs
+            raise ValueError(f"{self.triton[:60]!r} is not a version of Triton")
+
 
 class _Call(Struct):
     values: list[tuple[str, Any]]
@@ -166,7 +170,7 @@ def entries(content: Any) -> list[StoredChoice]:
             for choice in tuning["choices"]:
                 entry = _entry({**sealed, "tunings": [{**tuning, "choices": [choice]}]})
                 if found.setdefault((entry.key.digest, entry.choice.declared), entry) is not entry:
-                    raise PackError(f"two choices for {encoding.dumps(entry.key.call)}")
+                    raise PackError(f"two choices for {encoding.dumps(entry.key.call)[:200]}")
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         where = path.removesuffix("`") or "the pack"

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from safetune.keys import encoding
+from safetune.keys.tuning_key import describe_call
 from safetune.outcome import Outcome, Verdict
 from safetune.store.local import rows
 from safetune.store.local.store import Store
@@ -153,6 +154,24 @@ def test_names_and_logged_rows_are_escaped(safetune: Any, store: Store, tmp_path
     check(safetune, tmp_path, "add_kernel")
     for words in (("show", "nope"), ("clear", "nope"), ("clear", ESCAPE[:-6])):
         check_text(safetune(*words).output)
+
+
+def test_a_program_that_launches_the_nearest_choice_logs_it_escaped() -> None:
+    """Its key is from a pack or from another node."""
+    text = describe_call({"values": [[ESCAPE, ESCAPE]], "dtypes": [["x", ESCAPE]]})
+    assert "name" in text
+    check_text(text)
+
+
+def test_an_unknown_name_is_answered_with_some_of_many(safetune: Any, store: Store) -> None:
+    many = [
+        {**vars(KeyRecord.of(key())), "digest": f"{n}", "kernel_name": f"k{n}"} for n in range(50)
+    ]
+    with store.connection.transaction() as sqlite:
+        for each in many:
+            for table, row in rows.key_rows(KeyRecord(**each)):
+                table.insert(sqlite, row, "REPLACE")
+    assert safetune.error("show", "nope").endswith(" and 31 more")
 
 
 def test_what_is_wrong_with_a_file_is_escaped(safetune: Any, tmp_path: Path) -> None:

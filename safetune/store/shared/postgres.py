@@ -199,8 +199,9 @@ class Postgres:
     def lease(self, key: str, node: str) -> Lease | None:
         """Take the lease of a key; None while another node has it."""
         with self.writing() as connection:
-            connection.execute(_PRUNE)
             row = connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone()
+            with contextlib.suppress(errors.InsufficientPrivilege), connection.transaction():
+                connection.execute(_PRUNE)
             if row is None:
                 found = connection.execute(_OWNER, (key,)).fetchone()
                 return NoLease() if found and found[0] == _UNSHARED else None

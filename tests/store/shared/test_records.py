@@ -64,6 +64,7 @@ def test_source_and_file_of_a_kernel_are_not_in_a_record() -> None:
         (changed("kernel", "name", to="\x1b[31m"), "not the name of a function"),
         (changed("device", "name", to="H100\x1b[31m"), "control characters"),
         (changed("device", to={}), "device: object missing required field"),
+        (changed("tunings", 0, "toolchain", "triton", to="3.6\x1b[31m"), "not a version of Triton"),
         (changed(*CHOICE, "values", to=5), r"choices\[0\].values: expected `array`"),
         (changed(*CHOICE, "dtypes", to=[["x", [1]]]), "dtypes.*expected `str`"),
         (changed(*CHOICE, "generation", to=2**62), "generation"),
