@@ -58,12 +58,18 @@ class Directory(RecordFiles):
                         path.unlink(missing_ok=True)
 
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
-        if not self._root.parent.exists():
-            os.stat(self._root.parent.parent)  # raises where the share is not mounted
+        self._check_mounted()
         root = self._root / namespace
         buckets = _namespace_entries(root) if keys is None else {key[:2] for key in keys}
         paths = (root / bucket / file for bucket in buckets for file in _entries(root / bucket))
         return {name: path for path in paths if (name := name_in(path.name))}
+
+    def _check_mounted(self) -> None:
+        """Raise `OSError` where the directory is not there, and its share may not be mounted."""
+        place = self._root.parent
+        if not place.exists() and not os.listdir(place.parent) and not place.parent.is_mount():
+            problem = f"{place.parent} is empty, as where nothing is mounted: create {place} first"
+            raise FileNotFoundError(errno.ENOENT, problem)
 
     def _load(self, namespace: str, paths: Mapping[Name, Path]) -> list[StoredChoice]:
         read = (self._read(path, namespace, name) for name, path in paths.items())
@@ -76,8 +82,7 @@ class Directory(RecordFiles):
         if stored := self._read(path, namespace, name):
             return stored
         data = shared_record.encode(record).encode()
-        with contextlib.suppress(FileExistsError):
-            self._root.parent.mkdir()  # without the directories above: the share may be unmounted
+        self._check_mounted()
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{path.name}.{uuid.uuid4().hex}"
         try:

@@ -34,6 +34,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def url(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     if kind == "postgres":
         return str(request.getfixturevalue("database"))
+    (tmp_path / "shared").mkdir()
     return f"file://{tmp_path}/shared" if kind == "directory" else f"memory://{uuid.uuid4().hex}"
 
 

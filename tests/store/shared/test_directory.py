@@ -69,6 +69,7 @@ def test_killed_writers_leave_no_half_record(tmp_path: Path, children: Children)
 def test_a_directory_that_may_only_be_read_is_read(open_path: Path, children: Children) -> None:
     """As another user: root may write anywhere."""
     shared = open_path / "shared"
+    shared.mkdir()
     Directory(shared).publish(SPACE, [stored()])
     for path in [shared, *shared.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -88,6 +89,7 @@ def test_a_directory_that_may_only_be_read_is_read(open_path: Path, children: Ch
 
 def test_a_full_disk_leaves_no_half_record(tmp_path: Path, children: Children) -> None:
     """A write that is cut short leaves nothing behind under any name."""
+    (tmp_path / "shared").mkdir()
     output = children.run(
         PREAMBLE + "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
@@ -110,7 +112,13 @@ def test_an_unmounted_share_is_not_made_on_the_local_disk(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match=r"cannot write to .*No such file"):
         Directory(share).publish(SPACE, [stored()])
     assert list(tmp_path.iterdir()) == []
-    share.parent.mkdir()
+    share.parent.mkdir()  # the mount point
+    empty = f"mount is empty, as where nothing is mounted: create {share} first"
+    with pytest.raises(StoreError, match=f"cannot read .*{empty}"):
+        Directory(share).names(SPACE)
+    with pytest.raises(StoreError, match=f"cannot write to .*{empty}"):
+        Directory(share).publish(SPACE, [stored()])
+    (tmp_path / "mount" / "other").mkdir()  # mounted, with something on it
     assert Directory(share).publish(SPACE, [stored()]) == [stored()]
 
 
@@ -196,6 +204,7 @@ def test_files_of_other_programs_are_not_records(tmp_path: Path) -> None:
 
 def test_a_record_that_cannot_be_read_is_not_replaced(open_path: Path, children: Children) -> None:
     """Another user's file under a tight umask is a choice, though not one for this user."""
+    (open_path / "shared").mkdir()
     store = Directory(open_path / "shared")
     store.publish(SPACE, [stored()])
     (path,) = (open_path / "shared").rglob("*.json")

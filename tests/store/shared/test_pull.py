@@ -58,6 +58,7 @@ class Large:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     found = f"file://{tmp_path}/shared"
+    (tmp_path / "shared").mkdir()
     open_shared(found).publish(SPACE, [stored(number) for number in range(MANY)])
     return found
 

@@ -103,6 +103,7 @@ class TestSharedStore:
     def publish(
         self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Callable[[int, int], None]:
+        (tmp_path / "shared").mkdir()
         monkeypatch.setenv("SAFETUNE_SHARED", f"file://{tmp_path}/shared")
 
         def write(block: int, generation: int) -> None:
