@@ -61,6 +61,14 @@ def own_jit_run() -> Any:
     return JITFunction.run if has_own(JITFunction, "run") else None
 
 
+def is_watched(kernel: Any) -> bool:
+    """Whether hooks of a kernel, or a tool in place of its `run`, see the arguments of launches."""
+    from triton.runtime.jit import JITFunction
+
+    replaced = "run" in vars(kernel) or not has_own(JITFunction, "run")
+    return replaced or bool(getattr(kernel, "pre_run_hooks", None))
+
+
 def has_hook_chains() -> bool:
     """Whether the hooks around a launch are lists, which can be seen to be empty."""
     from triton import knobs
@@ -69,8 +77,8 @@ def has_hook_chains() -> bool:
     return all(isinstance(hook, knobs.HookChain) for hook in hooks)
 
 
-#: A switch of Triton 3.9 that decides the code which is generated.
-_FPSAN = "fpsan_homomorphic_casts"
+#: A switch of Triton 3.9 that decides the code which is generated, and its variable.
+_FPSAN, _FPSAN_VARIABLE = "fpsan_homomorphic_casts", "TRITON_FPSAN_HOMOMORPHIC_CASTS"
 
 #: Python expressions over `launch_names` and, in the second, a `device`: what is in the way of a
 #: launch past Triton's own path; what Triton has compiled; and whether Triton would refuse.
@@ -83,7 +91,7 @@ _IN_THE_WAY = (
     " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
     " or CudaLauncher.__call__ is not launcher_call"
 )
-_OTHER_FPSAN = " or (fpsan(fpsan_name), environ(fpsan_variable)) != sanitized"
+_OTHER_FPSAN = " or (fpsan(fpsan_name), getenv(fpsan_variable)) != sanitized"
 COMPILED = "jit.device_caches[device][0].get(binary)"
 REFUSED = "jit.used_global_vals and changed(jit.used_global_vals)"
 
@@ -93,9 +101,7 @@ def in_the_way() -> str:
     from triton import knobs
 
     has_fpsan = _FPSAN in vars(type(knobs.compilation))
-    return _IN_THE_WAY + (
-        " or (fpsan(fpsan_name), environ(fpsan_variable)) != sanitized" if has_fpsan else ""
-    )
+    return _IN_THE_WAY + (_OTHER_FPSAN if has_fpsan else "")
 
 
 def switches(jit: Any) -> tuple[Any, ...]:
@@ -135,21 +141,23 @@ def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
         "instrumentation": knobs.compilation.instrumentation_mode,
         "fpsan": knobs.compilation.__dict__.get,
         "fpsan_name": _FPSAN,
-        "environ": _ENVIRONMENT.get,
+        "getenv": _getenv(),
         "fpsan_variable": _FPSAN_VARIABLE,
         "sanitized": _fpsan(knobs.compilation.__dict__),
         "changed": _changed,
     }
 
 
-#: `os.environ` without its encoding, which takes as long as the rest of a launch.
-_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_FPSAN_VARIABLE: Any = getattr(os.environ, "encodekey", str)("TRITON_FPSAN_HOMOMORPHIC_CASTS")
-
-
 def _fpsan(compilation: Mapping[str, Any]) -> Any:
     """Return the values that decide the switch; Triton 3.9 reads the environment at each launch."""
-    return compilation.get(_FPSAN), _ENVIRONMENT.get(_FPSAN_VARIABLE)
+    return compilation.get(_FPSAN), _getenv()(_FPSAN_VARIABLE)
+
+
+def _getenv() -> Function:
+    """Return what Triton 3.9 reads the environment with: it sees `os.putenv` too."""
+    from triton import knobs
+
+    return getattr(knobs, "getenv", os.environ.get)
 
 
 def _changed(used: Mapping[Any, Any]) -> bool:

@@ -67,13 +67,13 @@ def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
     """Return the prune function that torch finds on a tuner in place of the user's, `early`."""
     number = str(next(_numbers))
     _tuners[number] = tuner
-    keys, parameters = tuple(tuner.keys), tuple(tuner.arg_names)
 
     def choose(configs: Any, named_args: Any, /, **kwargs: Any) -> list[Config]:
         """Return one of `configs`. Dynamo traces this function, so it has to stay plain."""
         import torch
         from torch.fx.experimental.symbolic_shapes import guard_or_false, has_static_value
 
+        keys, parameters = names_of(number)
         facts: list[Fact] = []
         unknown: list[Any] = []
         index = -1
@@ -123,6 +123,12 @@ def _best_of(configs: Any, pruned: Any, order: tuple[int, ...]) -> Any:
             if config is configs[index]:
                 return [config]
     return pruned[:1]
+
+
+@constant
+def names_of(number: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names in the tuner's key, which may be needed here first, and the parameters."""
+    return tuple(_tuners[number].keys), tuple(_tuners[number].arg_names)
 
 
 @constant

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
 from safetune.collection import no_collection
-from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.frontend import observers
+from safetune.frontend.lazy_key import LazyKey
+from safetune.frontend.pruning import PruningTuner
 from safetune.inputs.call import Hooks
 from safetune.isolation import backend
-from safetune.keys.buckets import KeyNames, buckets_of
+from safetune.keys.basis import Basis
+from safetune.keys.buckets import KeyNames
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
-from safetune.keys.key_names import Key, KeyReport, classify
+from safetune.keys.key_names import KeyReport
 from safetune.keys.tuning_key import readable_key
+from safetune.keys.written_key import Key, written_key
 from safetune.launch import call_shape, fast_path, scratch_memory
 from safetune.launch.key_state import KeyStates
 from safetune.miss import relaunch
@@ -55,8 +56,13 @@ ISOLATIONS = ("worker", "config", "inline")
 #: Attributes that report the last launch or tuning. No launch depends on them.
 _REPORTED = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases"})
 
+#: Attributes that decide which names in the key are read.
+_CLASSIFIED = frozenset(
+    {"fn", "configs", "pre_hook", "post_hook", "early_config_prune", "perf_model"}
+)
 
-class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
+
+class Autotuner(PruningTuner):
     """`triton.runtime.autotuner.Autotuner`, with candidates run in subprocesses.
 
     Everything that torch, JAX and others read of Triton's tuner is here under the same name. Made
@@ -96,28 +102,60 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.isolate(isolation)
         self.capture_miss = parse_optional(CaptureMissPolicy, "capture_miss", capture_miss)
         policy = parse_choice(PhantomPolicy, "phantom", phantom or Settings.current().phantom.value)
-        callbacks = {n: options.get(n) for n in ("prune_configs_by", "pre_hook", "post_hook")}
-        self.key_report: KeyReport = classify(
-            fn, key, configs=configs, policy=policy, keep=keep, **callbacks
-        )
+        written = written_key(fn, key, keep, options.get("prune_configs_by"))
         self.states = KeyStates(self)
-        super().__init__(fn, arg_names, configs, list(self.key_report.kept), **around, **options)
-        self.keys: list[str] = KeyNames(self.keys, buckets_of(name, key))
+        super().__init__(fn, arg_names, configs, (), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
         #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
         self.tuning_phases: dict[str, float] = {}
-        hooks = self._hooks(options.get("do_bench") if is_interpreted(fn) else self._do_bench)
-        self.hooks = replace(hooks, scratch=tuple(scratch), reference=reference, inputs=inputs)
+        self._around = Hooks(
+            do_bench=options.get("do_bench") if is_interpreted(fn) else self._do_bench,
+            scratch=tuple(scratch),
+            reference=reference,
+            inputs=inputs,
+        )
         self.shapes = call_shape.CallShapes(self)
         self._topics: set[str] = set()
-        self._take_pruning()
+        self.take_pruning()
+        self.lazy_key = LazyKey(written, policy)
+        if policy is PhantomPolicy.ERROR or (written.names is None and written.keep):
+            self.lazy_key.report(self)  # what is wrong with it is an error of the decorator
 
     def __copy__(self) -> Autotuner:
         """Return a tuner that shares the choices, and whose launches all go by Triton's path."""
         made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, _launches={})
+        made.__dict__.update(self.__dict__, _launches={}, lazy_key=copy.copy(self.lazy_key))
         return made
+
+    @property
+    def key_report(self) -> KeyReport:
+        """The class of each name in `key`, and the reason; decided when it is first needed."""
+        return self.lazy_key.report(self)
+
+    @property
+    def keys(self) -> KeyNames:
+        """The names that make up the key. All of another list that is set here are looked at."""
+        if "lazy_key" not in self.__dict__:  # Triton's constructor needs no classes
+            return KeyNames((), {})
+        return KeyNames(self.key_report.kept, self.lazy_key.written.buckets)
+
+    @keys.setter
+    def keys(self, names: Key) -> None:
+        if "lazy_key" in self.__dict__:
+            self.lazy_key.write(written_key(self.fn, names))
+
+    @property
+    def basis(self) -> Basis:
+        """What the key's classes rest on."""
+        return self.lazy_key.basis(self)
+
+    def key_changed(self, choices: bool) -> None:
+        """Forget every launch, and the choices if they are of another kernel or key."""
+        self.__dict__.pop("_identity", None)
+        if choices:
+            self.states.clear()
+        self.forget_launches()
 
     @property
     def cache(self) -> dict[Any, Config]:
@@ -166,6 +204,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def _first(self, kind: fast_path.Kind, grid: Any, args: Args, kwargs: Kwargs) -> Any:
         """Launch as Triton does, and remember the launch for calls that are the same to Triton."""
+        self.lazy_key.report(self)  # first, as it forgets all launches if the kernel has changed
         launches = self._launches  # replaced once anything that a launch depends on is changed
         complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
         launch = launches.get(kind)
@@ -204,10 +243,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         object.__setattr__(self, name, value)
         if name not in _REPORTED:
             self.forget_launches()
-        if name in ("fn", "hooks", "keys"):
-            self.__dict__.pop("identity", None)
-        elif name == "configs":
-            self._show_one_config()
+        if name in _CLASSIFIED and "lazy_key" in self.__dict__:
+            self.lazy_key.forget()
+        if name == "configs":
+            self.show_one_config()
 
     def forget_launches(self) -> None:
         """Have every call go by Triton's path again, which reads everything anew."""
@@ -231,13 +270,17 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.isolation = isolation
         self.limits = replace(self.limits, fresh_process=isolation == "config")
 
-    @functools.cached_property
+    @property
     def identity(self) -> KernelIdentity:
-        """The kernel's identity, with what runs around it; looked up once."""
-        buckets = getattr(self.keys, "buckets", {})
-        functions = {name: bucket.function for name, bucket in buckets.items()}
+        """The kernel's identity, with what runs around it; computed again once that changes."""
+        buckets = {name: bucket.function for name, bucket in self.keys.buckets.items()}
         around = self.hooks.identity_parts()
-        return kernel_identity(self.fn, (*around, functions) if functions else around)
+        around = (*around, buckets) if buckets else around
+        known: tuple[Any, KernelIdentity] | None = self.__dict__.get("_identity")
+        if known is None or known[0] != around:
+            known = around, kernel_identity(self.fn, around)
+            self.__dict__["_identity"] = known
+        return known[1]
 
     def explain_key(self) -> KeyReport:
         """Return what each name in `key` was classed as and why; prints readably."""
@@ -260,50 +303,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             return declared
 
         return register if function is None else register(function)
-
-    def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
-        """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
-        stock = triton_autotuner.Autotuner.prune_configs
-        if self.early_config_prune is not self.shown:  # replaced, as jax-triton does
-            return stock(self, kwargs)  # type: ignore[no-any-return]
-        early, ranked = copy.copy(self), copy.copy(self)
-        early.early_config_prune, ranked.perf_model = self.pruning
-        early.perf_model, ranked.early_config_prune = None, None
-        ranked.configs = stock(early, kwargs)
-        # Triton 3.6 takes a fraction of all the configs, and rounds it down to zero.
-        if isinstance(ranked.configs_top_k, float) and ranked.configs_top_k <= 1.0:
-            ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
-        return stock(ranked, kwargs)  # type: ignore[no-any-return]
-
-    def _take_pruning(self) -> None:
-        """Keep the user's functions for `prune_configs`: torch traces those that it finds here."""
-        self.pruning: tuple[Any, Any] = (self.early_config_prune, self.perf_model)
-        self.shown: Any = None
-        self.early_config_prune: Any = None
-        self.perf_model: Any = None
-        self._show_one_config()
-
-    def _show_one_config(self) -> None:
-        """Have torch find a prune function that leaves one config, if there are several."""
-        if vars(self).get("shown", self) is not None or self.early_config_prune is not None:
-            return
-        if len(self.configs) > 1 or any(map(torch_compile.lost_options, self.configs)):
-            self.shown = torch_compile.one_config(self, self.pruning[0])
-            self.early_config_prune = self.shown
-
-    def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
-        """Return the configs that are left for one call; this tuner stays as it is."""
-        return call_shape.pruned_configs(self, named, kwargs)
-
-    def warmup(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Compile every config left by pruning in this process, as `triton.autotune` does."""
-        shape = self.shapes.of(args, kwargs)
-        named = call_shape.named_arguments(self.arg_names, args)
-        pinned_args, pinned_kwargs = shape.pinned(args, kwargs)
-        return [
-            self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
-            for config in self.pruned_for(named, kwargs)
-        ]
 
     def tune_inline(self, args: Args, kwargs: Kwargs) -> Config:
         """Return the fastest config, measured as `triton.autotune` does; nothing is stored."""
@@ -332,14 +331,15 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self._topics.add(topic)
         return not known
 
-    def _hooks(self, do_bench: Callable[..., Any] | None) -> Hooks:
-        """What the user put around a launch; Triton's own stand-ins for it stay here."""
-        return Hooks(
-            pre_hook=self.pre_hook if self.user_defined_pre_hook else None,
-            post_hook=self.post_hook if self.user_defined_post_hook else None,
+    @property
+    def hooks(self) -> Hooks:
+        """What the user has put around a launch; Triton's own stand-ins for it stay here."""
+        return replace(
+            self._around,
+            pre_hook=_of_the_user(self.pre_hook),
+            post_hook=_of_the_user(self.post_hook),
             reset_to_zero=tuple(self.reset_to_zero),
             restore_value=tuple(self.restore_value),
-            do_bench=do_bench,
         )
 
     def _miss(
@@ -366,6 +366,11 @@ _run = Autotuner.run
 def _once(names: Iterable[str] | None) -> Any:
     """Return names that can be read more than once; None and a single string as they are."""
     return names if names is None or isinstance(names, str) else tuple(names)
+
+
+def _of_the_user(hook: Any) -> Any:
+    """Return a hook; None for one that Triton's constructor has set."""
+    return None if getattr(hook, "__module__", None) == Config.__module__ else hook
 
 
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:

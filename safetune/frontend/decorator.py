@@ -11,7 +11,7 @@ from triton.runtime.autotuner import Heuristics
 from safetune.errors import InvalidSetting
 from safetune.frontend.autotuner import Autotuner, kernel_name
 from safetune.keys.kernel_digest import is_interpreted
-from safetune.keys.key_names import Key, lenient
+from safetune.keys.written_key import Key, lenient
 from safetune.tuning.requests import Limits
 
 

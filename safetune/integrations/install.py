@@ -26,7 +26,6 @@ from safetune.errors import SafetuneError
 from safetune.frontend import observers
 from safetune.integrations.install_report import Installation
 from safetune.keys import kept_names
-from safetune.keys.key_names import lenient, logged
 from safetune.settings import Settings, parse_keep
 
 _one_at_a_time = threading.Lock()
@@ -74,6 +73,8 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
     from safetune.frontend.autotuner import kernel_name
     from safetune.frontend.decorator import safetune
     from safetune.integrations import shadow_tuner
+    from safetune.keys.key_names import logged
+    from safetune.keys.written_key import lenient
 
     @functools.wraps(stock)
     def autotune(*args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ class Installation(Observer):
             f"safetune: {len(kernels)} kernels, {self.launches} launches: {tunings} tunings, "
             f"{looked_up} keys looked up{without}, {self.launches - self.misses} hits"
         ]
-        keys = [tuner.key_report for tuner in self.tuners]
+        keys = [key for tuner in self.tuners if (key := tuner.lazy_key.known) is not None]
         dropped = {key.kernel: ", ".join(key.dropped) for key in keys if key.dropped}
         lists: list[tuple[str, Mapping[str, object]]] = [
             ("key names dropped, as nothing reads them", dropped),

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from safetune.keys.kernel_digest import (
@@ -83,6 +83,22 @@ def usage_in_body(kernel: Any) -> Usage:
     file = Path(function.__code__.co_filename).name
     offset = max(definition_line(jit) - 1, 0)
     return Usage({name: f"the body ({file}:{line + offset})" for name, line in lines.items()})
+
+
+def calls_followed(kernel: Any) -> Iterator[tuple[FunctionType, str, Any]]:
+    """Yield (caller, name, callee) for each callee that is asked whether it reads a parameter."""
+    pending, seen = [base_function(kernel)[0]], set[FunctionType]()
+    while pending:
+        jit = pending.pop()
+        if jit.fn in seen or not can_be_followed(jit):
+            continue
+        seen.add(jit.fn)
+        scope = Scope(jit.fn)
+        for name in {use.callee for use in _summary(source_of(jit) or "") or () if use.callee}:
+            callee = scope.value_of(name)
+            if can_be_followed(callee):
+                yield jit.fn, name, callee
+                pending.append(callee)
 
 
 def multiplies_matrices(kernel: Any) -> bool:

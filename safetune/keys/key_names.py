@@ -12,33 +12,27 @@ import functools
 import inspect
 import logging
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 from safetune.collection import no_collection
-from safetune.errors import InvalidSetting, PhantomKey, with_nearest
+from safetune.errors import PhantomKey
 from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
-from safetune.keys.buckets import buckets_of
 from safetune.keys.callback_usage import set_above, usage_in_callbacks
 from safetune.keys.grid_usage import usage_in_grids
-from safetune.keys.kept_names import kept_for
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
 from safetune.keys.launch_usage import LaunchArguments
 from safetune.keys.launches import Launch, launches_of, may_be_launched_unseen
+from safetune.keys.written_key import Key, WrittenKey, check_kept, warn_at, written_key
 from safetune.settings import PhantomPolicy
 
 _log = logging.getLogger("safetune")
 
 #: Names for groups of values, as flash-attn and FBGEMM use them.
 _BUCKET = re.compile(r"bucket|^cache_key_|^autotune_|_key$", re.IGNORECASE)
-
-
-class PhantomKeyWarning(UserWarning):
-    """A key has a name that nothing reads; or, of a library's tuner, an unknown name."""
 
 
 class NameKind(str, Enum):
@@ -53,12 +47,6 @@ class NameKind(str, Enum):
     KEPT = "kept"
     PHANTOM = "phantom"
 
-
-#: The names in `prune_configs_by`.
-_PRUNING = ("early_config_prune", "perf_model", "top_k")
-
-#: What `key=` may be.
-Key: TypeAlias = Iterable[str] | Mapping[str, Callable[[Any], Any] | None] | str | None
 
 _DROPPED = (NameKind.UNKNOWN, NameKind.PHANTOM)
 
@@ -81,6 +69,7 @@ class KeyReport:
         location: the kernel's definition, as `file:line`.
         names: one report per key name, in the key's order.
         missing: constexprs that the body reads and that key, configs and heuristics leave out.
+        unread: the phantom names, also where all names are kept.
         pinned: the dropped parameters. Any value of them compiles to the same kernel.
         kept_all: nothing reads any of the names, so all of them are kept.
     """
@@ -89,6 +78,7 @@ class KeyReport:
     location: str
     names: tuple[NameReport, ...]
     missing: tuple[str, ...]
+    unread: tuple[str, ...]
     pinned: tuple[str, ...]
     kept_all: bool
 
@@ -142,26 +132,29 @@ def classify(
         callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
 
     Raises:
-        InvalidSetting: `key` is a single name or has one that is not a parameter, `keep` has a
-            name that `key` lacks, `prune_configs_by` an unknown one, or `kernel` is not a Triton
-            kernel.
+        InvalidSetting: as `written_key`.
         PhantomKey: nothing reads a name, under the policy `error`.
     """
+    written = written_key(kernel, key, keep, callbacks.get("prune_configs_by"))
+    report = classes_of(kernel, written, list(configs), policy, **callbacks)
+    announce(kernel, report, policy)
+    return report
+
+
+def classes_of(
+    kernel: Any,
+    key: WrittenKey,
+    configs: Sequence[Any],
+    policy: PhantomPolicy,
+    **callbacks: Any,
+) -> KeyReport:
+    """Return what `classify` does, for a key that has been checked; warn of nothing."""
     with no_collection():
-        facts = _Kernel(kernel, list(configs), callbacks)
-        keep = _names("keep", keep)
-        names = facts.automatic_key() if key == "auto" else _names("key", key)
-        _check_known("key", names, list(facts.parameters), facts)
-        _check_known("prune_configs_by", callbacks.get("prune_configs_by") or (), _PRUNING, facts)
-        if stray := [name for name in keep if name not in names]:
-            raise InvalidSetting(
-                f"keep={keep} of {facts.name} has {with_nearest(stray, names)}, which is not in "
-                f"key={names}"
-            )
-        mapped = buckets_of(facts.name, key)
-        kept = [*keep, *mapped, *kept_for(base_function(kernel)[1], names)]
-        reports = facts.classify(names, kept, policy)
-        reports = [_by_bucket(report) if report.name in mapped else report for report in reports]
+        facts = _Kernel(kernel, configs, callbacks)
+        names = facts.automatic_key() if key.names is None else key.names
+        check_kept(kernel, key.keep, names)
+        reports = facts.classify(names, [*key.keep, *key.kept], policy)
+        reports = [_by_bucket(each) if each.name in key.buckets else each for each in reports]
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
     # One choice for all calls is worse than tuning too often.
     kept_all = len(phantom) > 0 and all(report.kind in _DROPPED for report in reports)
@@ -171,16 +164,15 @@ def classify(
             NameReport(report.name, NameKind.KEPT, reason) if report.name in phantom else report
             for report in reports
         ]
-    report = KeyReport(
+    return KeyReport(
         kernel=facts.name,
         location=f"{facts.file}:{facts.line}",
         names=tuple(reports),
-        missing=() if key == "auto" else facts.missing(names),
+        missing=() if key.names is None else facts.missing(names),
+        unread=tuple(phantom),
         pinned=() if kept_all else tuple(phantom),
         kept_all=kept_all,
     )
-    _report(report, phantom, facts, policy)
-    return report
 
 
 def _by_bucket(report: NameReport) -> NameReport:
@@ -305,45 +297,22 @@ class _Kernel:
         return tuple(name for name in constexprs if self._body.reader_of(name))
 
 
-def _names(what: str, names: Key) -> list[str]:
-    if isinstance(names, str):
-        raise InvalidSetting(f'{what}={names!r} is one string; write {what}=["{names}"]')
-    found = list(dict.fromkeys(names or ()))
-    if wrong := [name for name in found if not isinstance(name, str)]:
-        raise InvalidSetting(
-            f"{what} has {wrong[0]!r}, of type {type(wrong[0]).__name__}; give names of arguments"
-        )
-    return found
-
-
-def _report(
-    report: KeyReport, phantom: Sequence[str], facts: _Kernel, policy: PhantomPolicy
-) -> None:
-    if phantom and policy is PhantomPolicy.ERROR and not report.kept_all:
-        raise PhantomKey(_phantom_text(report, phantom))
-    if phantom:
-        _warn(facts, _phantom_text(report, phantom))
+def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:
+    """Warn of the names that are dropped; raise `PhantomKey` under the policy `error`."""
+    if report.unread and policy is PhantomPolicy.ERROR and not report.kept_all:
+        raise PhantomKey(_phantom_text(report))
     if report.missing:
         text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tune '
         missing = ", ".join(report.missing)
         _log.info(text + "each value on its own", report.location, report.kernel, missing)
+    if report.unread and _logged.get():
+        _log.info("%s", _phantom_text(report))
+    elif report.unread:
+        warn_at(kernel, _phantom_text(report))
 
 
-def _check_known(what: str, names: Iterable[str], known: Sequence[str], facts: _Kernel) -> None:
-    """Raise for unknown names; of a tuner whose text the user may not be able to change, warn."""
-    unknown = [name for name in names if name not in known]
-    if not unknown:
-        return
-    text = (
-        f"{what} of {facts.name} has {with_nearest(unknown, known)}, which is not one of "
-        f"{', '.join(known)}"
-    )
-    if not _lenient.get():
-        raise InvalidSetting(text)
-    warnings.warn_explicit(f"{text}; ignored", PhantomKeyWarning, facts.file, facts.line)
-
-
-def _phantom_text(report: KeyReport, phantom: Sequence[str]) -> str:
+def _phantom_text(report: KeyReport) -> str:
+    phantom = report.unread
     them = "it" if len(phantom) == 1 else "them"
     action = (
         f"safetune keeps {them}, because no other name would be left"
@@ -354,19 +323,6 @@ def _phantom_text(report: KeyReport, phantom: Sequence[str]) -> str:
         f"{report.location}: the key of {report.kernel} has {', '.join(phantom)}, which nothing "
         f"reads: each new value would tune and compile again. {action}."
     )
-
-
-_lenient: ContextVar[bool] = ContextVar("safetune_unknown_names_are_ignored", default=False)
-
-
-@contextlib.contextmanager
-def lenient() -> Iterator[None]:
-    """Warn of unknown names, which Triton 3.6 ignores, instead of raising."""
-    token = _lenient.set(True)
-    try:
-        yield
-    finally:
-        _lenient.reset(token)
 
 
 _logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False)
@@ -380,10 +336,3 @@ def logged() -> Iterator[None]:
         yield
     finally:
         _logged.reset(token)
-
-
-def _warn(facts: _Kernel, message: str) -> None:
-    if _logged.get():
-        _log.info("%s", message)
-    else:  # at the kernel's own line: the decorator's caller may be any number of frames away
-        warnings.warn_explicit(message, PhantomKeyWarning, facts.file, facts.line)

@@ -21,6 +21,7 @@ from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
+    from safetune.keys.basis import Basis
     from safetune.keys.key_names import KeyReport
     from safetune.launch.key_state import KeyStates
 
@@ -123,6 +124,7 @@ class Tuner(Protocol):
         fn: the kernel below the tuner: a jit function, or heuristics around one.
         base_fn: the Python function.
         keys: names of the arguments whose values have a choice of their own.
+        basis: what was read to find out that nothing reads the dropped names.
         needs_scratch: whether a launch has asked for global scratch memory.
     """
 
@@ -132,6 +134,7 @@ class Tuner(Protocol):
     keys: list[str]
     configs: list[Config]
     key_report: KeyReport
+    basis: Basis
     states: KeyStates
     shapes: CallShapes
     best_config: Config
@@ -226,6 +229,7 @@ class CallShapes:
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
+        self._report: KeyReport | None = None
         self._known: dict[Any, CallShape] = {}
 
     def of(self, args: Args, kwargs: Kwargs) -> CallShape:
@@ -234,6 +238,9 @@ class CallShapes:
         Raises:
             InvalidConfig: the call passes what every config sets.
         """
+        report = self._tuner.key_report
+        if report is not self._report:  # classified again
+            self._known, self._report = {}, report
         kind = (len(args), *kwargs)
         shape = self._known.get(kind)
         if shape is None:

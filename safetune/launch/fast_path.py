@@ -81,6 +81,11 @@ class FastPath:
             "known": self._known,
             "chosen": self._chosen,
             **{f"heuristic{number}": f for number, f in enumerate(set_below.values())},
+            **{
+                f"{word}{number}": each
+                for number, fact in enumerate(source.facts)
+                for word, each in zip(("read", "argument", "value"), fact, strict=True)
+            },
             "below": self._heuristics,
             "as_made": self._as_made,
             "by_triton": self._by_triton,

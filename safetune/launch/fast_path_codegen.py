@@ -51,6 +51,8 @@ class Source:
         self._parts: list[str] = []
         self._pinned: list[int] = []
         self.single = len(tuner.configs) == 1
+        #: What was read to find out that nothing reads the pinned names.
+        self.facts = tuner.basis.text if shape.pins else ()
         self.possible, plain = True, plain_types()
         for index, parameter in enumerate(jit.params):
             if parameter.name not in values:
@@ -75,6 +77,8 @@ class Source:
         in_the_way = triton_launch.in_the_way()
         compiled = f"{triton_launch.COMPILED} is kernel"
         known = compiled if self._heuristics else f"{compiled} and not ({self._changed})"
+        others = [f"read{i}(argument{i}) is not value{i}" for i in range(len(self.facts))]
+        refused = " or ".join([triton_launch.REFUSED, *others])
         launched = "" if self._heuristics else "config, settings, as_launched, "
         return f"""
 def in_the_way():
@@ -87,7 +91,7 @@ def choice_key(a, k):
 def launch(grid, a, k):
     if {in_the_way}:
         return None
-    if {triton_launch.REFUSED}:
+    if {refused}:
         return None
 {self._unpack()}
     key = {self._key()}

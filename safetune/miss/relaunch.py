@@ -18,7 +18,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from safetune import triton_internals
+from safetune import triton_internals, triton_launch
 from safetune.config import config_text
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
@@ -79,10 +79,13 @@ def launch(
     options = config.all_kwargs()
     if config.pre_hook is not None:
         config.pre_hook({**named_arguments(tuner.arg_names, args, kwargs), **options})
-    pinned, passed = shape.pinned(args, kwargs)
+    below, heuristics = own_heuristics(tuner.fn)
+    if triton_launch.is_watched(below):  # by one who is to see the caller's values
+        pinned, passed = args, kwargs
+    else:
+        pinned, passed = shape.pinned(args, kwargs)
     passed = dict(**passed, **options)  # TypeError if the call passes what the config sets
     named = named_arguments(tuner.arg_names, pinned, passed)
-    below, heuristics = own_heuristics(tuner.fn)
     if values is None:
         values = {}
         for each in heuristics:

@@ -207,10 +207,11 @@ class TestResolve:
 
     def test_dropped_names_have_one_value(self, module: Any) -> None:
         text = traced.SOURCE.replace("n, BLOCK", "n, NB: tl.constexpr, BLOCK")
+        tuner = traced.kernel(
+            traced.load(Path(module.__file__).with_name("dropped.py"), text), key=["n", "NB"]
+        )
         with pytest.warns(UserWarning, match="NB"):
-            tuner = traced.kernel(
-                traced.load(Path(module.__file__).with_name("dropped.py"), text), key=["n", "NB"]
-            )
+            tuner.explain_key()
         x = torch.zeros(100)
         traced.choose(tuner, tuner.configs[0], x, x, 100, 5)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from safetune import Autotuner, InvalidConfig, InvalidSetting, NoWorkingConfig, safetune, settings
-from safetune.keys.key_names import PhantomKeyWarning
+from safetune.keys.written_key import PhantomKeyWarning
 from safetune.settings import Settings
 
 N = 256

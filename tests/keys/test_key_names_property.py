@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from safetune.keys.key_names import PhantomKeyWarning, classify
+from safetune.keys.key_names import classify
+from safetune.keys.written_key import PhantomKeyWarning
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st  # noqa: E402

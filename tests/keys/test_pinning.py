@@ -22,7 +22,7 @@ from safetune import safetune
 from safetune.child.session import ConfigLaunch
 from safetune.inputs import kernel_pickle
 from safetune.inputs.compile_spec import capture_spec
-from safetune.keys.key_names import PhantomKeyWarning
+from safetune.keys.written_key import PhantomKeyWarning
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -61,8 +61,10 @@ def norm_kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def tuned(kernel: Any, **options: Any) -> Any:
     configs = [triton.Config({"BT": rows}, num_warps=warps) for rows in (4, 8) for warps in (1, 2)]
+    made = safetune(configs=configs, key=["D", "T", "NB"], **options)(kernel)
     with pytest.warns(PhantomKeyWarning, match="has T, NB, which nothing reads"):
-        return safetune(configs=configs, key=["D", "T", "NB"], **options)(kernel)
+        made.explain_key()
+    return made
 
 
 def calls() -> Iterator[tuple[int, int]]:

@@ -28,7 +28,7 @@ from tests.keys import phantom_kernels
 
 Load = Callable[[str], ModuleType]
 
-pytestmark = pytest.mark.filterwarnings("ignore::safetune.keys.key_names.PhantomKeyWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::safetune.keys.written_key.PhantomKeyWarning")
 
 CONFIGS = [triton.Config({"BLOCK": 128}), triton.Config({"BLOCK": 256})]
 

@@ -157,6 +157,7 @@ class Tuned:
 
     def __init__(self, jit: Any, configs: list[triton.Config], **options: Any) -> None:
         self.tuner = safetune(configs=configs, **options)(jit)
+        self.tuner.key_report
         self.jit = jit_function(jit)
         self._turn = itertools.cycle(configs)
         self.tuner._miss = self._choose

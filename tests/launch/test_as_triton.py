@@ -18,7 +18,7 @@ import triton
 from triton import knobs
 from triton.runtime.autotuner import Heuristics
 
-from safetune.keys.key_names import PhantomKeyWarning
+from safetune.keys.written_key import PhantomKeyWarning
 from tests.launch.conftest import jit_function
 
 if TYPE_CHECKING:
