@@ -1,17 +1,28 @@
 """What a name in a module's text may stand for.
 
-A name is followed through assignments as far as the text shows them; `None` stands for a value that
-is not in the text: a parameter, a part of something unpacked. An import stands for itself.
+A name is followed through assignments as far as the text shows them, and a parameter to the calls
+of its function in the module. `None` stands for a value that is not in the text: a parameter, a
+part of something unpacked. An import stands for itself.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from safetune.keys.source_text import KEPT_TREES, body_of, children, dotted, last_name, walk
+from safetune.keys.body_usage import bind
+from safetune.keys.source_text import (
+    KEPT_TREES,
+    body_of,
+    children,
+    dotted,
+    last_name,
+    parameters,
+    walk,
+)
 
 #: The functions around an expression and the module, innermost first.
 Scopes: TypeAlias = "tuple[ast.AST, ...]"
@@ -41,8 +52,7 @@ def texts_of(expression: ast.AST, scopes: Scopes, whole: bool) -> set[str]:
             found.add(text)
             if isinstance(node, ast.Call) and last_name(node.func) == "stride":
                 found.add(ast.dump(node.func))  # one stride tells how the others lie
-            if isinstance(node, ast.Name):
-                stack += [v for v in bindings(node.id, scopes) if isinstance(v, ast.expr)]
+            stack += [value for value in _followed(node, scopes) if isinstance(value, ast.expr)]
     return found
 
 
@@ -100,6 +110,36 @@ def _is_imported(node: ast.AST, scopes: Scopes) -> bool:
     """Whether an expression is a dotted name that begins with an imported one."""
     values = bindings((dotted(node) or "").partition(".")[0], scopes)
     return any(isinstance(value, ast.alias) for value in values)
+
+
+def _followed(node: ast.AST, scopes: Scopes) -> list[ast.AST | None]:
+    """Return the values of a name, of a parameter where it is called, or of an object's field."""
+    known = _passed_and_set(scopes[-1])
+    match node:
+        case ast.Name(id=name):
+            functions = [scope.name for scope in scopes if isinstance(scope, ast.FunctionDef)]
+            passed = [known.get((function, name), []) for function in functions]
+            return [*bindings(name, scopes), *itertools.chain.from_iterable(passed)]
+        case ast.Attribute(value=ast.Name(), attr=field):
+            return known.get(("", field), [])
+    return []
+
+
+@functools.lru_cache(KEPT_TREES)
+def _passed_and_set(module: ast.AST) -> dict[tuple[str, str], list[ast.AST | None]]:
+    """Return what a module passes for (function, parameter), and what it sets for ("", field)."""
+    found: dict[tuple[str, str], list[ast.AST | None]] = {}
+    functions = {node.name: node for node in walk(module) if isinstance(node, ast.FunctionDef)}
+    for node in walk(module):
+        if isinstance(node, ast.Assign):
+            fields = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
+            for field in fields:
+                found.setdefault(("", field), []).append(node.value)
+        elif isinstance(node, ast.Call) and (function := functions.get(last_name(node.func))):
+            names = [name for name in parameters(function) if name not in ("self", "cls")]
+            for name, value in bind(node, names):
+                found.setdefault((function.name, name), []).append(value)
+    return found
 
 
 def bindings(name: str, scopes: Scopes) -> list[ast.AST | None]:

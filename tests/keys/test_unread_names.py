@@ -142,6 +142,52 @@ def test_a_name_that_a_read_argument_is_made_of_is_kept(
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            """
+            class Op:
+                def __init__(self, d):
+                    self.d, self.block = d, 16
+                    self.block_d = triton.next_power_of_2(d)
+                    self.dim = d
+                def __call__(self, x, T):
+                    kernel[(1,)](x, T, D=self.dim, NB=self.block, BLOCK_D=self.block_d, BS=1)
+            """,
+            "stand-in phantom",
+        ),
+        (
+            """
+            def forward(x, T, d, blocks, block_d, BS=1):
+                kernel[(1,)](x, T, d, blocks, block_d, BS=BS)
+            def op(x, T, head_dim):
+                return forward(x, T, head_dim, T // 2, block_d=triton.next_power_of_2(head_dim))
+            """,
+            "stand-in phantom",
+        ),
+        (
+            """
+            class Op:
+                def forward(self, x, T, d, *, block_d):
+                    kernel[(1,)](x, T, d, T // 2, block_d, BS=1)
+                def op(self, x, T, d):
+                    return self.forward(x, T, d, block_d=max(16, d))
+            """,
+            "stand-in phantom",
+        ),
+    ],
+    ids=["fields", "parameters", "a method's"],
+)
+def test_values_are_followed_to_fields_and_to_the_calls_of_a_function(
+    load: Load, text: str, expected: str
+) -> None:
+    kernel_text, _, _ = NORM.partition("def launch")
+    module = load(kernel_text.replace("from elsewhere", "# from") + textwrap.dedent(text))
+    found = kinds(module.kernel, ["x", "D", "NB"])
+    assert f"{found['D']} {found['NB']}" == expected
+
+
+@pytest.mark.parametrize(
     ("key", "configs", "expected"),
     [
         (["x", "D"], [{"BLOCK": 1}], "stand-in"),
