@@ -77,8 +77,6 @@ def _layers_that_may_read(kernel: Any) -> Usage:
     for layer in layers(kernel):
         if not is_own(layer):
             return Usage(everything=f"{type(layer).__name__}, whose `run` is not Triton's own")
-        if getattr(layer, "pre_run_hooks", None):
-            return Usage(everything="a hook of add_pre_run_hook")
     return Usage()
 
 
