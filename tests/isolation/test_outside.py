@@ -113,7 +113,7 @@ print(trials(), run(tuner(None, None), 99))
     ) -> None:
         os.mkfifo(tmp_path / "fifo")
         lines = program(self.SCRIPT, kind, tmp_path / "fifo")
-        assert lines == ["the program's own", "[('ok', '')] []"]
+        assert lines == ["the program's own", "[('not_judged', '')] []"], "of the first config"
 
 
 # One program after another in one process, which has a hard life.
@@ -303,7 +303,7 @@ class TestAHardLife:
     def test_a_killed_server_is_no_verdict(self, seen: Any) -> None:
         (told,), *trials = seen["server killed"]
         assert "it is tried again later: the fork server" in told
-        assert trials == [["ok", ""]]
+        assert trials == [["not_judged", ""]], "of the first config"
 
     def test_a_call_that_cannot_be_rebuilt_is_not_tried_again(self, seen: Any) -> None:
         (told,) = seen["not importable"]
