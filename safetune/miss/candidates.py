@@ -18,7 +18,7 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_text
 from safetune.keys.tuning_key import describe_call
-from safetune.outcome import Mark, Outcome
+from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
 
@@ -185,10 +185,16 @@ def _origin(request: TuningRequest, source: RelatedChoice) -> str:
 
 
 def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
-    """Return the latest stored outcome of each config of a request."""
+    """Return the latest stored outcome of each config of a request.
+
+    A config that ran and was not judged is as one that was never tried: it may work.
+    """
     configs = {config_digest(config): config for config in request.configs}
-    found = store.outcomes(request.key.digest)
-    return [(configs[digest], found[digest]) for digest in found if digest in configs]
+    return [
+        (configs[digest], outcome)
+        for digest, outcome in store.outcomes(request.key.digest).items()
+        if digest in configs and outcome.verdict is not Verdict.NOT_JUDGED
+    ]
 
 
 def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
