@@ -70,6 +70,10 @@ fuzz: env  ## Compare 100,000 random launches, hooks and changes with stock Trit
 ownership: env  ## Check which program writes each element of the norms, for every case of statement C6
 	SAFETUNE_TEST_FULL=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/verify/test_shipped_kernels.py
 
+.PHONY: judge
+judge: env  ## Plant faults in the results of configs, and write what the judge sees to the docs
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m tests.tuning.planted docs/contracts/judge.md
+
 .PHONY: sanitize
 sanitize: env  ## Run the norm kernels under compute-sanitizer: out of bounds, races
 	$(VENV)/bin/python benchmarks/sanitize.py $(SANITIZE_ARGS)

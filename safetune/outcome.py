@@ -1,4 +1,4 @@
-"""The outcome of one config: its verdict, its timing and its messages."""
+"""The outcome of one config: its verdict, its timing, its messages, and what it wrote."""
 
 from __future__ import annotations
 
@@ -104,6 +104,68 @@ class Effects:
     atomics: bool = False
     any_order: bool = False
     only_stored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Configs whose results agree. The result of the first of them is in the file of results.
+
+    Attributes:
+        number: the first config.
+        slot: its place in the file.
+        blocks: the storages that it has written.
+        writes: for each compared tensor, which of a sample of its elements the first config writes,
+            as bytes in hexadecimal digits; empty where that is not known.
+    """
+
+    number: int
+    slot: int
+    blocks: tuple[int, ...]
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupDifference:
+    """How a result differs from a group's.
+
+    Attributes:
+        excess, elements: for each compared tensor, see `compare.Difference`.
+        common: for each compared tensor, how many of the sampled elements that both write differ;
+            empty where that is not known.
+    """
+
+    group: int
+    excess: tuple[float, ...]
+    elements: tuple[int, ...]
+    common: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OutputReport:
+    """What the first launches of one config have shown of its outputs.
+
+    Attributes:
+        group: the number of the group that it agrees with; None if no more groups could be kept.
+        new_group: that group, when this config is its first.
+        differences: from the groups that it was compared with and does not agree with.
+        spread: by how much a second run of it differs, for each compared tensor as `excess` in
+            `GroupDifference`; empty where there was none.
+        stale: for each compared tensor, the number of elements that depend on what the outputs held
+            before; empty where that is not known.
+        written: for each compared tensor, the number of elements it writes; 0 where that is not
+            known.
+        unowned: names of arguments beside whose elements it wrote, in bytes that no argument has.
+        difference: how it differs from the largest group, in words; empty if it does not.
+    """
+
+    group: int | None
+    new_group: Group | None = None
+    differences: tuple[GroupDifference, ...] = ()
+    spread: tuple[float, ...] = ()
+    stale: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    unowned: tuple[str, ...] = ()
+    difference: str = ""
 
 
 @dataclass(frozen=True)

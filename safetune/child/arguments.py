@@ -127,17 +127,15 @@ class Arguments:
                 self.blocks[index].keep_pristine()
         return [index for index, block in enumerate(self.blocks) if block.written]
 
-    def poison(self, tensors: Iterable[int]) -> list[int]:
-        """Overwrite the written tensors among these; return which they are."""
-        chosen = [i for i in tensors if self.blocks[self.views[i].block].written]
-        for index in chosen:
+    def poison(self, tensors: Iterable[int]) -> None:
+        """Overwrite these tensors."""
+        for index in tensors:
             _bits(self.tensors[index]).fill_(_poison_bits(self.tensors[index].dtype))
-        return chosen
 
-    def overwritten(self, tensors: Iterable[int]) -> list[int]:
-        """Return, for each of these, the number of elements that no longer hold the poison."""
-        written = (self.tensors[index] for index in tensors)
-        return _values([(_bits(one) != _poison_bits(one.dtype)).sum() for one in written])
+    def overwritten(self, index: int) -> torch.Tensor:
+        """Return which elements of a tensor no longer hold the poison."""
+        tensor = self.tensors[index]
+        return _bits(tensor) != _poison_bits(tensor.dtype)
 
     def plant_probes(self, tensors: Iterable[int]) -> list[Probe]:
         """Overwrite a few elements of each of these that is not known as written."""

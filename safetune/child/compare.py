@@ -60,7 +60,12 @@ def typical_size(tensor: torch.Tensor) -> float:
     """
     if not tensor.numel():
         return 0.0
-    return float(_median(_picked(tensor, _SAMPLES), 0).item())
+    return float(_median(sample(tensor), 0).item())
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some elements, in one dimension: of the same places for every tensor of a shape."""
+    return _picked(tensor, _SAMPLES)
 
 
 def rounding(inputs: dict[float, int], elements: int, dtype: torch.dtype) -> float:

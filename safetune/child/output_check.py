@@ -22,8 +22,7 @@ from safetune.child import compare
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting
 from safetune.inputs.spans import FLOATS, TensorSpec, aligned, view_of
-from safetune.isolation.protocol import Group, GroupDifference, OutputReport
-from safetune.outcome import Effects
+from safetune.outcome import Effects, Group, GroupDifference, OutputReport
 
 #: Results up to this size in bytes stay on the device between configs.
 _ON_DEVICE_BYTES = 1 << 26
@@ -119,14 +118,24 @@ class OutputCheck:
         new_group = self._keep(config, groups) if group is None else None
         same = group or new_group
         number = None if same is None else same.number
-        report = OutputReport(number, new_group, differences, (), False, (), unowned, difference)
+        report = OutputReport(number, new_group, differences, (), (), (), unowned, difference)
         if same is None or slow:
             return report
+        mine = [compare.sample(self._arguments.tensors[index]) for index in self._compared]
         if self._effects.atomics:
             self._run(launch)
             report = replace(report, spread=self._difference(same).excess)
-        depends, written = self._with_poison(launch, same)
-        return replace(report, depends_on_prior_output=depends, written=written)
+        stale, written, writes = self._with_poison(launch, same)
+        report = replace(report, stale=stale, written=written)
+        if new_group is None:
+            return report
+        known = {group.number: group for group in groups}
+        common = [self._in_common(known[d.group], mine, writes) for d in differences]
+        return replace(
+            report,
+            new_group=replace(new_group, writes=writes),
+            differences=tuple(map(_with_common, differences, common)),
+        )
 
     def check_guards(self) -> None:
         """Raise `OutOfBounds` if a launch has written beside a storage."""
@@ -157,33 +166,68 @@ class OutputCheck:
         Through a parameter that is only stored to, nothing is read. Else an integer may be an
         index, and a kernel with atomics may rightly add to zeros of the caller's.
         """
-        view, views = self._arguments.views[index], self._arguments.views
+        view = self._arguments.views[index]
         if 0 in view.stride or self._arguments.tensors[index].itemsize > 8:
             return False
+        is_float = view.dtype in FLOATS and not self._effects.atomics
+        return is_float or self._is_only_stored(index)
+
+    def _is_only_stored(self, index: int) -> bool:
+        view, views = self._arguments.views[index], self._arguments.views
         owners = [
             n for n, other in zip(self._names, views, strict=True) if other.block == view.block
         ]
         names = {name for each in owners for name in each.split(", ")}
-        is_float = view.dtype in FLOATS and not self._effects.atomics
-        return is_float or names <= set(self._effects.only_stored)
+        return names <= set(self._effects.only_stored)
 
     def _with_poison(
         self, launch: Callable[[], object], group: Group
-    ) -> tuple[bool, tuple[int, ...]]:
-        """Overwrite the outputs and launch: return whether that changes the result, and the number
-        of elements written.
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
+        """Overwrite the outputs and launch: return the number of elements of each tensor that this
+        changes, the number of those that are written, and which of a sample are.
         """
         self._arguments.restore()
-        poisoned = self._arguments.poison(self._overwritable)
+        written = {self._arguments.views[index].block for index in self._overwritable}
+        written.intersection_update(self._arguments.find_written())
+        poisoned = [
+            index
+            for index in self._overwritable
+            if self._arguments.views[index].block in written or self._is_only_stored(index)
+        ]
+        self._arguments.poison(poisoned)
         if not poisoned:
-            return False, ()
+            return (), (), ()
         launch()
         self.check_guards()
         self._written = self._arguments.find_written()
-        counts = dict(zip(poisoned, self._arguments.overwritten(poisoned), strict=True))
+        masks = {index: self._arguments.overwritten(index) for index in poisoned}
         seen = poisoned if self._effects.atomics else self._compared
-        depends = any(self._difference(group, seen).elements)
-        return depends, tuple(counts.get(index, 0) for index in self._compared)
+        stale = self._difference(group, seen).elements
+        return (
+            stale,
+            tuple(int(masks[i].sum()) if i in masks else 0 for i in self._compared),
+            tuple(_digits(compare.sample(masks[i])) if i in masks else "" for i in self._compared),
+        )
+
+    def _in_common(
+        self, group: Group, mine: Sequence[torch.Tensor], writes: Sequence[str]
+    ) -> tuple[int, ...]:
+        """Return, for each tensor, how many sampled elements differ that this config and the first
+        of a group both write.
+        """
+        found = dict.fromkeys(self._compared, 0)
+        known = dict(
+            zip(self._compared, zip(mine, writes, group.writes, strict=False), strict=False)
+        )
+        for index, _, tensor in self._pairs(group):
+            if index in known and all(known[index][1:]):
+                ours, *digits = known[index]
+                masks = [torch.frombuffer(bytearray.fromhex(d), dtype=torch.uint8) for d in digits]
+                both = (masks[0] & masks[1]).bool().to(ours.device)
+                theirs = compare.sample(tensor).to(ours.device)
+                noise = self._rounding(index)
+                found[index] = compare.difference(ours[both], theirs[both], noise).elements
+        return tuple(found.values())
 
     def _check_expected(self) -> None:
         for index, expected in self._expected.items():
@@ -301,3 +345,11 @@ class OutputCheck:
         views = enumerate(self._arguments.views)
         names = dict.fromkeys(self._names[i] for i, view in views if view.block == block)
         return "/".join(filter(None, names)) or "a tensor that a hook holds"
+
+
+def _with_common(difference: GroupDifference, common: tuple[int, ...]) -> GroupDifference:
+    return replace(difference, common=common)
+
+
+def _digits(mask: torch.Tensor) -> str:
+    return bytes(mask.bool().to(torch.uint8).tolist()).hex()

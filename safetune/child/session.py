@@ -12,11 +12,11 @@ from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs import compile_spec
 from safetune.inputs.call import Call, owners_of
 from safetune.isolation import backend
-from safetune.isolation.protocol import DONE, Answer, Budget, Measure, OutputReport, Prepare
+from safetune.isolation.protocol import DONE, Answer, Budget, Measure, Prepare
 from safetune.keys.kernel_digest import base_function
 from safetune.launch import scratch_memory
 from safetune.launch.timing import DeviceTimer, InvalidTime, Timer, from_do_bench, measure
-from safetune.outcome import Outcome, Timing, Verdict
+from safetune.outcome import Outcome, OutputReport, Timing, Verdict
 
 _VERDICTS: dict[type[Exception], Verdict] = {
     InvalidTime: Verdict.INVALID_TIME,

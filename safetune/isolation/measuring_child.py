@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from safetune.errors import InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
-from safetune.isolation.protocol import Answer, Budget, Group, OutputReport, Prepare
-from safetune.outcome import CLEAN, TRANSIENT, Outcome, Verdict
+from safetune.isolation.protocol import Answer, Budget, Prepare
+from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Verdict
 
 _measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from safetune.errors import from_signal_handler
-from safetune.outcome import Effects, Outcome, Verdict
+from safetune.outcome import Effects, Group, Outcome, OutputReport, Verdict
 
 #: A child without work exits after this time, so that its context does not occupy the caller's
 #: device memory. The parent stops reusing it a little earlier.
@@ -78,61 +78,6 @@ class Budget:
     max_launches: int = 200
     give_up_ratio: float = 1.5
     best_ms: float | None = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Configs whose results agree. The result of the first of them is in the file of results.
-
-    Attributes:
-        number: the first config.
-        slot: its place in the file.
-        blocks: the storages that it has written.
-    """
-
-    number: int
-    slot: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GroupDifference:
-    """How a result differs from a group's.
-
-    Attributes:
-        excess, elements: for each compared tensor, see `compare.Difference`.
-    """
-
-    group: int
-    excess: tuple[float, ...]
-    elements: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class OutputReport:
-    """What the first launches of one config have shown of its outputs.
-
-    Attributes:
-        group: the number of the group that it agrees with; None if no more groups could be kept.
-        new_group: that group, when this config is its first.
-        differences: from the groups that it was compared with and does not agree with.
-        spread: by how much a second run of it differs, for each compared tensor as `excess` in
-            `GroupDifference`; empty where there was none.
-        depends_on_prior_output: whether the result changes with what the outputs held before.
-        written: for each compared tensor, the number of elements it writes; 0 where that is not
-            known.
-        unowned: names of arguments beside whose elements it wrote, in bytes that no argument has.
-        difference: how it differs from the largest group, in words; empty if it does not.
-    """
-
-    group: int | None
-    new_group: Group | None = None
-    differences: tuple[GroupDifference, ...] = ()
-    spread: tuple[float, ...] = ()
-    depends_on_prior_output: bool = False
-    written: tuple[int, ...] = ()
-    unowned: tuple[str, ...] = ()
-    difference: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from safetune.errors import (
 )
 from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers
-from safetune.isolation.protocol import OutputReport
 from safetune.launch.key_state import Reason
 from safetune.miss import candidates, reporting, retry
-from safetune.outcome import Mark, Outcome
+from safetune.outcome import Mark, Outcome, OutputReport
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.requests import TuningRequest, TuningResult

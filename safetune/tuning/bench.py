@@ -21,10 +21,10 @@ from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild
-from safetune.isolation.protocol import Budget, Group, OutputReport, Prepare
+from safetune.isolation.protocol import Budget, Prepare
 from safetune.keys.effects import effects_of
 from safetune.keys.kernel_digest import base_function, inner_heuristics
-from safetune.outcome import Mark, Outcome, Verdict
+from safetune.outcome import Group, Mark, Outcome, OutputReport, Verdict
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from safetune.isolation.protocol import Group, GroupDifference, OutputReport
-from safetune.outcome import Mark, Verdict
+from safetune.outcome import Group, GroupDifference, Mark, OutputReport, Verdict
 
 #: A majority has at least this many configs: of two that differ, either may be wrong.
 MIN_MAJORITY = 3
@@ -160,8 +159,8 @@ class _Evidence:
         for config, report in reports.items():
             own = config if report.group is None else report.group
             for difference in report.differences:
-                self._between[own, difference.group] = difference
-                self._between[difference.group, own] = difference
+                self._between.setdefault((own, difference.group), difference)
+                self._between.setdefault((difference.group, own), difference)
         spreads = [report.spread for report in reports.values() if report.spread]
         self._spread = [
             min(_SPREAD_FACTOR * statistics.median_low(values), _LARGEST_SPREAD)
@@ -193,7 +192,7 @@ class _Evidence:
     def verdict(self, config: int, right: Sequence[int], reason: str) -> tuple[Verdict, str]:
         """Return the verdict of a config outside the majority."""
         report = self._reports[config]
-        if report.depends_on_prior_output and self._agrees(config, right):
+        if any(report.stale) and not self._varies(report) and self._agrees(config, right):
             return Verdict.ORDER_DEPENDENT, (
                 "its result depends on what the outputs held before the launch; that of "
                 f"{len(right)} other configs does not"
@@ -218,22 +217,28 @@ class _Evidence:
         return any(s > most for s, most in zip(report.spread, self._spread, strict=False))
 
     def _by_staleness(self, members: list[int]) -> list[list[int]]:
-        """Split off the configs whose result depends on what the outputs held before, unless that
-        holds for most.
+        """Split off the configs that leave out elements of a tensor, where as many others or more
+        write all: their result depends on what the outputs held before.
         """
-        stale = [c for c in members if self._reports[c].depends_on_prior_output]
-        fresh = [c for c in members if c not in stale]
-        return [fresh, stale] if stale and len(fresh) >= len(stale) else [members]
+        stale: set[int] = set()
+        for tensor in range(max(len(self._reports[config].stale) for config in members)):
+            found = [c for c in members if any(self._reports[c].stale[tensor : tensor + 1])]
+            whole = [c for c in members if c not in found]
+            if whole and len(whole) >= len(found):
+                stale |= {c for c in found if not self._is_partial(tensor, c, whole)}
+        fresh = [config for config in members if config not in stale]
+        return [fresh, sorted(stale)] if stale and fresh else [members]
 
     def _agrees(self, config: int, members: Sequence[int]) -> bool:
         """Whether a config's result is that of a group, for all that noise and grids explain."""
         if self._reports[config].group == self._reports[members[0]].group:
             return True
         difference = self._difference(config, members)
+        leading = [c for c in members if self._reports[c].group == self._reports[members[0]].group]
         return difference is not None and all(
             not difference.elements[tensor]
             or difference.excess[tensor] <= self._allowed(tensor)
-            or self._is_partial(tensor, config, members, difference.elements[tensor])
+            or (any(difference.common[tensor:][:1]) and self._is_partial(tensor, config, leading))
             for tensor in range(len(difference.elements))
         )
 
@@ -246,17 +251,14 @@ class _Evidence:
             return None
         return self._between.get((own, theirs))
 
-    def _is_partial(self, tensor: int, config: int, others: Sequence[int], differing: int) -> bool:
-        """Whether each program leaves a result of its own in a tensor, so that another grid leaves
-        another number of them: then the number of elements written follows that of programs, along
-        some axes. Where the elements that both have written agree, one has left elements out.
+    def _is_partial(self, tensor: int, config: int, others: Sequence[int]) -> bool:
+        """Whether each program may leave a result of its own in a tensor, so that another grid
+        leaves another number of them: then the number of elements written follows that of programs,
+        along some axes. (Where the elements agree that both have written, one leaves others out.)
         """
         mine = self._written(tensor, config)
-        leading = [c for c in others if self._reports[c].group == self._reports[others[0]].group]
-        theirs = [(self._written(tensor, other), self._grids[other]) for other in leading]
+        theirs = [(self._written(tensor, other), self._grids[other]) for other in others]
         if not mine or not all(count for count, _ in theirs):
-            return False
-        if any(differing <= abs(mine - count) for count, _ in theirs):
             return False
         return any(
             all(

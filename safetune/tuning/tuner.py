@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NothingToMeasure, NoWorkingConfig, system_errors
-from safetune.isolation.protocol import Budget, OutputReport
-from safetune.outcome import Mark, Outcome, Timing, Verdict
+from safetune.isolation.protocol import Budget
+from safetune.outcome import Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 from safetune.tuning import race, recall, single_flight

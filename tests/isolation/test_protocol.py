@@ -17,18 +17,24 @@ from safetune.isolation.protocol import (
     Answer,
     Budget,
     Compile,
-    Group,
-    GroupDifference,
     Job,
     Measure,
-    OutputReport,
     Prepare,
     ProtocolError,
     Release,
     Specify,
     Start,
 )
-from safetune.outcome import Effects, Mark, Outcome, Timing, Verdict
+from safetune.outcome import (
+    Effects,
+    Group,
+    GroupDifference,
+    Mark,
+    Outcome,
+    OutputReport,
+    Timing,
+    Verdict,
+)
 
 
 @pytest.fixture
@@ -114,7 +120,7 @@ REPORT = OutputReport(
     Group(1, 0, (0, 2)),
     (GroupDifference(0, (1.5, 0.0), (3, 0)),),
     (0.0, 0.5),
-    True,
+    (0, 5),
     (3, 4),
     unowned=("x",),
     difference="d",

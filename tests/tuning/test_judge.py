@@ -6,8 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from safetune.isolation.protocol import Group, GroupDifference, OutputReport
-from safetune.outcome import Mark, Verdict
+from safetune.outcome import Group, GroupDifference, Mark, OutputReport, Verdict
 from safetune.tuning.judge import Judgement, Votes, judge
 
 
@@ -15,7 +14,7 @@ def reports(
     groups: list[int | None],
     stale: tuple[int, ...] = (),
     written: list[int] | None = None,
-    elements: int = 5,
+    common: int = 0,
     excess: float = 1.0,
     spread: dict[int, float] | None = None,
 ) -> dict[int, OutputReport]:
@@ -31,9 +30,9 @@ def reports(
         made[config] = OutputReport(
             number,
             Group(config, len(first), (0,)) if is_new else None,
-            tuple(GroupDifference(other, (excess,), (elements,)) for other in others),
+            tuple(GroupDifference(other, (excess,), (5,), (common,)) for other in others),
             () if spread is None else (spread.get(config, 0.0),),
-            config in stale,
+            (int(config in stale),),
             () if written is None else (written[config],),
             difference=f"out differs by {config}" if others else "",
         )
@@ -121,27 +120,23 @@ def test_a_majority_counts_those_that_have_not_been_launched_again() -> None:
 class TestGrids:
     def test_a_result_of_each_program_follows_the_number_of_programs(self) -> None:
         """Whichever is the fastest may be chosen, and nothing is marked."""
-        found = judge(
-            reports([0, 1, 2], written=[8, 4, 2], elements=8), {0: (8,), 1: (4,), 2: (2,)}
-        )
+        found = judge(reports([0, 1, 2], written=[8, 4, 2], common=2), {0: (8,), 1: (4,), 2: (2,)})
         assert found.candidates == {0, 1, 2}
         assert not found.disputed
 
     def test_it_may_follow_one_axis(self) -> None:
         grids = {0: (8, 4), 1: (4, 8), 2: (8, 1), 3: (2, 2)}
         written = [80, 40, 80, 20]
-        made = reports([0, 1, 0, 2], written=written, elements=80)
+        made = reports([0, 1, 0, 2], written=written, common=9)
         assert judge(made, grids).candidates == {0, 1, 2, 3}
 
     @pytest.mark.parametrize(
-        ("mine", "elements"),
-        [(995, 5), (1000, 1000), (500, 500), (300, 700)],
+        ("mine", "common"),
+        [(995, 0), (1000, 1000), (500, 0), (300, 700)],
         ids=["a tail", "other values", "half of each tile", "random elements"],
     )
-    def test_another_number_of_programs_excuses_nothing_else(
-        self, mine: int, elements: int
-    ) -> None:
-        made = reports([0, 0, 0, 1], written=[1000, 1000, 1000, mine], elements=elements)
+    def test_another_number_of_programs_excuses_nothing_else(self, mine: int, common: int) -> None:
+        made = reports([0, 0, 0, 1], written=[1000, 1000, 1000, mine], common=common)
         found = judge(made, {0: (16,), 1: (16,), 2: (16,), 3: (8,)})
         assert verdicts(found) == {3: Verdict.WRONG_RESULT}
 
