@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_text
+from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import describe_call
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
@@ -175,7 +176,7 @@ def _origin(request: TuningRequest, source: RelatedChoice) -> str:
     if source.toolchain != request.key.toolchain.record():
         theirs, ours = source.toolchain.get("triton"), request.key.toolchain.triton
         parts.append(
-            f"made with Triton {theirs}, and this is {ours}"
+            f"made with Triton {visible(str(theirs))}, and this is {ours}"
             if theirs != ours
             else "made by another compiler or under other switches"
         )

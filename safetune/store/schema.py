@@ -97,11 +97,6 @@ class Choice(_Call):
 CALL = _Call.__struct_fields__
 
 
-class _Key(Struct):
-    call: _Call
-    toolchain: _Toolchain
-
-
 class Tuning(Struct):
     """The choices of a pack for one toolchain and one list of configs."""
 
@@ -124,22 +119,13 @@ class Pack(Struct):
             raise ValueError(f"the device's name {self.device.name[:60]!r} has control characters")
 
 
-def is_key(key: Mapping[str, Any]) -> bool:
-    """Whether call and toolchain of a stored key have the fields that readers take for granted."""
-    return _has_shape(key, _Key)
-
-
-def is_device(record: Mapping[str, Any]) -> bool:
-    """Whether a stored device has all its fields."""
-    return _has_shape(record, Device)
-
-
-def _has_shape(data: Mapping[str, Any], kind: type) -> bool:
+def is_call(call: Mapping[str, Any]) -> bool:
+    """Whether the call of a stored key has the fields that readers take for granted."""
     try:
-        msgspec.convert(data, kind)
+        msgspec.convert(call, _Call)
     except (msgspec.ValidationError, RecursionError, UnicodeError):
         return False
-    return not _is_deep(data)
+    return not _is_deep(call)
 
 
 def parsed(data: bytes | str) -> Any:

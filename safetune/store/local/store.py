@@ -293,17 +293,17 @@ class Store:
             table.put_if_absent(database.conn, of_key)
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
-        from safetune.store import schema
-
         kernels, devices = (
             {values["digest"]: values for values in self._fetch(connection, table, table.select)}
             for table in (KERNEL, DEVICE)
         )
-        devices = {n: each for n, each in devices.items() if schema.is_device(each["record"])}
+        named = {
+            digest for digest, each in devices.items() if type(each["record"].get("name")) is str
+        }
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
             for key in self._fetch_keys(connection, _KEYS, _name(kernel_name))
-            if key["kernel"] in kernels and key["device"] in devices
+            if key["kernel"] in kernels and key["device"] in named
         ]
 
     def _fetch_keys(
@@ -312,11 +312,8 @@ class Store:
         """The keys that a reader can use. A checksum does not guard against another program."""
         from safetune.store import schema  # msgspec is not needed to launch a stored choice
 
-        return [
-            key
-            for key in self._fetch(connection, KEY, statement, *parameters)
-            if schema.is_key(key)
-        ]
+        found = self._fetch(connection, KEY, statement, *parameters)
+        return [key for key in found if schema.is_call(key["call"])]
 
     def _fetch(
         self, connection: sqlite3.Connection, table: Table, statement: str, *parameters: Scalar
