@@ -103,7 +103,7 @@ class TestImport:
 
         message = safetune.error("tune", file)
 
-        assert "InvalidConfig: configs[0] of add_one sets 'BLOKC', which is neither" in message
+        assert "InvalidConfig: configs[0] of add_one sets 'BLOKC' (did you mean 'BLOCK'?)" in message
         assert re.search(rf" \({re.escape(str(file))}:[45]\)$", message)
 
 
