@@ -332,7 +332,7 @@ class TestAccepted:
 
     @pytest.mark.parametrize(
         "key",
-        [("N",), (name for name in ["N"]), {"N": 1}.keys(), {"N": 1}, {"N"}, ["N", "N"]],
+        [("N",), (name for name in ["N"]), {"N": 1}.keys(), {"N": None}, {"N"}, ["N", "N"]],
         ids=["tuple", "generator", "keys", "dict", "set", "twice"],
     )
     def test_key_as_any_iterable(self, device: str, key: Any) -> None:
