@@ -268,18 +268,20 @@ def _python() -> str:
 
     Raises `WorkerUnavailable` where that is a program of its own, which would run a second time.
     """
-    from multiprocessing import spawn
+    from multiprocessing import spawn  # by set_executable a program names a Python
 
-    named = os.fsdecode(spawn.get_executable() or "")
-    if named and named != sys.executable:  # by multiprocessing.set_executable
-        return named
-    if getattr(sys, "frozen", False) or not _PYTHON.match(os.path.basename(named)):
-        raise WorkerUnavailable(
-            f"this program is not run by a Python that could start a second process ("
-            f"{named or 'sys.executable is empty'}): name one of the same version with "
-            "multiprocessing.set_executable(path), or tune offline"
-        )
-    return os.path.abspath(named)
+    own, named = sys.executable or "", os.fsdecode(spawn.get_executable() or "")
+    paths = dict.fromkeys([own, named])
+    if getattr(sys, "frozen", False):
+        del paths[own]
+    for path in paths:
+        if _PYTHON.match(os.path.basename(path)):
+            return os.path.abspath(path)
+    raise WorkerUnavailable(
+        f"this program is not run by a Python that could start a second process ("
+        f"{own or 'sys.executable is empty'}): name one of the same version with "
+        "multiprocessing.set_executable(path), or tune offline"
+    )
 
 
 def _import_options() -> list[str]:

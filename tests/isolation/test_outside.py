@@ -335,8 +335,10 @@ def test_only_a_python_is_started(
         return
     with pytest.raises(WorkerUnavailable, match="not run by a Python that could start a second"):
         fork_server._python()
-    monkeypatch.setattr(spawn, "_python_exe", "/opt/app/bin/interpreter")
-    assert fork_server._python() == "/opt/app/bin/interpreter", "named by the program"
+    monkeypatch.setattr(spawn, "_python_exe", "/opt/app/bin/python3")
+    assert fork_server._python() == "/opt/app/bin/python3", "named by the program"
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert fork_server._python() == "/opt/app/bin/python3"
 
 
 class TestOutput:
