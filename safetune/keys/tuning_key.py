@@ -222,9 +222,13 @@ def interpreter() -> tuple[Device, Toolchain]:
     return device, Toolchain(triton.__version__, INTERPRETER, INTERPRETER)
 
 
-@functools.lru_cache(maxsize=256)
 def detect(index: int) -> tuple[Device, Toolchain]:
     """Return a device and the toolchain for it, from Triton's driver; raises `NoDevice`."""
+    return _detected(index, tuple(sorted(triton_internals.code_generation_switches().items())))
+
+
+@functools.lru_cache(maxsize=256)
+def _detected(index: int, switches: tuple[tuple[str, str], ...]) -> tuple[Device, Toolchain]:
     import triton
 
     active = active_driver()
@@ -233,7 +237,7 @@ def detect(index: int) -> tuple[Device, Toolchain]:
         triton=triton.__version__,
         backend=triton_internals.backend_hash(target),
         target=f"{target.backend}:{target.arch}:{target.warp_size}",
-        environment=tuple(sorted(triton_internals.code_generation_switches().items())),
+        environment=switches,
     )
     return _device(active, target, index), toolchain
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
+from safetune.keys import tuning_key as key_module
 from safetune.keys.tuning_key import KernelIdentity, readable_key, triton_key, tuning_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,3 +128,25 @@ def test_the_key_of_a_descriptor_does_not_depend_on_what_a_config_sets_in_it() -
     assert tuning_key(KernelIdentity("twice", "0"), [], ["x"], {"x": descriptor}, -1).dtypes == (
         ("x", "float32[012]"),
     )
+
+
+def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a driver without a card: the switches and the hash of the back end are Triton's own."""
+    target = GPUTarget("cuda", 90, 32)
+    properties = {"multiprocessor_count": 132, "max_shared_mem": 232448}
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_target=lambda: target,
+        utils=SimpleNamespace(get_device_properties=lambda index: properties),
+    )
+    monkeypatch.setattr(key_module, "active_driver", lambda: driver)
+    monkeypatch.setattr(key_module.backend, "current", lambda: None)
+    first, again = key_module.detect(0), key_module.detect(0)
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    changed = key_module.detect(0)
+    monkeypatch.delenv("DISABLE_LLVM_OPT")
+    key_module._detected.cache_clear()
+    assert first is again
+    assert (changed[0], changed[1] == first[1]) == (first[0], False)
