@@ -97,7 +97,7 @@ class SharedLayer:
             writes: False to publish nothing and make no file beside the local database.
         """
         self._backend = backend
-        self._origin = backend.location
+        self._origin = backend.identity
         self._writes = writes
         self._local = local
         self._thread = thread or IOThread("safetune-shared")

@@ -59,10 +59,10 @@ def is_sound(stored: StoredChoice) -> bool:
 def copy_all(connection: Connection, store: Directory) -> None:
     """Copy all records of a directory, of every device and toolchain; raises `StoreError`."""
     for space in store.namespaces():
-        missing = store.names(space) - copied(connection, space, store.location)
+        missing = store.names(space) - copied(connection, space, store.identity)
         records = [record for record in store.pull(space, missing) if not record.unknown]
         if records:
-            adopt(connection, records, origin=store.location)
+            adopt(connection, records, origin=store.identity)
 
 
 def copied(connection: Connection, space: str, origin: str) -> set[Name]:

@@ -17,9 +17,11 @@ from typing import Any
 import psycopg
 from psycopg import errors
 from psycopg.adapt import Loader
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Conninfo
 
 from safetune.errors import SafetuneError, StoreError
+from safetune.keys import encoding
 from safetune.settings import display_url, without_password
 from safetune.store.records import StoredChoice
 from safetune.store.shared import record as shared_record
@@ -165,6 +167,18 @@ class Postgres:
         self._connect_for_s = connect_for_s
         self._connection: psycopg.Connection[Any] | None = None
         self._pid = os.getpid()
+
+    @property
+    def identity(self) -> str:
+        """Return the server and the database, also where a parameter or a variable names them."""
+        found: dict[str, Any] = {
+            option.keyword.decode(): option.val and option.val.decode()
+            for option in Conninfo.get_defaults()
+        }
+        with contextlib.suppress(psycopg.Error):  # connecting will report it
+            found |= conninfo_to_dict(self._url)
+        named = [found.get(name) for name in ("service", "host", "hostaddr", "port", "dbname")]
+        return f"{self.location} {encoding.digest(named)}"
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace; raises `StoreError`."""

@@ -64,6 +64,10 @@ class SharedStore(Protocol):
     #: Its URL for messages, without a password.
     location: str
 
+    @property
+    def identity(self) -> str:
+        """Return a text that no other store has; without a password."""
+
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace."""
 

@@ -37,6 +37,11 @@ class RecordFiles(ABC):
     location: str
     url: str
 
+    @property
+    def identity(self) -> str:
+        """Return the location: no parameter or variable changes which store it is."""
+        return self.location
+
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace; raises `StoreError`."""
         with self._failures("read"):

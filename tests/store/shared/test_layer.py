@@ -243,7 +243,7 @@ class Dead:
     def __init__(self, store: SharedStore, back: threading.Event) -> None:
         self._store = store
         self._back = back
-        self.location = store.location
+        self.location, self.identity = store.location, store.identity
 
     def __getattr__(self, name: str) -> Any:
         if name != "close":
@@ -256,7 +256,7 @@ class Slow:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self.location = store.location
+        self.location, self.identity = store.location, store.identity
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)

@@ -382,3 +382,25 @@ def test_a_row_of_any_size_is_a_miss_and_is_replaced(database: str, shared: Post
     shared.publish(SPACE, [stored()])
     execute(database, "UPDATE safetune.choice SET record = repeat('x', 30000000)")
     assert shared.publish(SPACE, [stored(0, 128)]) == [stored(0, 128)]
+
+
+def test_two_servers_are_two_stores_also_where_a_parameter_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was copied from one must not count as copied from the other."""
+    urls = [
+        "postgresql:///choices?host=/a",
+        "postgresql:///choices?host=/b",
+        "postgresql:///choices?host=/b&port=6000",
+        "postgresql://one/choices",
+        "postgresql://one/other",
+    ]
+    found = [Postgres(url).identity for url in urls]
+    assert len(set(found)) == len(urls)
+    monkeypatch.setenv("PGHOST", "two")
+    assert Postgres(urls[0]).identity == found[0]
+    without_host = Postgres("postgresql:///choices").identity
+    monkeypatch.setenv("PGHOST", "three")
+    assert Postgres("postgresql:///choices").identity != without_host
+    with_password = Postgres("postgresql://me:secret@one/choices?sslmode=require").identity
+    assert with_password == found[3], "a user, a password or TLS does not make it another store"

@@ -39,7 +39,7 @@ class Large:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self.location = store.location
+        self.location, self.identity = store.location, store.identity
         self.go_on = threading.Event()
         self.asked: list[int] = []
 
