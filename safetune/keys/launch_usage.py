@@ -47,9 +47,13 @@ class LaunchArguments:
         for launch, arguments in self._passed:
             if name not in arguments:
                 continue
-            known = [self._texts(launch, arguments, other, whole=False) for other in given]
-            sizes = sizes_in(arguments[name], launch.scopes)
-            left = [text for dump, text in sizes.items() if not any(dump in has for has in known)]
+            texts = [self._texts(launch, arguments, other, whole=False) for other in given]
+            known = set[str]().union(*texts)
+            left = [
+                ast.unparse(size)
+                for size in sizes_in(arguments[name], launch.scopes)
+                if not known & texts_of(size, launch.scopes, whole=False)
+            ]
             if left:
                 return f"{', '.join(left)} at {launch.location}"
         return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from safetune.keys.body_usage import bind
@@ -52,23 +52,26 @@ def texts_of(expression: ast.AST, scopes: Scopes, whole: bool) -> set[str]:
             found.add(text)
             if isinstance(node, ast.Call) and last_name(node.func) == "stride":
                 found.add(ast.dump(node.func))  # one stride tells how the others lie
+            match node:
+                case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[index]):
+                    found.add(ast.dump(_size(owner, ast.unparse(index))))
             stack += [value for value in _followed(node, scopes) if isinstance(value, ast.expr)]
     return found
 
 
-def sizes_in(expression: ast.AST, scopes: Scopes) -> dict[str, str]:
+def sizes_in(expression: ast.AST, scopes: Scopes) -> list[ast.AST]:
     """Return the run-time values that an expression is made of, which may be sizes.
 
-    Each by its dump (see `texts_of`), as text. Whatever is not seen to be something else may be a
-    size: a parameter, a part of a shape, the result of a call.
+    Whatever is not seen to be something else may be a size: a parameter, a part of a shape, the
+    result of a call.
     """
-    found: dict[str, str] = {}
+    found: list[ast.AST] = []
     pending, seen = [expression], {ast.dump(expression)}
     while pending:
         node = pending.pop()
         parts = _parts(node, scopes)
         if parts is None:
-            found[ast.dump(node)] = ast.unparse(node)
+            found.append(node)
         for part in parts or ():
             if (text := ast.dump(part)) not in seen:
                 seen.add(text)
@@ -185,7 +188,30 @@ def _unpacked(target: ast.AST, value: ast.AST | None) -> Iterator[tuple[str, ast
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, (ast.Tuple, ast.List)):
-        same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
-        values = value.elts if same else [None] * len(target.elts)  # type: ignore[union-attr]
-        for part, item in zip(target.elts, values, strict=True):
-            yield from _unpacked(part, item)
+        items = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+        if len(items) == len(target.elts):
+            for part, item in zip(target.elts, items, strict=True):
+                yield from _unpacked(part, item)
+            return
+        for position, part in enumerate(target.elts):
+            for size in [None, *_sizes(value, position, target.elts)]:
+                yield from _unpacked(part, size)
+
+
+def _sizes(value: ast.AST | None, position: int, targets: Sequence[ast.AST]) -> list[ast.AST]:
+    """Return what one of several targets gets of a shape: `x.shape[0]`, and from the end."""
+    match value:
+        case ast.Attribute(value=owner, attr="shape"):
+            pass
+        case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[]):
+            pass
+        case _:
+            return []
+    stars = [n for n, target in enumerate(targets) if isinstance(target, ast.Starred)]
+    from_start = [position] if not any(n < position for n in stars) else []
+    from_end = [position - len(targets)] if not any(n > position for n in stars) else []
+    return [_size(owner, str(index)) for index in [*from_start, *from_end]]
+
+
+def _size(owner: ast.AST, index: str) -> ast.AST:
+    return ast.parse(f"{ast.unparse(owner)}.shape[{index}]", mode="eval").body

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import triton
 
+from safetune import safetune
 from safetune.keys.key_names import KeyReport, classify
 from safetune.keys.launches import launches_of
 from safetune.keys.package_imports import importers
@@ -78,6 +79,16 @@ LAUNCHES = [
     ("in a branch", "kernel[(1,)](x, T, head_dim, 1, BLOCK_D=block, BS=1)", "stand-in phantom"),
     ("renamed", "kernel[(1,)](x, T, again, 1, BLOCK_D=BLOCK_D, BS=1)", "stand-in phantom"),
     ("written out", "kernel[(1,)](x, T, q.shape[-1], 1, BLOCK_D, BS=1)", "stand-in phantom"),
+    (
+        "unpacked",
+        "rows, columns = q.shape\n    kernel[(1,)](x, T, q.shape[-1], q.shape[0], columns * 2, 1)",
+        "stand-in phantom",
+    ),
+    (
+        "unpacked with a star",
+        "rows, *_, n = q.size()\n    kernel[(1,)](x, T, n, rows, BLOCK_D=q.size(-1), BS=1)",
+        "stand-in phantom",
+    ),
     ("in an index", "kernel[(1,)](x, T, 1, NB, BLOCK_D=16, BS=OPTIONS[NB])", "phantom stand-in"),
     ("a run-time value", "kernel[(1,)](x, T * NB, 1, NB, BLOCK_D=16, BS=1)", "phantom stand-in"),
     ("the value itself", "kernel[(1,)](x, T, 1, NB=T, BLOCK_D=16, BS=1)", "phantom stand-in"),
@@ -326,6 +337,21 @@ def test_what_is_passed_tells_whether_a_name_is_a_size(
     assert found == ("size" if kept else "phantom")
 
 
+@pytest.mark.parametrize("given", ["K", "a.shape[1]", "a.shape[-1]", "a.size(1)"])
+@pytest.mark.parametrize("hint", ["K", "a.shape[1]", "a.size(1)"])
+def test_a_size_that_another_key_name_gives_has_many_spellings(
+    load: Load, given: str, hint: str
+) -> None:
+    launch = f"kernel[(1,)](a, b, N={given}, M_HINT={hint})"
+    text = PRODUCT.format(product="a", call="tl.dot(a, b)", launch=launch)
+    found = kinds(load(text).kernel, ["N", "M_HINT"])["M_HINT"]
+    assert found == ("size" if (given, hint) in DIFFERENT else "phantom")
+
+
+#: The text does not show the number of dimensions where neither is unpacked.
+DIFFERENT = {("a.shape[-1]", "a.shape[1]"), ("a.shape[-1]", "a.size(1)")}
+
+
 def test_the_report_names_the_rule_and_the_launch(load: Load) -> None:
     reasons = []
     for product in ("tl.dot(a, b)", "tl.sum(a)"):
@@ -348,6 +374,45 @@ def test_the_report_names_the_rule_and_the_launch(load: Load) -> None:
     assert report(module.kernel, ["x", "D"]).names[1].reason == (
         "nothing reads it; not every launch shows its value, and the key lacks BLOCK_D, BS; kept"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "calls", "same"),
+    [
+        (
+            NORM.replace("{launch}", "kernel[(1,)](x, T, head_dim, 1, BLOCK_D, 1)"),
+            ["T", "D"],
+            [(1, 64, 1, 64, 1), (1, 256, 1, 256, 1)],
+            False,
+        ),
+        (
+            NORM.replace("{launch}", "kernel[(1,)](x, T, head_dim, NB, BLOCK_D, BS)"),
+            ["T", "NB"],
+            [(1, 64, 1, 64, 1), (1, 64, 4, 64, 1)],
+            True,
+        ),
+        (
+            PRODUCT.format(product="a", call="tl.dot(a, b)", launch=ROWS),
+            ["N", "M_HINT"],
+            [(None, 64, 16), (None, 64, 65536)],
+            False,
+        ),
+        (
+            PRODUCT.format(product="a", call="tl.sum(a)", launch=ROWS),
+            ["N", "M_HINT"],
+            [(None, 64, 16), (None, 64, 65536)],
+            True,
+        ),
+    ],
+    ids=["head dimensions of HSTU", "NB of FLA", "rows of swiglu", "rows without a product"],
+)
+def test_calls_have_keys_of_their_own_where_the_name_is_kept(
+    load: Load, text: str, key: list[str], calls: list[tuple[Any, ...]], same: bool
+) -> None:
+    jit = load(text.replace("from elsewhere", "# from")).kernel
+    tuner = safetune(configs=CONFIGS, key=key)(jit)
+    keys = {tuner.shapes.of((None, *call), {}).key((None, *call), {}) for call in calls}
+    assert (len(keys) == 1) is same
 
 
 def test_a_policy_or_a_name_is_asked_before_a_launch(load: Load) -> None:
