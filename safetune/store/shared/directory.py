@@ -83,7 +83,12 @@ class Directory(RecordFiles):
             return stored
         data = shared_record.encode(record).encode()
         self._check_mounted()
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            logger.info("%s is not a directory, and is left as it is: %s", directory, error)
+            return record
         temporary = directory / f".{path.name}.{uuid.uuid4().hex}"
         try:
             _write(temporary, data)

@@ -82,7 +82,7 @@ def _read(filesystem: Any, path: str, namespace: str, name: Name) -> StoredChoic
         if not _is_small(filesystem.info(path)):
             return None
         return shared_record.decoded(filesystem.cat_file(path), namespace, name)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
 
 
