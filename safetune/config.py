@@ -77,6 +77,7 @@ def check_configs(
     if isinstance(configs, Config):
         raise InvalidConfig(f"configs of {kernel_name} is one triton.Config; write configs=[...]")
     checked: list[Config] = []
+    seen: set[Any] = set()
     for position, config in enumerate(configs or ()):
         if not isinstance(config, Config):
             raise InvalidConfig(
@@ -90,7 +91,7 @@ def check_configs(
                 f"which is neither a parameter of the kernel ({', '.join(parameters)}) nor a "
                 "back-end option"
             )
-        if config in checked:
+        if _is_among(config, checked, seen):
             warnings.warn(
                 f"configs[{position}] of {kernel_name} is listed twice "
                 f"({config_text(config)}); the second is dropped",
@@ -99,6 +100,17 @@ def check_configs(
             continue
         checked.append(config)
     return checked or [Config({}, num_warps=4, num_stages=3, num_ctas=1)]
+
+
+def _is_among(config: Config, others: Sequence[Config], seen: set[Any]) -> bool:
+    """Whether a config is one of others, which are added to `seen`."""
+    parts = (*config.all_kwargs().items(), config.pre_hook)
+    try:
+        known = parts in seen
+        seen.add(parts)
+    except TypeError:  # a value without a hash
+        return config in others
+    return known
 
 
 def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> None:

@@ -101,8 +101,9 @@ class Autotuner(PruningTuner):
         check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
         self.isolate(isolation)
         self.capture_miss = parse_optional(CaptureMissPolicy, "capture_miss", capture_miss)
-        policy = parse_choice(PhantomPolicy, "phantom", phantom or Settings.current().phantom.value)
-        written = written_key(fn, key, keep, options.get("prune_configs_by"))
+        settings = Settings.current()
+        policy = parse_choice(PhantomPolicy, "phantom", phantom or settings.phantom.value)
+        written = written_key(fn, key, keep, options.get("prune_configs_by"), settings)
         self.states = KeyStates(self)
         super().__init__(fn, arg_names, configs, (), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
@@ -115,12 +116,11 @@ class Autotuner(PruningTuner):
             reference=reference,
             inputs=inputs,
         )
-        self.shapes = call_shape.CallShapes(self)
-        self._topics: set[str] = set()
+        self.shapes, self._topics = call_shape.CallShapes(self), set[str]()
         self.take_pruning()
         self.lazy_key = LazyKey(written, policy)
-        if policy is PhantomPolicy.ERROR or (written.names is None and written.keep):
-            self.lazy_key.report(self)  # what is wrong with it is an error of the decorator
+        if self.lazy_key.may_be_an_error:
+            self.lazy_key.report(self)
 
     def __copy__(self) -> Autotuner:
         """Return a tuner that shares the choices, and whose launches all go by Triton's path."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetune.keys.basis import Basis, basis_of
 from safetune.keys.key_names import KeyReport, announce, classes_of
 from safetune.keys.written_key import WrittenKey
+from safetune.settings import PhantomPolicy
 
 if TYPE_CHECKING:
     from triton.runtime.autotuner import Config
 
     from safetune.inputs.call import Hooks
-    from safetune.settings import PhantomPolicy
 
 #: Two threads that need the classes first would warn twice.
 _one_at_a_time = threading.RLock()
@@ -50,6 +50,12 @@ class LazyKey:
         self._holds = False
         # Whether warnings are logged is decided where the tuner is made.
         self._context = contextvars.copy_context()
+
+    @property
+    def may_be_an_error(self) -> bool:
+        """Whether only the classes show a mistake in the decorator, which is raised there."""
+        written = self.written
+        return self._policy is PhantomPolicy.ERROR or (written.names is None and written.keep != ())
 
     def write(self, written: WrittenKey) -> None:
         """Have another key from here on."""

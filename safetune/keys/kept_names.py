@@ -22,9 +22,9 @@ def keep(pairs: Iterable[tuple[str, str]]) -> None:
     _installed.update(pairs)
 
 
-def kept_for(function: FunctionType, names: Sequence[str]) -> list[str]:
+def kept_for(function: FunctionType, names: Sequence[str], settings: Settings) -> list[str]:
     """Return those of a kernel's key names that are kept, and note that they were found."""
-    asked = _installed | Settings.current().keep
+    asked = _installed | settings.keep
     if not asked:
         return []
     _check_at_exit()

@@ -14,6 +14,7 @@ from safetune.errors import InvalidSetting, with_nearest
 from safetune.keys.buckets import Bucket, buckets_of
 from safetune.keys.kept_names import kept_for
 from safetune.keys.kernel_digest import base_function, definition_line
+from safetune.settings import Settings
 
 #: The names in `prune_configs_by`.
 _PRUNING = ("early_config_prune", "perf_model", "top_k")
@@ -42,7 +43,13 @@ class WrittenKey:
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
 
 
-def written_key(kernel: Any, key: Key, keep: Iterable[str] = (), prune: Any = None) -> WrittenKey:
+def written_key(
+    kernel: Any,
+    key: Key,
+    keep: Iterable[str] = (),
+    prune: Any = None,
+    settings: Settings | None = None,
+) -> WrittenKey:
     """Return a key after the checks that need no text; `prune` is `prune_configs_by`.
 
     Raises:
@@ -58,7 +65,8 @@ def written_key(kernel: Any, key: Key, keep: Iterable[str] = (), prune: Any = No
     _check_known(kernel, "key", names, list(inspect.signature(function).parameters))
     check_kept(kernel, keep, names)
     buckets = buckets_of(function.__name__, key)
-    return WrittenKey(names, keep, (*buckets, *kept_for(function, names)), buckets)
+    kept = kept_for(function, names, settings or Settings.current())
+    return WrittenKey(names, keep, (*buckets, *kept), buckets)
 
 
 def _names(what: str, names: Key) -> list[str]:

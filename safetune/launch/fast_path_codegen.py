@@ -60,6 +60,7 @@ class Source:
             value, variable = values[parameter.name], f"v{index}"
             if parameter.name in shape.pins and shape.pinnable(parameter.name, value):
                 self._pinned.append(index)
+                self.possible &= not hasattr(value, "get_device")  # it may be on another device
             elif parameter.is_constexpr or parameter.name in tuner.keys:
                 self._parts.append(variable)
                 self.possible &= type(value) in plain

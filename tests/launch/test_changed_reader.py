@@ -246,6 +246,7 @@ def test_a_dropped_name_is_warned_of_once_when_its_class_is_first_needed(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         case = new_case("plain")
+    assert case.tuner.lazy_key.known is None, "no text is read before"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
