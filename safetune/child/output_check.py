@@ -67,6 +67,8 @@ class OutputCheck:
         self._on_device: dict[tuple[int, int], torch.Tensor] = {}
         self._input_sizes: dict[int, float] = {}
         self._written: list[int] = []
+        self._poisoned: list[int] = []
+        self._reset: list[int] = []
         sizes = [aligned(block.spec.size) for block in arguments.blocks]
         *self._offsets, self._slot = accumulate(sizes, initial=0)
         first: dict[TensorSpec, int] = {}
@@ -197,17 +199,27 @@ class OutputCheck:
         self._arguments.poison(poisoned)
         if not poisoned:
             return (), (), ()
+        self._poisoned, self._reset = poisoned, []
         launch()
+        self._poisoned = []
         self.check_guards()
         self._written = self._arguments.find_written()
-        masks = {index: self._arguments.overwritten(index) for index in poisoned}
+        known = [i for i in poisoned if i not in self._reset or self._is_only_stored(i)]
+        masks = {index: self._arguments.overwritten(index) for index in known}
         seen = poisoned if self._effects.atomics else self._compared
-        stale = self._difference(group, seen).elements
+        stale = self._difference(group, [i for i in seen if i not in self._reset]).elements
         return (
             stale,
             tuple(int(masks[i].sum()) if i in masks else 0 for i in self._compared),
             tuple(_digits(compare.sample(masks[i])) if i in masks else "" for i in self._compared),
         )
+
+    def after_hooks(self) -> None:
+        """Take down which overwritten tensors the hooks before a launch have reset, and overwrite
+        those that the kernel does not read again: what it writes is to be counted, too.
+        """
+        self._reset = [i for i in self._poisoned if bool(self._arguments.overwritten(i).any())]
+        self._arguments.poison(index for index in self._reset if self._is_only_stored(index))
 
     def _in_common(
         self, group: Group, mine: Sequence[torch.Tensor], writes: Sequence[str]

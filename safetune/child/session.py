@@ -91,7 +91,11 @@ class Session:
         return Answer(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid), report)
 
     def _finished(self, launch: ConfigLaunch) -> None:
-        launch.with_hooks()
+        def checked() -> None:
+            self._outputs.after_hooks()
+            launch()
+
+        launch.with_hooks(checked)
         self._timer.synchronize()
 
     def _time(self, launch: ConfigLaunch, budget: Budget) -> Timing:

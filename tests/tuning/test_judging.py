@@ -41,6 +41,14 @@ def good(count: int) -> list[tuple[int, int]]:
 BAD = (1024, 1)
 
 
+@triton.jit
+def partial_kernel(dst, part, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(src + offset, mask=offset < n, other=0.0)
+    tl.store(dst + offset, value, mask=offset < n)
+    tl.store(part + tl.program_id(0), tl.sum(value, axis=0))
+
+
 class Judged:
     """A kernel whose configs are (BLOCK, what it adds); it logs the BLOCKs that children launch."""
 
@@ -166,3 +174,17 @@ def test_of_a_list_that_was_disputed_all_are_launched_again(judged: Judged) -> N
     second = judged.tune([BAD, *good(5)])
     assert (adds(second), second.stored.dispute) == (0, "")
     assert judged.launched == [16, 32, 64, 128, 256, 1024]
+
+
+def test_partial_results_that_a_hook_resets_are_no_dispute() -> None:
+    """As in Liger's dynamic tanh: five configs with one grid, two with another."""
+    configs = [triton.Config({"BLOCK": 16}, num_warps=1 << i) for i in range(5)]
+    configs += [triton.Config({"BLOCK": 32}, num_warps=1 << i) for i in range(2)]
+    kernel = safetune(configs=configs, key=["n"], reset_to_zero=["part"])(partial_kernel)
+    arguments = torch.zeros(N), torch.zeros(7), torch.randn(N), N
+    request = Miss(kernel, arguments, {"grid": lambda meta: (-(-N // meta["BLOCK"]),)}).request()
+    result = tune(request, open_lookup(Settings.current()).store)
+    assert {(outcome.verdict.value, outcome.marks) for _, outcome in result.outcomes} == {
+        ("ok", ())
+    }
+    assert {outcome.judged for _, outcome in result.outcomes} == {7}
