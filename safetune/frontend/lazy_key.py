@@ -57,6 +57,18 @@ class LazyKey:
         written = self.written
         return self._policy is PhantomPolicy.ERROR or (written.names is None and written.keep != ())
 
+    def __copy__(self) -> LazyKey:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A tuner travels with a hook that launches it; the process there classifies again."""
+        return {**self.__dict__, "_basis": None, "_holds": False, "_context": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _context=contextvars.copy_context())
+
     def write(self, written: WrittenKey) -> None:
         """Have another key from here on."""
         self.written = written

@@ -125,6 +125,8 @@ def leaves(value: Any) -> Iterator[Any]:
 def _may_have_elements(value: Any) -> bool:
     if isinstance(value, (type(None), bool, float, str)) or encoding.is_dtype(value):
         return False
+    if callable(value):  # a constant of the kernel
+        return False
     if isinstance(value, int):
         from safetune.inputs import pointers  # imports torch
 

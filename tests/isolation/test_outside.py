@@ -98,16 +98,8 @@ except kind as error:
 print(trials(), run(tuner(None, None), 99))
 """
 
-    @pytest.mark.parametrize(
-        "kind",
-        [
-            "timeout",
-            *(
-                pytest.param(kind, marks=pytest.mark.full)
-                for kind in ("reset", "os", "end", "blocking")
-            ),
-        ],
-    )
+    @pytest.mark.full
+    @pytest.mark.parametrize("kind", ["timeout", "reset", "os", "end", "blocking"])
     def test_what_a_handler_raises_is_the_programs(
         self, kind: str, program: Any, tmp_path: Path
     ) -> None:
@@ -226,6 +218,40 @@ seen["a kernel in a hook"] = new(run(tuner(launches_another, None), 86))
 
 known = len(trials())
 seen["server killed"] = new(run(tuner(None, kills_the_server), 89))
+def late(number, frame):
+    raise TimeoutError("the program's own")
+def hangs(arguments):
+    if os.getpid() != caller:
+        os.kill(caller, signal.SIGUSR1)
+        while True:
+            pass
+signal.signal(signal.SIGUSR1, late)
+known = len(trials())
+try:
+    run(tuner(None, hangs, run_timeout_s=1000.0), 84)
+except TimeoutError as error:
+    seen["handler"] = new(str(error))
+
+def prune(configs, arguments, **_):
+    begun.set()
+    return configs
+def launches_the_other(meta):
+    if not begun.is_set():
+        start(lambda: ended.append(run(other, 83)))
+        begun.wait()
+        ended.append(run(other, 83))
+    return grid(meta)
+def start(work):
+    thread = threading.Thread(target=work, daemon=True)
+    threads.append(thread)
+    thread.start()
+begun, ended, threads = threading.Event(), [], []
+other = tuner(None, None, prune_configs_by={"early_config_prune": prune})
+start(lambda: ended.append(tuner(None, None)[launches_the_other](torch.ones(9), torch.ones(9), 9)))
+for number in range(2):
+    threads[number].join(60)
+seen["threads that ended"] = len(ended)
+
 run(tuner(leaves_a_session, None), 85)
 server.stop()
 seen["session of an idle child"] = has_ended("of an idle child")
@@ -304,6 +330,13 @@ class TestAHardLife:
         (told,), *trials = seen["server killed"]
         assert "it is tried again later: the fork server" in told
         assert trials == [["not_judged", ""]], "of the first config"
+
+    def test_what_a_signal_handler_raises_is_no_timeout_of_a_config(self, seen: Any) -> None:
+        assert seen["handler"] == ["the program's own", ["not_judged", ""]]
+
+    def test_two_threads_and_a_grid_that_launches_the_kernel_of_the_other(self, seen: Any) -> None:
+        """Each tunes one kernel; neither waits for the other with a lock that the other needs."""
+        assert seen["threads that ended"] == 3
 
     def test_a_call_that_cannot_be_rebuilt_is_not_tried_again(self, seen: Any) -> None:
         (told,) = seen["not importable"]
