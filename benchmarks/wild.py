@@ -1,0 +1,133 @@
+"""The judge in the wild: verdicts and disputes of FLA's and Liger's autotuned kernels, unmodified.
+
+`tests/gpu/scripts/wild_layers.py` runs under stock Triton, every tuner with its first config, and
+under `safetune run` with empty caches. A row for each kernel has its tunings, its verdicts and its
+disputed choices; a row for each output has its largest difference from stock, over stock's largest
+value. One kernel is planted: one of its four configs is wrong, and must be `wrong_result`.
+
+Takes four minutes on an H100: layers that do not fit are left out, and a row says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import recording
+from recording import Figures, Row
+
+LAYERS = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "scripts" / "wild_layers.py"
+#: Of one tuner's process: no layer begins later, and the process ends at the latest.
+STOCK_S, SAFETUNE_S, LIMIT_S = 60.0, 110.0, 280.0
+PLANTED = "planted_kernel"
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return the sums over the kernels, and the largest difference from stock."""
+    kernels = [row for row in rows if row["kind"] == "kernel" and row["kernel"] != PLANTED]
+    outputs = [row["off"] for row in rows if row["kind"] == "output"]
+    wrong = ("wrong_result", "order_dependent")
+    found: Figures = {
+        "wild_kernels": float(len(kernels)),
+        "wild_tunings": float(sum(row["tunings"] for row in kernels)),
+        "wild_configs": float(sum(sum(row["verdicts"].values()) for row in kernels)),
+        "wild_disputed_choices": float(sum(row["disputed"] for row in kernels)),
+        "wild_rejected_configs": float(
+            sum(row["verdicts"].get(verdict, 0) for row in kernels for verdict in wrong)
+        ),
+    }
+    if outputs:
+        found["wild_off_largest"] = max(outputs)
+    return found
+
+
+def kernel_rows(store: Path) -> Iterator[Row]:
+    """Yield what became of each kernel, from the store in which it was tuned."""
+    from safetune.store.local.store import Store
+
+    opened = Store.open(store)
+    disputes = {e.key.digest: e.choice.dispute for e in opened.choices() if e.choice.dispute}
+    found: dict[str, Row] = {}
+    for key, trials in opened.trials_of():
+        row = found.setdefault(
+            key.kernel_name,
+            {"kind": "kernel", "kernel": key.kernel_name, "file": Path(key.kernel_file).name}
+            | {"tunings": 0, "verdicts": Counter(), "disputed": 0, "reasons": []},
+        )
+        row["tunings"] += bool(trials)
+        row["verdicts"].update(trial.outcome.verdict.value for trial in trials)
+        row["disputed"] += key.digest in disputes
+        said = [disputes.get(key.digest), *(trial.outcome.message for trial in trials)]
+        row["reasons"] += [text.splitlines()[0] for text in said if text]
+    opened.close()
+    for row in found.values():
+        reasons = sorted(set(row["reasons"]))[:5]
+        yield {**row, "verdicts": dict(row["verdicts"]), "reasons": reasons}
+
+
+def output_rows(stock: Path, safetune: Path) -> Iterator[Row]:
+    """Yield how far each output that both have computed is from stock's."""
+    import torch
+
+    wanted, found = torch.load(stock), torch.load(safetune)
+    for name in wanted.keys() & found.keys():
+        want, mine = wanted[name].float(), found[name].float()
+        off = ((mine - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+        yield {"kind": "output", "output": name, "off": off}
+
+
+def run(tuner: str, folder: Path, layers: Sequence[str]) -> Row:
+    """Run the layers in a fresh process with empty caches; return what it reports."""
+    report, seconds = folder / f"{tuner}.json", STOCK_S if tuner == "stock" else SAFETUNE_S
+    options = ["--save", str(folder / f"{tuner}.pt"), "--report", str(report)]
+    options += ["--seconds", str(seconds), *layers]
+    command = [sys.executable, str(LAYERS), "--first-config", *options]
+    if tuner == "safetune":
+        command = [sys.executable, "-m", "safetune", "run", str(LAYERS), *options]
+    env = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
+    env |= {"TRITON_CACHE_DIR": str(folder / tuner), "SAFETUNE_CACHE_DIR": str(folder / "store")}
+    process = subprocess.Popen(command, env=env, start_new_session=True)
+    try:
+        status = process.wait(LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if status != 0:
+        raise SystemExit(f"the layers under {tuner} ended with {status}")
+    return {"kind": "process", "tuner": tuner, **json.loads(report.read_text())}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run both processes, and write the result."""
+    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("layers", nargs="*", help="of tests/gpu/scripts/wild_layers.py")
+    parsed: argparse.Namespace = parser.parse_args(argv)
+    result = recording.begin("judge_in_the_wild")
+    with tempfile.TemporaryDirectory(prefix="wild-") as name:
+        folder = Path(name)
+        result.rows += [run(tuner, folder, parsed.layers) for tuner in ("stock", "safetune")]
+        result.rows += kernel_rows(folder / "store")
+        result.rows += output_rows(folder / "stock.pt", folder / "safetune.pt")
+    path = result.save(recording.output_folder(parsed), figures)
+    kernels: list[dict[str, Any]] = [row for row in result.rows if row["kind"] == "kernel"]
+    print(recording.table(kernels, ["kernel", "tunings", "verdicts", "disputed", "reasons"]))
+    print()
+    print(recording.figures_table(result, path))
+    planted = next((row for row in kernels if row["kernel"] == PLANTED), None)
+    if planted is None or planted["verdicts"] != {"ok": 3, "wrong_result": 1}:
+        raise SystemExit("the planted wrong config was not found")
+
+
+if __name__ == "__main__":
+    main()
