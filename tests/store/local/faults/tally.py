@@ -101,7 +101,11 @@ def trial(number: int = 0, message: str = "") -> TrialRecord:
 
 
 def key(number: int = 0) -> KeyRecord:
-    return KeyRecord(f"key-{number}", "add", "kernel", "", "", 1, "device", {}, {}, {})
+    device = {"name": "H100", "capability": "90", "sm_count": 132, "shared_memory_bytes": 232448}
+    chain = {"triton": "3.9.0", "backend": "ptxas", "target": "cuda:90:32", "environment": {}}
+    called: dict[str, list[object]] = {"values": [], "dtypes": [], "options": []}
+    of_kernel = (f"key-{number}", "add", "kernel", "", "", 1)
+    return KeyRecord(*of_kernel, "device", device, chain, called)
 
 
 def call(number: int = 0) -> TuningKey:
