@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.fuzz.kernels import BY_POSITION, Parameter, Spec
+from tests.fuzz.kernels import BY_POSITION, OPTIONS, Parameter, Spec
 
 #: Kinds of change, with how often each comes.
 CHANGES = {
@@ -78,7 +78,7 @@ CALLS = (
 #: Parts of a kernel.
 PARTS = (
     "reserved names",
-    "a parameter named debug",
+    "parameters named as options",
     "subclass below",
     "wrapper below",
     "jit subclass",
@@ -96,7 +96,7 @@ FEATURES = frozenset({*CHANGES, *CALLS, *PARTS})
 #: What safetune is known to do in another way than stock Triton, by mistake.
 NOT_YET = frozenset(
     {
-        "a parameter named debug",
+        "parameters named as options",
         "callee redefined",
         "heuristic replaced",
         "heuristics assigned",
@@ -235,7 +235,7 @@ def draw(rng: random.Random, spec: Spec, length: int) -> list[Call | Change]:
             if change.what in SWITCHES:
                 undone[len(found) + rng.randint(1, 5)] = change
         # Twice: the second time it is known.
-        found += [call] * rng.choice((1, 2, 3))
+        found += [call] * rng.choice((1, 2, 3, 3))
         if call.grid[0] == "device" or rng.random() < 0.03:
             found.append(replace(call, device=1 - call.device))
     return found
@@ -353,9 +353,9 @@ def without(spec: Spec, off: Collection[str]) -> Spec:
     def keeps(layer: Any) -> bool:
         return f"{layer.kind} below" not in off
 
-    if "reserved names" in off or "a parameter named debug" in off:
+    if "reserved names" in off or "parameters named as options" in off:
         names = BY_POSITION if "reserved names" in off else ()
-        names = (*names, *(("debug",) if "a parameter named debug" in off else ()))
+        names = (*names, *(OPTIONS if "parameters named as options" in off else ()))
         parameters = tuple(each for each in spec.parameters if each.name not in names)
         spec = replace(
             spec, parameters=parameters, key=tuple(n for n in spec.key if n not in names)

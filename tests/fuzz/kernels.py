@@ -42,8 +42,11 @@ NAMES = (
         "plain",
     ),
     *("tuner", "state", "wide", "a", "k", "p2", "v3", "jit", "driver", "name", "index", "shape"),
-    *("debug", "self", "grid", "warmup"),
+    *("self", "grid", "warmup"),
 )
+
+#: Triton also takes these for launch options.
+OPTIONS = ("debug", "launch_pdl", "enable_fp_fusion")
 
 #: Triton refuses these names as keywords: such arguments can be passed by position only.
 BY_POSITION = ("self", "grid", "warmup", "device", "stream")
@@ -143,21 +146,22 @@ class Spec:
 
 def draw(rng: random.Random) -> Spec:
     """Return a random kernel."""
-    names = rng.sample(NAMES[:10], rng.randint(2, 5)) + rng.sample(
-        NAMES[10:], rng.choice((0, 0, 1, 2))
-    )
+    names = rng.sample(NAMES[:10], rng.randint(2, 5))
+    names += rng.sample(NAMES[10:], rng.choice((0, 0, 1, 2)))
+    names += [rng.choice(OPTIONS)] * (rng.random() < 0.06)
     parameters = [_parameter(rng, name) for name in names]
     below, parameters = _layers(rng, "below", parameters)
     above, parameters = _layers(rng, "above", parameters)
     defaults = [each for each in parameters if each.default and not each.keyword_only]
     plain = [each for each in parameters if not each.default and not each.keyword_only]
+    plain.sort(key=lambda each: each.name not in BY_POSITION)  # before what heuristics set
     last = [each for each in parameters if each.keyword_only]
     block = Parameter("BLOCK", "constant", annotation="tl.constexpr")
     x, out = (Parameter(name, "pointer", annotation=_pointer(rng)) for name in ("x", "out"))
     variables = [each.name for each in parameters if each.kind != "constant"]
     ordered = (x, out, *plain, block, *defaults, *last)
     # A tensor as a key name sends every launch through Triton.
-    kinds = () if rng.random() < 0.15 else ("pointer", "optional")
+    kinds = () if rng.random() < 0.08 else ("pointer", "optional")
     candidates = [p.name for p in (x, *parameters) if not p.set_by and p.kind not in kinds] or ["x"]
     key = tuple(rng.sample(candidates, rng.randint(1, len(candidates))))
     key = tuple(name for name in key if name not in ("grid", "warmup")) or ("x",)
@@ -206,7 +210,7 @@ def _layers(
     """Return layers, and the parameters with those marked that their heuristics set."""
     layers = []
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
-        kind = rng.choice((*["heuristics"] * 8, "subclass", "wrapper"))
+        kind = rng.choice((*["heuristics"] * 14, "subclass", "wrapper"))
         found: list[Heuristic] = []
         for _ in range(0 if kind == "wrapper" else rng.choice((1, 1, 2))):
             taken = {each.target for layer in layers for each in (*layer.heuristics, *found)}
@@ -346,7 +350,14 @@ def text_of(spec: Spec) -> str:
         parts.append(f"def make():\n{inner}\n    return {names}\n\n{names} = make()\n")
     else:
         parts += [*callee_texts, *bodies]
-    return "\n".join(parts)
+    return "\n".join([*parts, _launch_text(spec)])
+
+
+def _launch_text(spec: Spec) -> str:
+    """Return a launch to be read: without one, names that nothing reads may stand for others."""
+    names = [each.name for each in spec.parameters if each.name != "BLOCK" and not each.set_by]
+    passed = ", ".join(f"{name}=given_{name}" for name in names)
+    return f"def launched({', '.join(f'given_{n}' for n in names)}):\n    body[(1,)]({passed})\n"
 
 
 def _indented(text: str) -> str:
