@@ -23,6 +23,20 @@ NEWEST = (3, 9)
 
 _UNSET = object()
 
+#: Options of the compiler. Triton takes them from the keywords of the launch for which it compiles,
+#: also where the kernel has a parameter of that name.
+COMPILE_OPTIONS = frozenset(
+    {
+        *("num_warps", "num_ctas", "num_stages", "warp_size", "maxnreg", "cluster_dims", "arch"),
+        *("ptx_version", "ptx_options", "ir_override", "enable_fp_fusion", "enable_reflect_ftz"),
+        *("launch_cooperative_grid", "launch_pdl", "clc", "sched4reg", "supported_fp8_dtypes"),
+        *("deprecated_fp8_dot_operand_dtypes", "default_dot_input_precision", "extern_libs"),
+        *("allowed_dot_input_precisions", "max_num_imprecise_acc_default", "backend_name"),
+        *("debug", "sanitize_overflow", "instrumentation_mode", "fpsan_homomorphic_casts"),
+        "min_shared_mem",
+    }
+)
+
 #: The driver that `target_name` was last asked about, and the name of its target.
 _last_target: tuple[Any, str] | None = None
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, autotuner, driver
@@ -73,6 +74,10 @@ def test_every_function_has_a_contract_test_here() -> None:
     assert {
         name for name in public if not re.search(rf"triton_(internals|launch).{name}\(", here)
     } == set()
+
+
+def test_every_option_of_the_compiler_is_known() -> None:
+    assert set(CUDAOptions.__dataclass_fields__) <= triton_internals.COMPILE_OPTIONS
 
 
 def test_this_triton_is_supported() -> None:

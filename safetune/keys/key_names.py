@@ -28,6 +28,7 @@ from safetune.keys.launch_usage import LaunchArguments
 from safetune.keys.launches import Launch, launches_of, may_be_launched_unseen
 from safetune.keys.written_key import Key, WrittenKey, check_kept, warn_at, written_key
 from safetune.settings import PhantomPolicy
+from safetune.triton_internals import COMPILE_OPTIONS
 
 _log = logging.getLogger("safetune")
 
@@ -212,6 +213,7 @@ class _Kernel:
         return (
             self._body.reader_of(name)
             or self._callbacks.reader_of(name)
+            or ("Triton, as a launch option" if name in COMPILE_OPTIONS else "")
             or self._grids.reader_of(name)
         )
 

@@ -82,3 +82,13 @@ def named_fn(out, fn, BLOCK: tl.constexpr):
 
 def named_values(out, values, BLOCK: tl.constexpr):
     tl.store(out, values)
+
+
+def named_as_options(x, out, n, launch_pdl, enable_fp_fusion, BLOCK: tl.constexpr):
+    """Triton also takes two of these for options of the compiler."""
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offset, tl.load(x + offset, mask=offset < n), mask=offset < n)
+
+
+def launch_named_as_options(x, out, n, given, also_given):
+    named_as_options[(1,)](x, out, n, launch_pdl=given, enable_fp_fusion=also_given)

@@ -315,6 +315,17 @@ def test_a_binary_that_triton_has_forgotten_is_compiled_again(
     compared(script, key=["n"])
 
 
+def test_a_parameter_named_as_an_option(compared: Callable[..., None], kernels: Any) -> None:
+    """Triton compiles with its value, although the kernel does not read it."""
+
+    def script(tuner: Any, seen: list[Any]) -> None:
+        for pdl, fusion in itertools.product((False, True), repeat=2):
+            for _ in range(2):
+                tuner[(1,)](X, OUT, 32, launch_pdl=pdl, enable_fp_fusion=fusion)
+
+    compared(script, function=kernels.named_as_options, key=["n", "launch_pdl"])
+
+
 @pytest.mark.parametrize("name", ["debug", "run", "kernel", "config", "args", "fn", "values"])
 @pytest.mark.parametrize("count", [1, 2], ids=["one config", "two"])
 def test_any_name_of_a_parameter(
