@@ -92,7 +92,8 @@ def _config_removed(side: Side, number: int) -> None:
 def _keys_assigned(side: Side, number: int) -> None:
     names = [each.name for each in side.spec.parameters if not each.set_by and each.name != "BLOCK"]
     start = number % len(names)
-    side.tuner.keys = [*names[start:], *names[:start]][: 1 + number // 64 % 3]
+    side.keys = [*names[start:], *names[:start]][: 1 + number // 64 % 3]
+    side.tuner.keys = list(side.keys)
     side.tuner.cache.clear()
 
 
@@ -109,7 +110,6 @@ def _pre_run_hook(side: Side, number: int) -> None:
         hooks.clear()
     else:
         hooks.append(lambda *args, **kwargs: side.log.append(("pre-run hook", args, kwargs)))
-    side.reads["pre-run hook"] = None if hooks else set()
 
 
 @_change("instance run")
@@ -133,8 +133,6 @@ def _toggle_run(side: Side, kernel: Any) -> None:
             return run(*args, **kwargs)
 
         vars(kernel)["run"] = replaced
-    replaced = any("run" in vars(each) for each in (side.jit, *side.below))
-    side.reads["replaced run"] = None if replaced else set()
 
 
 def _without_grid(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -164,8 +162,6 @@ def _other_heuristic(side: Side, number: int) -> tuple[Any, str, Any] | None:
     place, index, _ = name.split("_", 2)
     layer = getattr(side, place)[int(index)]
     is_first = layer.values[heuristic.target].__name__ == name
-    if place == "below" and heuristic.kind != "whole":
-        side.reads[name] = set(heuristic.other_reads if is_first else heuristic.reads)
     return layer, heuristic.target, getattr(side.module, f"{name}_other" if is_first else name)
 
 
@@ -193,13 +189,15 @@ def _heuristics_around(side: Side, number: int) -> None:
     fn = side.tuner.fn
     added = type(fn) is Heuristics and fn.values.keys() == {"maxnreg"}
     side.tuner.fn = fn.fn if added else Heuristics(fn, fn.arg_names, {"maxnreg": registers})
-    side.reads["around"] = None if not added else set()
 
 
 def _note_kernel(side: Side, kernel: Any) -> None:
-    """Note what the body reads now; `other` reads all."""
-    names = {each.name for each in side.spec.parameters}
-    side.reads["kernel"] = names if kernel is side.other else set()
+    """Note what the body reads now; that of `other` reads all that it does not pass on."""
+    side.reads["kernel"] = _without_callees(side) if kernel is side.other else set()
+
+
+def _without_callees(side: Side) -> set[str]:
+    return {each.name for each in side.spec.parameters if each.read in ("body", "")}
 
 
 @_change("source replaced")
@@ -207,7 +205,7 @@ def _source_replaced(side: Side, number: int) -> None:
     if side.mode != "stub":
         return
     side.jit._unsafe_update_src(source_that_reads(side.spec, side.jit.src))
-    side.reads["source"] = {each.name for each in side.spec.parameters}
+    side.reads["source"] = _without_callees(side)
     _binaries_cleared(side, number)
 
 
@@ -228,6 +226,7 @@ def _callee_redefined(side: Side, number: int) -> None:
         setattr(side.module, name, other)
     setattr(side.module, f"{name}_other", now)
     side.reads[name] = set() if side.reads[name] else {parameter.name}
+    side.tuner.cache.clear()  # what decides the config is other names now
     if side.mode == "stub":
         side.jit.hash = side.other.hash = None
         _binaries_cleared(side, number)
@@ -246,15 +245,15 @@ def _metadata_assigned(side: Side, number: int) -> None:
         return {"bytes": 2}
 
     side.jit.launch_metadata = metadata
-    side.reads["metadata"] = None
 
 
 @_change("binaries cleared")
 def _binaries_cleared(side: Side, number: int) -> None:
     if side.machine is not None:
-        side.jit.device_caches.clear()
-        for device in (0, 1):
-            side.machine.generations[id(side.jit), device] += 1
+        for jit in (side.jit, side.other):
+            jit.device_caches.clear()
+            for device in (0, 1):
+                side.machine.generations[id(jit), device] += 1
 
 
 @_change("device's binaries cleared")

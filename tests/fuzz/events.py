@@ -94,24 +94,7 @@ PARTS = (
 FEATURES = frozenset({*CHANGES, *CALLS, *PARTS})
 
 #: What safetune is known to do in another way than stock Triton, by mistake.
-NOT_YET = frozenset(
-    {
-        "parameters named as options",
-        "callee redefined",
-        "heuristic replaced",
-        "heuristics assigned",
-        "keys assigned",
-        "class run",
-        "heuristics run",
-        "instance run",
-        "heuristics around kernel",
-        "heuristics kernel",
-        "kernel assigned",
-        "metadata assigned",
-        "pre-run hook",
-        "source replaced",
-    }
-)
+NOT_YET = frozenset[str]()
 
 
 @dataclass(frozen=True)
@@ -203,6 +186,7 @@ _USUAL = {
     "integer": INTEGERS,
     "number": NUMBERS,
     "flag": [True, False],
+    "switch": [True, False],
     "constant": CONSTANTS,
 }
 _ODD = {
@@ -211,6 +195,7 @@ _ODD = {
     "integer": [*WIDE, *ODD_SCALARS],
     "number": [*WIDE[:3], *ODD_SCALARS, 1],
     "flag": [*ODD_SCALARS, 1, 0],
+    "switch": [True, False],
     "constant": ODD_CONSTANTS,
 }
 

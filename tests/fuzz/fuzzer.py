@@ -58,7 +58,7 @@ def differences(
     kernel gets for a key name that nothing reads (Triton may refuse an integer that is too large),
     and errors that safetune has of its own.
     """
-    unread = stock.unread.intersection(stock.spec.key)
+    unread = stock.unread.intersection(stock.keys)
     if unread:
         unread = {*unread, HASH}
     errors = [next((each for each in log if each[0] == "error"), None) for log in (theirs, found)]
@@ -66,7 +66,7 @@ def differences(
         kinds = [None if error is None else error[1] for error in errors]
         if None not in kinds and issubclass(kinds[1], SafetuneError):
             return "" if issubclass(kinds[0], REFUSED) else f"errors: {errors}"
-        if kinds == [OverflowError, None] and unread:
+        if kinds[0] is OverflowError and unread:
             return ""
     kept = [
         [_without(record, unread) for record in log if record[0] != "error"]

@@ -57,7 +57,8 @@ class Parameter:
     """One parameter of a kernel.
 
     Attributes:
-        kind: pointer, optional (a pointer or None), integer, number, flag or constant.
+        kind: pointer, optional (a pointer or None), integer, number, flag, constant, or switch (a
+            constant that is True or False).
         read: by the `body`, by a `callee`, passed to a callee that `ignores` it, or "".
         default: as text; "" without one.
         set_by: "" or the place of the heuristic that sets it, `below` or `above` the tuner.
@@ -148,8 +149,9 @@ def draw(rng: random.Random) -> Spec:
     """Return a random kernel."""
     names = rng.sample(NAMES[:10], rng.randint(2, 5))
     names += rng.sample(NAMES[10:], rng.choice((0, 0, 1, 2)))
-    names += [rng.choice(OPTIONS)] * (rng.random() < 0.06)
     parameters = [_parameter(rng, name) for name in names]
+    if rng.random() < 0.06:
+        parameters.append(Parameter(rng.choice(OPTIONS), "switch", "", "tl.constexpr"))
     below, parameters = _layers(rng, "below", parameters)
     above, parameters = _layers(rng, "above", parameters)
     defaults = [each for each in parameters if each.default and not each.keyword_only]
@@ -323,6 +325,7 @@ _READS = {
     "flag": "v += tl.where({p}, 1.0, 2.0)",
     "optional": "if {p} is not None:\n        v += tl.load({p} + o, mask=o < 64, other=0)",
     "pointer": "v += tl.load({p} + o, mask=o < 64, other=0)",
+    "switch": "if {p}:\n        v += 7",
     "constant": "if {p} == 2:\n        v += 3\n    if {p} == 16:\n        v *= 2",
 }
 

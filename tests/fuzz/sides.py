@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from safetune import safetune
 from tests.fuzz.events import Call, Tensor, arguments
-from tests.fuzz.kernels import SIZE, ConfigSpec, Layer, Spec
+from tests.fuzz.kernels import SIZE, ConfigSpec, Layer, Parameter, Spec
 from tests.launch.conftest import Machine
 
 #: The name of every kernel's module: both sides' kernels are the same to Triton.
@@ -147,10 +147,11 @@ class Side:
 
     Attributes:
         mode: `stub`, `interpreter` or `gpu`.
+        keys: the key as it was given last.
         top: the outermost layer, which is launched.
         below: the layers below the tuner, outermost first; `above` likewise, innermost first.
-        reads: by reader that gets what the compiled kernel gets: the parameters that it reads now,
-            or None for all.
+        reads: the parameters that the kernel reads now, and each of its callees. All other readers
+            note what they get.
         by_triton: how many launches bound their arguments by Triton's own code.
     """
 
@@ -173,6 +174,7 @@ class Side:
         for number in reversed(range(len(spec.below))):
             kernel = self.layer(spec.below[number], f"below_{number}", kernel)
             self.below.insert(0, kernel)
+        self.keys = list(spec.key)
         self.tuner = self._tuned(kernel)
         self.above: list[Any] = []
         self.top = self.tuner
@@ -260,31 +262,25 @@ class Side:
                 continue  # for Triton's tuner these are the launch's
             if hasattr(value, "dtype"):
                 parts += [str(value.dtype)] * (each.kind != "constant")
-            elif each.name in self.tuner.keys and each.read in ("body", "callee"):
+            elif each.name in self.keys and self._surely_reads(each):
                 parts.append((each.name, type(value).__name__, repr(value) if value else ""))
         return configs[zlib.crc32(repr(parts).encode()) % len(configs)]
 
-    def _readers(self) -> dict[str, set[str] | None]:
-        spec = self.spec
-        found: dict[str, set[str] | None] = {
-            "body": {each.name for each in spec.parameters if each.read == "body"},
-            "metadata": _named(spec.metadata),
-            "layers": None
-            if spec.jit_subclass or any(each.kind != "heuristics" for each in spec.below)
-            else set(),
-        }
-        for each in spec.parameters:
+    def _surely_reads(self, parameter: Parameter) -> bool:
+        """Whether the kernel has always read a parameter, and still does."""
+        called = self.reads.get(f"part_{parameter.name}", set())
+        return parameter.read == "body" or (parameter.read == "callee" and len(called) > 0)
+
+    def _readers(self) -> dict[str, set[str]]:
+        found = {"body": {each.name for each in self.spec.parameters if each.read == "body"}}
+        for each in self.spec.parameters:
             if each.read in ("callee", "ignores"):
                 found[f"part_{each.name}"] = {each.name} if each.read == "callee" else set()
-        for name, heuristic in spec.heuristics("below"):
-            found[name] = None if heuristic.kind == "whole" else set(heuristic.reads)
         return found
 
     @property
     def unread(self) -> set[str]:
-        """The parameters that nothing below the tuner reads now."""
-        if None in self.reads.values():
-            return set()
+        """The parameters that the kernel does not read now, nor what it calls."""
         return {each.name for each in self.spec.parameters}.difference(*self.reads.values())
 
     def value(self, value: Any) -> Any:
@@ -387,10 +383,6 @@ def _kept(value: Any) -> Any:
     if isinstance(value, ByParameter):
         return ByParameter((name, plain(each)) for name, each in value.items())
     return value if isinstance(value, type) else plain(value)
-
-
-def _named(what: str) -> set[str] | None:
-    return None if what == "all" else {what} - {""}
 
 
 def _real(function: Any, kind: type[JITFunction], **options: Any) -> JITFunction:
