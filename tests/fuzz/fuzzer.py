@@ -186,6 +186,9 @@ class Case:
             logs.append(side.launch(call))
         turned.current = None
         failed = logs[1][-1][0] == "error"
+        if failed and issubclass(logs[1][-1][1], SafetuneError):
+            # It is raised before heuristics are called, and Triton's after that.
+            sides[1].module.COUNTS.update(sides[0].module.COUNTS)
         counts.launches += 1
         counts.errors += failed
         # The interpreter binds nothing.
