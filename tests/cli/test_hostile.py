@@ -51,7 +51,7 @@ FIELDS: list[tuple[Any, ...]] = [
 ]
 
 few = settings(
-    max_examples=200 if FULL else 20,
+    max_examples=100 if FULL else 20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -100,8 +100,15 @@ def test_any_record_is_shown_or_absent(
             part[path[-1]] = value
         except (IndexError, KeyError, TypeError):
             continue  # an earlier change took the place away
+    text = encoding.dumps({**content, "checksum": encoding.digest(content)})
+    (tmp_path / "any.json").write_text(text)
+    for words in (("import", tmp_path / "any.json"), ("merge", tmp_path / "any.json")):
+        options = ("--into", tmp_path / "merged") if words[0] == "merge" else ()
+        result = safetune(*words, *options)
+        assert result.exit_code in (0, 2), result.output
+        check_text(result.output)
     try:
-        found = decode(encoding.dumps({**content, "checksum": encoding.digest(content)}))
+        found = decode(text)
     except ForeignRecord:
         return
     local_copy.adopt(store.connection, [found])
