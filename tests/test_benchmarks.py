@@ -551,6 +551,7 @@ SCRIPT_OF = {
     "norms_residual": "norms",
     "norms_max_autotune": "norms",
     "norms_residual_max_autotune": "norms",
+    "judge_in_the_wild": "wild",
 }
 
 SAMPLE_ROWS = {
@@ -787,3 +788,25 @@ def test_the_norms_figure_is_drawn_from_the_committed_rows() -> None:
 def test_readme_shows_the_committed_figures() -> None:
     table = importlib.import_module("readme_table").table()
     assert table in (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_figures_of_the_judge_in_the_wild() -> None:
+    def kernel(name: str, verdicts: dict[str, int], disputed: int = 0) -> dict[str, Any]:
+        row = {"kind": "kernel", "kernel": name, "tunings": 2, "verdicts": verdicts}
+        return {**row, "disputed": disputed}
+
+    rows = [
+        {"kind": "process", "tuner": "stock"},
+        kernel("planted_kernel", {"ok": 3, "wrong_result": 1}),
+        kernel("chunk_fwd", {"ok": 10, "out_of_resources": 2}, disputed=1),
+        kernel("dyt_bwd", {"ok": 5, "order_dependent": 1}),
+        {"kind": "output", "output": "gla output", "off": 0.01},
+    ]
+    assert importlib.import_module("wild").figures(rows) == {
+        "wild_kernels": 2.0,
+        "wild_tunings": 4.0,
+        "wild_configs": 18.0,
+        "wild_disputed_choices": 1.0,
+        "wild_rejected_configs": 1.0,
+        "wild_off_largest": 0.01,
+    }
