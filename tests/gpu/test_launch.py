@@ -120,6 +120,23 @@ def test_triton_is_asked_once(strided: Strided) -> None:
     torch.testing.assert_close(tensors[2], expected)
 
 
+def test_a_grid_function_that_changes_what_is_launched(strided: Strided) -> None:
+    """A known launch then passes what is in its dict, tensors as they are, to Triton's launcher."""
+    first, other, out = (memory(torch.float32, 0, 1) for _ in range(3))
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        meta["n"], meta["x"] = 16, meta["y"]
+        return (triton.cdiv(N, meta["BLOCK"]),)
+
+    for known in (False, True, True):
+        asked = strided.by_triton
+        expected = out.clone()
+        expected[:16] += 2 * other[:16]
+        strided.tuner[grid](first, other, out, N, 1, 1, 1)
+        assert (strided.by_triton == asked) is known
+        torch.testing.assert_close(out, expected)
+
+
 def test_memory_of_the_host(strided: Strided) -> None:
     """Refused as Triton does where the device cannot reach it, and used where it can."""
     tensors = [memory(torch.float32, 0, 1) for _ in range(3)]
