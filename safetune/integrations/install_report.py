@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from safetune.frontend.observers import Observer
-from safetune.launch.key_state import Reason, all_states
 
 
 class Installation(Observer):
@@ -78,6 +77,8 @@ class Installation(Observer):
 
 def _fallbacks() -> int:
     """The number of keys of this process that launch a fallback now."""
+    from safetune.launch.key_state import Reason, all_states  # which imports triton
+
     known = (state.decision(capture=None) for state in all_states())
     return sum(each is not None and each.reason is Reason.FALLBACK for each in known)
 
