@@ -39,6 +39,7 @@ _EFFECTS = {
     "fchown": (_BROKEN, _READ_ONLY),
     "pread64": (_BROKEN,),
     "newfstatat": (_BROKEN,),
+    "statfs": (_BROKEN,),
     "fcntl": (_BROKEN,),
     "mmap": (_BROKEN,),
     "access": (_BROKEN,),
