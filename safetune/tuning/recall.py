@@ -49,8 +49,8 @@ def is_due(request: TuningRequest, store: Store) -> bool:
     """Whether a key that has a choice has configs to measure, once.
 
     Those that pruning has left only since, that were timed and not judged, and that had less time
-    than they have now. A
-    choice that was not made here has no trials, which says nothing of what was tried.
+    than they have now. A choice that was not made here has no trials, which says nothing of what
+    was tried.
     """
     choice = usable_choice(request, store)
     trials = {trial.config_digest: trial for trial in store.trials(request.key.digest)}

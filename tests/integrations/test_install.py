@@ -96,7 +96,10 @@ class TestInstall:
             "safetune: key names dropped, as nothing reads them: add_kernel (UNREAD)",
         ]
 
-    @pytest.mark.parametrize("how", ["variable", "module", "argument"])
+    @pytest.mark.parametrize(
+        "how",
+        ["variable", *(pytest.param(h, marks=pytest.mark.full) for h in ("module", "argument"))],
+    )
     def test_key_names_of_a_library_are_kept(
         self, library: Callable[..., Path], fresh_process: FreshProcess, how: str
     ) -> None:

@@ -548,7 +548,9 @@ class TestPruning:
 class TestTimeLimits:
     """A config that took too long is tried again once it may take longer, and only then."""
 
-    @pytest.fixture(params=[Verdict.TIMEOUT, Verdict.COMPILE_TIMEOUT])
+    @pytest.fixture(
+        params=[Verdict.TIMEOUT, pytest.param(Verdict.COMPILE_TIMEOUT, marks=pytest.mark.full)]
+    )
     def timed_out(self, request: pytest.FixtureRequest) -> Callable[..., None]:
         def store(tuned: Tuned, detail: str, blocks: Sequence[int]) -> None:
             call = (torch.zeros(N), torch.zeros(N), N)
