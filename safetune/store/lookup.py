@@ -81,9 +81,10 @@ def _guarded_read(method: Method, merged: Callable[[list[Any]], Any]) -> Method:
             self._reported.discard(("read",))
         except StoreError as error:
             self._report("read", "%s; continuing without its choices", error)
-        if self._spare is not None:
+        spare = self._spare  # another thread may have written all of it meanwhile
+        if spare is not None:
             try:
-                answers.append(method(self._spare, *arguments))
+                answers.append(method(spare, *arguments))
             except StoreError as error:
                 logger.warning("%s", error)
         return merged(answers)
@@ -126,14 +127,16 @@ class GuardedStore(Store):
 
     def spare(self) -> Store:
         """Return the store in memory that holds what could not be written."""
-        if self._spare is None:
-            self._spare = Store.in_memory()
-        return self._spare
+        spare = self._spare = self._spare or Store.in_memory()
+        return spare
 
     def write_unsent(self) -> None:
         """Write what could not be written before; raises `StoreError`."""
-        while self._unsent:
-            write = self._unsent.popleft()
+        while True:
+            try:
+                write = self._unsent.popleft()
+            except IndexError:  # also where another thread has taken the last one
+                break
             try:
                 write()
             except StoreError:
