@@ -27,6 +27,9 @@ _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 
 _WIDE = 10_000
 
+#: The end of a shared store's identity, which tells databases of one location apart.
+_DIGEST = re.compile(" [0-9a-f]{32}$")
+
 
 @dataclass(frozen=True)
 class Elsewhere:
@@ -40,7 +43,7 @@ class Elsewhere:
     def words(self) -> str:
         """Where it is from, for people."""
         known = {"": "no trial stored", IMPORTED: "imported", AGREED: "agreed on in sync()"}
-        return known.get(self.origin) or f"from {self.origin}"
+        return known.get(self.origin) or f"from {_DIGEST.sub('', self.origin)}"
 
 
 def stdout_console() -> Console:

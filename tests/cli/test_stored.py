@@ -184,6 +184,7 @@ class TestShow:
         if way == "imported":
             safetune("export", tmp_path / "packs")
         else:
+            (tmp_path / "shared").mkdir()
             monkeypatch.setenv("SAFETUNE_SHARED", url)
             safetune("tune", "--force", *shared[1:])
         listed = safetune.json("list")
