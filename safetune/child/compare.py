@@ -5,6 +5,7 @@ Every function works in slices, so that comparing takes little memory beside the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -124,11 +125,14 @@ def _difference(
     dtype: torch.dtype | None = None,
 ) -> Difference:
     dtype = dtype or mine.dtype
-    # Of one that is nearly all zeros, the few others would decide: the smaller size counts.
-    size = min(typical_size(mine), typical_size(theirs))
-    largest, elements, rounded = 0.0, 0, 0
+    largest, elements, rounded, size = 0.0, 0, 0, math.nan
     for a, b in _pairs(mine, theirs, slice_size):
         distance = _distance(a, b)
+        if not bool(distance.any()):
+            continue
+        if math.isnan(size):
+            # Of one that is nearly all zeros, the few others would decide: the smaller size counts.
+            size = min(typical_size(mine), typical_size(theirs))
         limit: torch.Tensor | float = 0.0
         if a.is_floating_point():
             share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
@@ -145,8 +149,9 @@ def _difference(
             largest = max(largest, float(over.max()))
     if rounded == elements and _is_rounding(theirs, rounded, dtype):
         return Difference()
-    excess = largest / size if size else math.inf
-    return Difference(excess if elements else 0.0, elements)
+    if not elements:
+        return Difference()
+    return Difference(largest / size if size else math.inf, elements)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -198,15 +203,19 @@ def _picked(tensor: torch.Tensor, count: int, dimensions: int | None = None) -> 
     """Return some elements, or some of what the first dimensions index: always the same ones."""
     tensor = torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
     bits = tensor.detach().view(_INTEGERS[tensor.itemsize.bit_length() - 1])
-    shape = (tensor.shape if dimensions is None else tensor.shape[:dimensions]) or (1,)
-    generator = torch.Generator().manual_seed(0)
-    total = math.prod(shape)
-    if total > count:
-        flat = torch.randint(0, total, (count,), generator=generator)
-    else:
-        flat = torch.arange(total)
-    picked = bits.view(bits.shape or (1,))[torch.unravel_index(flat.to(bits.device), shape)]
+    shape = tuple(tensor.shape if dimensions is None else tensor.shape[:dimensions]) or (1,)
+    picked = bits.view(bits.shape or (1,))[_places(shape, count, bits.device)]
     return _real(picked.view(tensor.dtype))
+
+
+@functools.lru_cache(64)
+def _places(shape: tuple[int, ...], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the indices of at most this many elements, in no order."""
+    total = math.prod(shape)
+    flat = torch.arange(total)
+    if total > count:
+        flat = torch.randint(0, total, (count,), generator=torch.Generator().manual_seed(0))
+    return torch.unravel_index(flat.to(device), shape)
 
 
 def _sorted(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,9 @@ class OutputCheck:
         report = OutputReport(number, new_group, differences, (), (), (), unowned, difference)
         if same is None or slow:
             return report
-        mine = [compare.sample(self._arguments.tensors[index]) for index in self._compared]
+        mine = []
+        if new_group is not None and differences:
+            mine = [compare.sample(self._arguments.tensors[index]) for index in self._compared]
         if self._effects.atomics:
             self._run(launch)
             report = replace(report, spread=self._difference(same).excess)
