@@ -23,6 +23,7 @@ from safetune.errors import SafetuneError
 from safetune.launch import fast_path_codegen
 from tests.fuzz import changes, events, kernels
 from tests.fuzz.events import FEATURES, Call, Change
+from tests.fuzz.kernels import OPTIONS
 from tests.fuzz.sides import HASH, ByParameter, Record, Side
 
 #: How long a sequence is.
@@ -45,9 +46,7 @@ UNSAFE = {
 REFUSED = (TypeError, ValueError, KeyError)
 
 
-def differences(
-    stock: Side, ours: Side, theirs: list[Record], found: list[Record], off: Collection[str] = ()
-) -> str:
+def differences(stock: Side, ours: Side, theirs: list[Record], found: list[Record]) -> str:
     """Return how what safetune did differs from what stock Triton did; "" if it does not.
 
     Equal must be, in this order: what every heuristic, hook, layer and grid was called with; the
@@ -59,7 +58,8 @@ def differences(
     and errors that safetune has of its own.
     """
     unread = stock.unread.intersection(stock.keys)
-    if unread:
+    stock.once_unread |= bool(unread)
+    if stock.once_unread:
         unread = {*unread, HASH}
     errors = [next((each for each in log if each[0] == "error"), None) for log in (theirs, found)]
     if any(errors):
@@ -68,12 +68,11 @@ def differences(
             return "" if issubclass(kinds[0], REFUSED) else f"errors: {errors}"
         if kinds[0] is OverflowError and unread:
             return ""
+    options = {*OPTIONS}.difference(stock.keys) if stock.once_unread else set()
     kept = [
-        [_without(record, unread) for record in log if record[0] != "error"]
+        [_without(record, unread, options) for record in log if record[0] != "error"]
         for log in (theirs, found)
     ]
-    if "number of heuristic calls" in off:
-        kept = [[each for each in log if each[0][:6] not in ("below_", "above_")] for log in kept]
     for number in range(max(map(len, kept))):
         pair = [log[number] if number < len(log) else None for log in kept]
         if pair[0] != pair[1]:
@@ -99,24 +98,30 @@ def _unequal(where: str, stock: Any, ours: Any) -> str:
     return "".join(_unequal(f"{where}.{n}", stock.get(n), ours.get(n)) for n in names)
 
 
-def _without(record: Record, names: Collection[str]) -> Record:
-    """Return a record without what it says of some parameters."""
+def _without(record: Record, names: Collection[str], options: Collection[str]) -> Record:
+    """Return a record without what it says of some parameters, and of options named as one.
+
+    Triton takes such an option from the launch for which it compiles, and finds the binary without
+    it; which launch that is differs where a name is pinned.
+    """
     if not names:
         return record
     return tuple(
-        {name: _equal(value) for name, value in part.items() if name not in names}
+        {name: _equal(value, options) for name, value in part.items() if name not in names}
         if isinstance(part, ByParameter)
         else part
         for part in record
     )
 
 
-def _equal(described: Any) -> Any:
+def _equal(described: Any, options: Collection[str] = ()) -> Any:
     """Return what a binary has for a parameter, the same for equal constants of other types.
 
     Triton finds a binary by constants that are equal: the one made for False also launches for 0.
     So which one it is depends on what was launched before, and that differs where a name is pinned.
     """
+    if isinstance(described, dict):
+        return {name: value for name, value in described.items() if name not in options}
     kind, *rest = described
     if kind == "list":
         return kind, *map(_equal, rest)
@@ -193,7 +198,7 @@ class Case:
         counts.errors += failed
         # The interpreter binds nothing.
         counts.known += self.mode != "interpreter" and not failed and side.by_triton == by_triton
-        return differences(*sides, *logs, self.off)
+        return differences(*sides, *logs)
 
     @classmethod
     def parse(cls, text: str) -> Case:

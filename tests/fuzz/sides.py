@@ -152,6 +152,7 @@ class Side:
         below: the layers below the tuner, outermost first; `above` likewise, innermost first.
         reads: the parameters that the kernel reads now, and each of its callees. All other readers
             note what they get.
+        once_unread: whether the key has had a name that the kernel does not read.
         by_triton: how many launches bound their arguments by Triton's own code.
     """
 
@@ -160,6 +161,7 @@ class Side:
         self.log: list[Record] = []
         self.machine = Stub(self.log, spec.launcher) if mode == "stub" else None
         self.by_triton = self.salt = 0
+        self.once_unread = False
         self.memory = _memory(mode)
         jit = InterpretedFunction if mode == "interpreter" else JITFunction
         self.module = ModuleType(MODULE)
