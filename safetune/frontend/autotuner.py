@@ -126,6 +126,7 @@ class Autotuner(PruningTuner):
         """Return a tuner that shares the choices, and whose launches all go by Triton's path."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, _launches={}, lazy_key=copy.copy(self.lazy_key))
+        made.__dict__["shapes"] = call_shape.CallShapes(made)
         return made
 
     @property

@@ -6,6 +6,7 @@ did, and with things changed after a launch is known.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -318,6 +319,24 @@ def test_a_binary_that_triton_has_forgotten_is_compiled_again(
         seen.append(len(machine.compiled) - before)
 
     compared(script, key=["n"])
+
+
+def test_a_copy_gets_another_kernel(compared: Callable[..., None]) -> None:
+    """What it reads decides which names the copy drops, not what the original reads."""
+
+    def script(tuner: Any, seen: list[Any]) -> None:
+        def reads(named: dict[str, Any]) -> int:
+            seen.append(named["T"])
+            return 4
+
+        call(tuner, T=1)
+        copied = copy.copy(tuner)
+        copied.fn = triton.heuristics({"D": reads})(tuner.fn)
+        for launched in (copied, copied):
+            launched[(3,)](X, OUT, 32, 0.5, 7)
+        call(tuner, T=1)
+
+    compared(script, key=["n", "T"])
 
 
 def test_a_parameter_named_as_an_option(compared: Callable[..., None], kernels: Any) -> None:
