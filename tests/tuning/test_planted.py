@@ -34,7 +34,6 @@ def test_the_page_says_what_is_caught() -> None:
     found = list(planted.tallies(SEEDS))
     for kind, fault, tally in found:
         assert (tally.caught, tally.condemned) == (tally.cases, 0), (kind, fault)
-        assert tally.cases > 0, (kind, fault)
     assert PAGE.read_text(encoding="utf-8") == planted.document(found), "run `make judge`"
 
 
