@@ -230,12 +230,11 @@ class OutputCheck:
         of a group both write.
         """
         found = dict.fromkeys(self._compared, 0)
-        known = dict(
-            zip(self._compared, zip(mine, writes, group.writes, strict=False), strict=False)
-        )
+        samples = zip(self._compared, mine, writes, group.writes, strict=False)
+        known = {index: (ours, digits) for index, ours, *digits in samples}
         for index, _, tensor in self._pairs(group):
-            if index in known and all(known[index][1:]):
-                ours, *digits = known[index]
+            if index in known and all(known[index][1]):
+                ours, digits = known[index]
                 masks = [torch.frombuffer(bytearray.fromhex(d), dtype=torch.uint8) for d in digits]
                 both = (masks[0] & masks[1]).bool().to(ours.device)
                 theirs = compare.sample(tensor).to(ours.device)
