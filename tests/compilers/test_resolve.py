@@ -207,6 +207,7 @@ class TestResolve:
 
     def test_dropped_names_have_one_value(self, module: Any) -> None:
         text = traced.SOURCE.replace("n, BLOCK", "n, NB: tl.constexpr, BLOCK")
+        text += "\n\ndef scale(dst, src, n, NB):\n    scale_kernel[(1,)](dst, src, n, NB, 1024)\n"
         tuner = traced.kernel(
             traced.load(Path(module.__file__).with_name("dropped.py"), text), key=["n", "NB"]
         )

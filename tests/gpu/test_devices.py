@@ -121,11 +121,15 @@ def _compute_mode(value: int) -> Iterator[None]:
 
 @contextmanager
 def _mps(directory: Path) -> Iterator[None]:
-    """A control pipe where a server of MPS would have one."""
+    """A control pipe where a server of MPS would have one, and that is read as by its daemon."""
     os.mkfifo(directory / "control")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
-        yield
+    daemon = os.open(directory / "control", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
+            yield
+    finally:
+        os.close(daemon)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,10 @@ def add(kernel, n=50, times=1):
     for _ in range(times):
         kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](out, src, None, n, 7, HAS_EXTRA=False)
     assert (out == times).all(), out
+
+
+def add_untuned(out, src, n):  # shows what is passed for UNREAD
+    add_kernel[(1,)](out, src, None, n, 7, BLOCK=64, HAS_EXTRA=False)
 """
 
 START = "import safetune\ninstallation = safetune.install()\nfrom lib import *\n"
