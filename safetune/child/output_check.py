@@ -49,6 +49,7 @@ class OutputCheck:
         scratch: names of arguments that are not compared.
         effects: what the kernel's text says of its writes.
         fd: the file of results, which grows as results are kept in it.
+        kept_bytes: up to this size it holds more results than `MIN_KEPT`.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class OutputCheck:
         scratch: Sequence[str],
         effects: Effects,
         fd: int,
+        kept_bytes: int = _KEPT_BYTES,
     ) -> None:
+        self._kept_bytes = kept_bytes
         self._arguments = arguments
         self._names = names
         self._effects = effects
@@ -321,7 +324,7 @@ class OutputCheck:
         """Keep the live result as that of a new group; None where the file cannot hold it."""
         taken = {group.slot for group in groups}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        if slot >= max(MIN_KEPT, _KEPT_BYTES // max(1, self._slot)):
+        if slot >= max(MIN_KEPT, self._kept_bytes // max(1, self._slot)):
             return None
         end = (slot + 1) * self._slot
         try:

@@ -34,13 +34,15 @@ class Trial:
         self.names = ["out", "x", "part"][: len(tensors)]
         self.groups: list[Group] = []
         self.settings = (effects, scratch)
+        self.kept_bytes = 1 << 20
         self.count = 0
         self.fresh()
 
     def fresh(self) -> None:
         """Go on as another child would."""
         effects, scratch = self.settings
-        self.check = OutputCheck(self.arguments, self.names, scratch, effects, os.dup(self.file))
+        given = (self.arguments, self.names, scratch, effects, os.dup(self.file))
+        self.check = OutputCheck(*given, kept_bytes=self.kept_bytes)
 
     def run(self, launch: Callable[..., None]) -> OutputReport:
         run = functools.partial(launch, *self.arguments.tensors)
@@ -153,11 +155,10 @@ class TestResults:
         assert [compared.run(partial(value)).group for value in (2.0, 4.0)] == [0, 1]
         assert [ignored.run(partial(value)).group for value in (2.0, 4.0)] == [0, 0]
 
-    def test_a_group_makes_room_for_another(
-        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_group_makes_room_for_another(self, trial: Trial) -> None:
         """Where the results are large, few are kept; the tuner says which."""
-        monkeypatch.setattr(output_check_module, "_KEPT_BYTES", 0)
+        trial.kept_bytes = 0
+        trial.fresh()
         found = [trial.run(lambda out, x, by=by: out.fill_(by)).group for by in range(MIN_KEPT + 2)]
         assert found == [*range(MIN_KEPT), None, None]
         last = [trial.groups.pop() for _ in range(2)]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.store.local import connection
 from safetune.store.local.store import Store
 
 if TYPE_CHECKING:
@@ -323,8 +322,7 @@ class TestStore:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         Store.open(cache_dir).close()
-        monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.0)
-        monkeypatch.setattr(connection, "_LEAST_TIMEOUT_S", 0.0)
+        monkeypatch.setenv("SAFETUNE_WAIT", "0")
         other = sqlite3.connect(cache_dir / "safetune.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
 

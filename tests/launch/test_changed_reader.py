@@ -186,7 +186,9 @@ class TestAReaderThatComesLater:
         assert [case.launched_t() for _ in range(3)] == [7] * 3
 
     @pytest.mark.parametrize("change", ["a callee", "the source", "a function of heuristics"])
-    def test_and_goes_again(self, new_case: Callable[[str], Case], change: str) -> None:
+    def test_a_reader_that_goes_away_is_noticed(
+        self, new_case: Callable[[str], Case], change: str
+    ) -> None:
         function, apply = CHANGES[change]
         case = new_case(function)
         before = dict(vars(case.module)), case.jit.src, dict(getattr(case.tuner.fn, "values", {}))

@@ -146,15 +146,12 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Settings:
     [(0x0BD00BD0, "Lustre"), (0x47504653, "GPFS"), (0x19830326, "BeeGFS"), (0xFF534D42, "CIFS")],
 )
 def test_network_file_systems_are_known_by_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+    tmp_path: Path, number: int, name: str
 ) -> None:
     """Of a directory that does not exist yet, by the one that it will be in."""
-    real = file_systems._type_of
-    below = {tmp_path / "home": number}
-    monkeypatch.setattr(file_systems, "_type_of", lambda path: below.get(path) or real(path))
-    (tmp_path / "home").mkdir()
-    assert file_systems.network_of(tmp_path / "home" / "not" / "yet") == name
-    assert file_systems.network_of(tmp_path) == ""
+    there = {tmp_path / "home": number, tmp_path: 0xEF53}
+    assert file_systems.network_of(tmp_path / "home" / "not" / "yet", there.get) == name
+    assert file_systems.network_of(tmp_path, there.get) == ""
 
 
 @pytest.mark.parametrize(
@@ -169,16 +166,15 @@ def test_network_file_systems_are_known_by_their_number(
     ],
 )
 def test_fuse_is_a_network_unless_it_serves_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounted: str | None, network: str
+    tmp_path: Path, mounted: str | None, network: str
 ) -> None:
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     lines = ["22 1 0:999 / / rw shared:1 - ext4 /dev/vda rw"]
     lines += [f"36 22 {number} / /mnt/a\\040b rw shared:2 - {mounted} host: rw"] * bool(mounted)
-    (tmp_path / "mountinfo").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(file_systems, "_MOUNTS", tmp_path / "mountinfo")
-    monkeypatch.setattr(file_systems, "_type_of", lambda path: file_systems._FUSE)
-    assert file_systems.network_of(tmp_path) == network
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text("\n".join(lines) + "\n")
+    assert file_systems.network_of(tmp_path, lambda _: file_systems.FUSE, mounts) == network
 
 
 class TestNodeLocalDirectory:

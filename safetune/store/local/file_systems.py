@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 #: `f_type` of statfs(2). From linux/magic.h, but for those of Lustre, GPFS, BeeGFS, PanFS and SNFS,
@@ -32,7 +33,7 @@ _NETWORK = {
     0xBEEFDEAD: "SNFS",
 }
 
-_FUSE = 0x65735546
+FUSE = 0x65735546
 
 #: FUSE also serves disks, images and overlays of this machine; of any other kind it may be a
 #: network's (sshfs, GlusterFS, JuiceFS, s3fs, gcsfuse, ...).
@@ -52,14 +53,21 @@ _LOCAL_FUSE = {
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-def network_of(path: Path) -> str:
-    """Return the name of the network file system that a path is, or will be, on; empty if none."""
+def network_of(
+    path: Path, type_of: Callable[[Path], int | None] | None = None, mounts: Path = _MOUNTS
+) -> str:
+    """Return the name of the network file system that a path is, or will be, on; empty if none.
+
+    Args:
+        type_of: the number of the file system of a path, None where there is no such path.
+        mounts: the table of what is mounted.
+    """
     if sys.platform != "linux":
         return ""
     for existing in (path, *path.parents):
-        found = _type_of(existing)
-        if found == _FUSE:
-            kind = _mounted(existing)
+        found = (type_of or _type_of)(existing)
+        if found == FUSE:
+            kind = _mounted(existing, mounts)
             return "" if kind in _LOCAL_FUSE else kind or "FUSE"
         if found is not None:
             return _NETWORK.get(found, "")
@@ -73,11 +81,11 @@ def _type_of(path: Path) -> int | None:
     return None if failed else int(result[0]) & 0xFFFFFFFF
 
 
-def _mounted(path: Path) -> str:
+def _mounted(path: Path, mounts: Path) -> str:
     """Return the type of the file system that is mounted there, such as `fuse.sshfs`."""
     try:
         device = path.stat().st_dev
-        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     number = f"{os.major(device)}:{os.minor(device)}"
