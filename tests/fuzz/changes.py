@@ -256,7 +256,7 @@ def _binaries_cleared(side: Side, number: int) -> None:
                 side.machine.generations[id(jit), device] += 1
 
 
-@_change("device's binaries cleared")
+@_change("binaries of a device cleared")
 def _device_cleared(side: Side, number: int) -> None:
     device = number % 2
     if side.machine is not None:

@@ -47,7 +47,7 @@ CHANGES = {
     "global changed": 1,
     "metadata assigned": 1,
     "binaries cleared": 2,
-    "device's binaries cleared": 1,
+    "binaries of a device cleared": 1,
     "copied": 0.3,
     "deep copy": 0.3,
 }

@@ -172,7 +172,8 @@ class Case:
     def run(self, counts: Counts) -> str:
         """Run both sides; return the first difference, or ""."""
         spec, sequence = self.drawn()
-        with _sides(spec, self.mode) as sides, changes.switches() as turned:
+        device = stub_device() if self.mode == "stub" else contextlib.nullcontext()
+        with device, _sides(spec, self.mode) as sides, changes.switches() as turned:
             for event in sequence:
                 if isinstance(event, Change):
                     changes.apply(event, sides, turned)
@@ -290,19 +291,17 @@ def fuzz(seed: int, launches: int, mode: str, off: Collection[str] = ()) -> Coun
         Different: one differs.
     """
     counts = Counts()
-    device = stub_device() if mode == "stub" else contextlib.nullcontext()
     off = frozenset(off) | UNSAFE[mode]
-    with device:
-        while counts.launches < launches:
-            case = Case(seed * 1_000_003 + counts.cases, mode, off)
-            counts.cases += 1
-            try:
-                different = case.run(counts)
-            except Exception as error:
-                different = repr(error)
-            if different:
-                found = smallest(case)
-                raise Different(f"make fuzz FUZZ_CASE='{found}'\n{shown(found)}")
-            if counts.cases % 200 == 0:
-                gc.collect()
+    while counts.launches < launches:
+        case = Case(seed * 1_000_003 + counts.cases, mode, off)
+        counts.cases += 1
+        try:
+            different = case.run(counts)
+        except Exception as error:
+            different = repr(error)
+        if different:
+            found = smallest(case)
+            raise Different(f"make fuzz FUZZ_CASE='{found}'\n{shown(found)}")
+        if counts.cases % 200 == 0:
+            gc.collect()
     return counts

@@ -8,6 +8,7 @@ Where a kernel really runs, what it wrote is observed too.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import warnings
 import zlib
@@ -39,6 +40,9 @@ HASH = "the hash"
 
 Record = tuple[Any, ...]
 
+#: Handles of the stub's functions: as a driver's, each is another, on both sides.
+_HANDLES = itertools.count(7)
+
 
 class Stub(Machine):
     """The stub driver; the log has each launch, with what Triton would have compiled for it."""
@@ -63,13 +67,14 @@ class Stub(Machine):
         kernel.src, kernel.name, kernel.hash, kernel.metadata_group = src, "kernel", made, {}
         kernel.metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0)
         kernel.packed_metadata = (4, 1, 0)
-        kernel.module, kernel._module_pid, kernel.function = 1, None, 7
+        kernel.module, kernel._module_pid, kernel.function = 1, None, next(_HANDLES)
         names = list(src.signature)
 
         def launch(
-            grid: tuple[Any, ...], stream: int, metadata: Any, hooks: tuple[Any, Any], args: Any
+            grid: tuple[Any, ...], stream: int, function: int, metadata: Any, *rest: Any
         ) -> None:
-            enter, leave = hooks
+            enter, leave, args = rest
+            assert function == kernel.function, "another binary's function"
             if enter is not None:
                 enter(metadata)
             named = ByParameter(zip(names, map(_address, args), strict=True))
@@ -85,7 +90,7 @@ class Stub(Machine):
 def _launcher(launch: Callable[..., None]) -> Callable[..., None]:
     def run(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
         _, metadata, enter, leave, *args = rest
-        launch((x, y, z), stream, metadata, (enter, leave), args)
+        launch((x, y, z), stream, function, metadata, enter, leave, args)
 
     return run
 
@@ -95,8 +100,8 @@ def _cuda_launcher(launch: Callable[..., None]) -> Any:
     from triton.backends.nvidia.driver import CudaLauncher
 
     def run(x: int, y: int, z: int, stream: int, *rest: Any) -> None:
-        _, _, _, _, metadata, enter, leave, *_, args = rest
-        launch((x, y, z), stream, metadata, (enter, leave), args)
+        function, _, _, _, metadata, enter, leave, *_, args = rest
+        launch((x, y, z), stream, function, metadata, enter, leave, args)
 
     made = CudaLauncher.__new__(CudaLauncher)
     sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
@@ -311,6 +316,7 @@ class Side:
             self.tuner.cache.clear()
         self.log.clear()
         grid = self.grid(*call.grid)
+        result = None
         try:
             if call.how == "getitem":
                 result = self.top[grid](*args, **kwargs)
@@ -323,7 +329,8 @@ class Side:
             best = self.tuner.best_config
             chosen = [i for i, config in enumerate(self.tuner.configs) if config is best]
             self.log.append(("best config", chosen))
-        return [(kind, *map(_kept, rest)) for kind, *rest in self.log]
+        log = [_hooked(record, result) for record in self.log]
+        return [(kind, *map(_kept, rest)) for kind, *rest in log]
 
     def _returned(self, result: Any) -> Any:
         if self.machine is not None:
@@ -378,6 +385,18 @@ class _Subclass(torch.Tensor):
 
 class ByParameter(dict[str, Any]):
     """Something that a record has of each parameter, so that one can be left out."""
+
+
+def _hooked(record: Record, binary: Any) -> Record:
+    """Return a launch hook's record with whether the function is the launched binary's.
+
+    Its handle is compared with nothing else: each side has loaded binaries of its own.
+    """
+    if record[0] not in ("enter hook", "exit hook"):
+        return record
+    what, seen = record
+    launched = getattr(binary, "function", None)
+    return what, {**seen, "function": seen["function"] == launched}
 
 
 def _kept(value: Any) -> Any:
