@@ -26,6 +26,14 @@ json_values = st.recursive(
     max_leaves=12,
 )  # fmt: skip
 json_records = st.dictionaries(st.text(), json_values, max_size=5)
+named_values = st.lists(st.tuples(st.text(), json_values).map(list), max_size=3)
+calls = st.builds(
+    lambda others, **parts: {**others, **parts},
+    json_records,
+    values=named_values,
+    dtypes=st.lists(st.tuples(st.text(), st.text()).map(list), max_size=3),
+    options=named_values,
+)
 any_text = st.text(st.characters(exclude_categories=()))
 milliseconds = st.floats(0, 1e12)
 
@@ -210,7 +218,8 @@ def test_a_value_that_a_column_cannot_hold_is_refused(store, records):
 
 def test_lone_surrogates_and_big_integers_do_no_harm(store, records):
     """A path or a compiler's output need not be valid UTF-8, a key value may have any size."""
-    key = records.key("\udc80", kernel_name="a\udcffdd", call={"values": [["\ud800", 2**200]]})
+    call = {"values": [["\ud800", 2**200]], "dtypes": [["\ud800", "\udc80"]], "options": []}
+    key = records.key("\udc80", kernel_name="a\udcffdd", call=call)
     store.put_key(key)
     store.put_trial(
         records.trial("c\ud8ff", key="\udc80", outcome=Outcome(Verdict.OK, stderr="\udc80\0"))
@@ -224,9 +233,7 @@ def test_lone_surrogates_and_big_integers_do_no_harm(store, records):
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    config=json_records, call=json_records, times=st.tuples(*[milliseconds] * 4), message=any_text
-)
+@given(config=json_records, call=calls, times=st.tuples(*[milliseconds] * 4), message=any_text)
 def test_any_json_comes_back(records, config, call, times, message):
     store = _shared_memory_store()
     store.clear("add")
@@ -240,6 +247,21 @@ def test_any_json_comes_back(records, config, call, times, message):
     assert store.choices() == [StoredChoice(key, choice)]
     kept = replace(trial, outcome=replace(outcome, message=text(message)))
     assert store.trials("key", 1) == [kept]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(call=json_records)
+def test_a_key_whose_call_no_reader_can_use_is_not_listed(records, call):
+    """What was stored for it is still found by its digest."""
+    store = _shared_memory_store()
+    store.clear("add")
+    store.put_key(records.key(call=call))
+    store.put_trial(records.trial())
+    store.put_choice(records.choice())
+    assert store.choices() == store.trials_of("add") == []
+    assert store.choice("key") == records.choice()
+    assert store.trials("key", 1) == [records.trial()]
+    assert store.clear("add") == 1
 
 
 _memory: list[Store] = []
