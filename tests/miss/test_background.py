@@ -27,6 +27,9 @@ SOON_S = 60.0
 
 @pytest.fixture(autouse=True)
 def _in_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing in the queue, which the tests of a process share."""
+    for job in list(background._worker.jobs):
+        assert job.over.wait(SOON_S), job.request.key
     monkeypatch.setenv("SAFETUNE_MODE", "background")
 
 
