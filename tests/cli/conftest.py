@@ -50,8 +50,12 @@ class Command:
 
 
 @pytest.fixture
-def safetune(targets: Path, tmp_path: Path) -> Iterator[Command]:
-    """The command in this process. What it imports for a TARGET is forgotten after the test."""
+def safetune(targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """The command in this process. What it imports for a TARGET is forgotten after the test.
+
+    Its lines are never wrapped, whatever terminal the tests are started in.
+    """
+    monkeypatch.delenv("COLUMNS", raising=False)
     path, modules = list(sys.path), set(sys.modules)
     yield Command()
     sys.path[:] = path
