@@ -150,11 +150,12 @@ def test_ctrl_c(
     assert stderr == b"Interrupted; finished trials are stored.\n"
     assert still_running(children) == []
     kept = safetune.json("show", "slow_to_end")
-    assert [(trial["config"]["BLOCK"], trial["verdict"] == "ok") for trial in kept] == [
+    assert [(trial["config"]["BLOCK"], trial["verdict"] == "not_judged") for trial in kept] == [
         (32, True),
         (48, False),
         (128, True),
     ]
+    assert [trial["timing"] is not None for trial in kept] == [True, False, True]
     fifo.remove()
     for name, value in fifo.env.items():
         monkeypatch.setenv(name, value)
