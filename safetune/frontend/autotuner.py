@@ -116,7 +116,7 @@ class Autotuner(PruningTuner):
             reference=reference,
             inputs=inputs,
         )
-        self.shapes, self._topics = call_shape.CallShapes(self), set[str]()
+        self._topics = set[str]()
         self.take_pruning()
         self.lazy_key = LazyKey(written, policy)
         if self.lazy_key.may_be_an_error:
@@ -126,7 +126,7 @@ class Autotuner(PruningTuner):
         """Return a tuner that shares the choices, and whose launches all go by Triton's path."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, _launches={}, lazy_key=copy.copy(self.lazy_key))
-        made.__dict__["shapes"] = call_shape.CallShapes(made)
+        made.__dict__.pop("shapes", None)
         return made
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import triton.runtime.autotuner as triton_autotuner
@@ -15,6 +16,13 @@ from safetune.launch import call_shape
 
 class PruningTuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     """Triton's tuner; torch finds a prune function of ours on it in place of the user's."""
+
+    @cached_property
+    def shapes(self) -> call_shape.CallShapes:
+        """The shapes of its calls, which refer to it: no copy has them before it is launched, as
+        one is made for each prune and keeps the arguments of the call.
+        """
+        return call_shape.CallShapes(self)
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
         """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
