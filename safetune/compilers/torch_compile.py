@@ -15,11 +15,13 @@ compiled.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -53,7 +55,7 @@ _traced: dict[str, str] = {}
 _INDUCTOR_KEEPS = ("num_warps", "num_stages")
 
 #: (name, kind, content) of an argument, all constants: a `tensor` has its dtype as content, a
-#: `value` itself.
+#: `descriptor` its `element_type`, a `value` itself.
 Fact = tuple[str, str, Any]
 
 
@@ -74,10 +76,11 @@ def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
         from torch.fx.experimental.symbolic_shapes import guard_or_false, has_static_value
 
         keys, parameters = names_of(number)
-        facts: list[Fact] = []
         unknown: list[Any] = []
         index = -1
         arguments = {**named_args, **kwargs}
+        compiling = torch.compiler.is_dynamo_compiling()
+        facts: list[Fact] = list(traced_descriptors() if compiling else descriptors(arguments))
         for name, value in arguments.items():
             if torch.is_tensor(value):  # False for a descriptor, whose class Dynamo does not know
                 facts.append((name, "tensor", value.dtype))
@@ -90,7 +93,6 @@ def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
                     unknown.append((name, value))
                 else:
                     facts.append((name, "value", value))
-        compiling = torch.compiler.is_dynamo_compiling()
         launched = compiling or any(
             torch.is_tensor(value) or hasattr(value, "block_shape") for value in arguments.values()
         )
@@ -123,6 +125,36 @@ def _best_of(configs: Any, pruned: Any, order: tuple[int, ...]) -> Any:
             if config is configs[index]:
                 return [config]
     return pruned[:1]
+
+
+def descriptors(arguments: dict[str, Any]) -> tuple[Fact, ...]:
+    """Return the facts of the tensor descriptors among the arguments."""
+    return tuple(
+        (name, "descriptor", encoding.element_type(value))
+        for name, value in arguments.items()
+        if hasattr(value, "block_shape")
+    )
+
+
+@constant
+def traced_descriptors() -> tuple[Fact, ...]:
+    """Return the same of the `arguments` of the function that Dynamo traces now.
+
+    Traced code can ask a descriptor for nothing: Dynamo has its tensor beside the code.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    found = {}
+    # A torch that keeps them elsewhere compiles all other kernels.
+    with contextlib.suppress(AttributeError, KeyError):
+        traced = InstructionTranslator.current_tx().output.current_tx.symbolic_locals["arguments"]
+        for name, variable in traced.items.items():
+            if type(variable).__name__ == "TMADescriptorStableVariable":
+                tensor = variable.get_tensor().as_proxy().node.meta["example_value"]
+                found[name.vt.as_python_constant()] = SimpleNamespace(
+                    base=tensor, strides=tensor.stride(), block_shape=variable.block_shape
+                )
+    return descriptors(found)
 
 
 @constant
@@ -264,7 +296,8 @@ def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest
 
 
 def _arguments(facts: tuple[Fact, ...]) -> dict[str, Any]:
+    stand_ins = {"tensor": encoding.TensorType, "descriptor": encoding.DescriptorType}
     return {
-        name: encoding.TensorType(content) if kind == "tensor" else content
+        name: stand_ins[kind](content) if kind in stand_ins else content
         for name, kind, content in facts
     }

@@ -38,6 +38,13 @@ class TensorType:
     dtype: Any
 
 
+@dataclass(frozen=True)
+class DescriptorType:
+    """Stands for a tensor descriptor where only its `element_type` is known."""
+
+    element_type: Any
+
+
 def dtype_name(dtype: Any) -> str:
     """Return one name for a dtype of torch, Triton, numpy or JAX: `torch.bfloat16` and
     `tl.bfloat16` are both `bfloat16`.
@@ -62,7 +69,7 @@ def element_type(value: Any) -> Any:
     if hasattr(value, "block_shape") and hasattr(value, "base"):
         base = value.base.stride() if hasattr(value.base, "stride") else ()
         return "descriptor", element_type(value.base), _order(value.strides), _order(base)
-    return None
+    return value.element_type if isinstance(value, DescriptorType) else None
 
 
 def _order(strides: Sequence[int]) -> tuple[int, ...]:

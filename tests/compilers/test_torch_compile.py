@@ -415,6 +415,35 @@ def test_tensor_descriptors_have_the_key_of_a_launch(
         assert tuner.early_config_prune(tuner.configs, named) == [tuner.configs[2]]
 
 
+def test_each_kind_of_tensor_descriptor_has_its_own_choice(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By dtype, also where two launches of a graph differ in it, and where sizes are unknown."""
+    from torch.utils import _triton
+    from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from safetune import safetune
+
+    monkeypatch.setattr(_triton, "has_triton_tensor_descriptor_host_tma", lambda: True)
+    module = traced.load(Path(module.__file__).with_name("kinds.py"), DESCRIBED)
+    tuner = safetune(configs=traced.configs(), key=["n"])(JITFunction(module.described_kernel))
+    for dtype, config in ((torch.float32, 2), (torch.float16, 1)):
+        x = torch.zeros(8, 64, dtype=dtype)
+        described = TensorDescriptor.from_tensor(x, [8, 64])
+        traced.choose(tuner, tuner.configs[config], x, described, 64)
+
+    def copy(src: torch.Tensor) -> torch.Tensor:
+        single, half = torch.empty_like(src), torch.empty_like(src, dtype=torch.float16)
+        tuner[(1,)](single, TensorDescriptor.from_tensor(src, [8, 64]), 64)
+        tuner[(1,)](half, TensorDescriptor.from_tensor(src.half(), [8, 64]), 64)
+        return single + half
+
+    graphs = traced.Graphs()
+    torch.compile(copy, backend=graphs, fullgraph=True, dynamic=True)(torch.zeros(32, 64))
+    assert graphs.blocks() == [[256], [128]]
+
+
 def test_a_triton_op_marks_the_caches_with_its_choice(module: Any) -> None:
     """Neither Dynamo nor AOT autograd's cache look into one: the caches' tag has the choice."""
     from torch._dynamo.backends.common import aot_autograd
