@@ -25,10 +25,9 @@ from safetune.frontend.pruning import PruningTuner
 from safetune.inputs.call import Hooks
 from safetune.isolation import backend
 from safetune.keys.basis import Basis
-from safetune.keys.buckets import KeyNames
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport
-from safetune.keys.tuning_key import readable_key
+from safetune.keys.tuning_key import KeyNames, readable_key
 from safetune.keys.written_key import Key, written_key
 from safetune.launch import call_shape, fast_path, scratch_memory
 from safetune.launch.key_state import KeyStates

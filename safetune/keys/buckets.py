@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,24 +38,6 @@ class Bucket:
             f"key of {self.kernel}: the function for {self.name!r} returned {found!r:.80}, a "
             f"{type(found).__name__}, for {value!r:.80}; return an int, bool, str, float or dtype"
         )
-
-
-class KeyNames(list[str]):
-    """The names in a key, in its order.
-
-    Attributes:
-        buckets: the function for each name that is in the key by its bucket.
-    """
-
-    def __init__(self, names: Iterable[str], buckets: Mapping[str, Bucket]) -> None:
-        super().__init__(names)
-        self.buckets = dict(buckets)
-
-
-def value_in_key(key_names: Sequence[str], name: str, value: Any) -> Any:
-    """Return what stands in the key for an argument: its bucket, if the name has one."""
-    bucket = getattr(key_names, "buckets", {}).get(name)
-    return value if bucket is None else bucket(value)
 
 
 def buckets_of(kernel: str, key: Any) -> dict[str, Bucket]:

@@ -152,10 +152,14 @@ def classes_of(
     """Return what `classify` does, for a key that has been checked; warn of nothing."""
     with no_collection():
         facts = _Kernel(kernel, configs, callbacks)
-        names = facts.automatic_key() if key.names is None else key.names
-        check_kept(kernel, key.keep, names)
+        if key.names is None:
+            names: Sequence[str] = facts.automatic_key()
+            check_kept(kernel, key.keep, names)
+        else:  # checked where it was written
+            names = key.names
         reports = facts.classify(names, [*key.keep, *key.kept], policy)
         reports = [_by_bucket(each) if each.name in key.buckets else each for each in reports]
+        missing = () if key.names is None else facts.missing(names)
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
     # One choice for all calls is worse than tuning too often.
     kept_all = len(phantom) > 0 and all(report.kind in _DROPPED for report in reports)
@@ -169,7 +173,7 @@ def classes_of(
         kernel=facts.name,
         location=f"{facts.file}:{facts.line}",
         names=tuple(reports),
-        missing=() if key.names is None else facts.missing(names),
+        missing=missing,
         unread=tuple(phantom),
         pinned=() if kept_all else tuple(phantom),
         kept_all=kept_all,
@@ -196,9 +200,17 @@ class _Kernel:
         skipped = option_of(jit, "do_not_specialize") or ()
         self._unspecialized = {ordered[n] if isinstance(n, int) else n for n in skipped}
         in_configs = [config.kwargs for config in configs]
-        self._set = set(inner_heuristics(kernel)).union(set_above(kernel), *in_configs)
+        self._set_below = set(inner_heuristics(kernel)).union(*in_configs)
         self._body = usage_in_body(kernel)
-        self._callbacks = usage_in_callbacks(kernel, configs, **callbacks)
+        self._callbacks = functools.partial(usage_in_callbacks, kernel, configs, **callbacks)
+
+    @functools.cached_property
+    def _set(self) -> set[str]:
+        return self._set_below.union(set_above(self._kernel))
+
+    @functools.cached_property
+    def _around(self) -> Usage:
+        return self._callbacks()
 
     @functools.cached_property
     def _launches(self) -> list[Launch]:
@@ -212,7 +224,7 @@ class _Kernel:
         """Return what reads a parameter, or "". The package is searched for grids last."""
         return (
             self._body.reader_of(name)
-            or self._callbacks.reader_of(name)
+            or self._around.reader_of(name)
             or ("Triton, as a launch option" if name in COMPILE_OPTIONS else "")
             or self._grids.reader_of(name)
         )
@@ -295,8 +307,10 @@ class _Kernel:
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads and that neither key nor config sets."""
         annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
-        constexprs = [name for name in self._unset(names) if "constexpr" in annotations[name]]
-        return tuple(name for name in constexprs if self._body.reader_of(name))
+        known = self._set_below.union(names)
+        constexprs = [name for name in annotations if "constexpr" in annotations[name]]
+        read = [n for n in constexprs if n not in known and self._body.reader_of(n)]
+        return tuple(name for name in read if name not in self._set)
 
 
 def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:

@@ -7,18 +7,38 @@ device is first asked for at the first miss: `import safetune` touches no GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetune import triton_internals
 from safetune.errors import NoDevice
 from safetune.isolation import backend
 from safetune.keys import encoding
-from safetune.keys.buckets import value_in_key
+
+if TYPE_CHECKING:
+    from safetune.keys.buckets import Bucket
 
 #: The device, back end and target of kernels in Triton's interpreter.
 INTERPRETER = "interpreter"
+
+
+class KeyNames(list[str]):
+    """The names in a key, in its order.
+
+    Attributes:
+        buckets: the function for each name that is in the key by its bucket.
+    """
+
+    def __init__(self, names: Iterable[str], buckets: Mapping[str, Bucket]) -> None:
+        super().__init__(names)
+        self.buckets = dict(buckets)
+
+
+def value_in_key(key_names: Sequence[str], name: str, value: Any) -> Any:
+    """Return what stands in the key for an argument: its bucket, if the name has one."""
+    bucket = getattr(key_names, "buckets", {}).get(name)
+    return value if bucket is None else bucket(value)
 
 
 @dataclass(frozen=True)

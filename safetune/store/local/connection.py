@@ -159,7 +159,7 @@ class Connection:
             else:
                 wait_s = self._timeout_s("open")
                 self._sqlite, self._file = opening.connect(self.path, self._suspect, wait_s)
-                self._logs = lost_log.logs(self.path)
+                self._logs = db_files.logs(self.path)
             self._suspect = False
             self._gave_up.discard("open")
 
@@ -184,7 +184,7 @@ class Connection:
         if self._sqlite is None or self.path is None or self._file is None:
             return False
         try:
-            there = lost_log.logs(self.path)
+            there = db_files.logs(self.path)
         except OSError:
             return False
         pairs = zip(self._logs, there, strict=True)

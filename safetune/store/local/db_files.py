@@ -61,6 +61,11 @@ def make(path: Path) -> None:
         check(path)
 
 
+def logs(path: Path) -> tuple[tuple[int, int] | None, ...]:
+    """Return which files are the logs of a database now."""
+    return tuple(identity(path.with_name(path.name + suffix)) for suffix in LOGS[:2])
+
+
 def check(path: Path) -> None:
     """Check that the directory and the files of a database are this user's, and not links."""
     _check(path.parent, stat.S_ISDIR, "directory")

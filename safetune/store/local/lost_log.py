@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetune.store.local import db_files, migrations
-from safetune.store.local.db_files import LOGS
+from safetune.store.local import migrations
 from safetune.store.local.rows import TABLES, TRIAL
 
 #: The rows of each table that could be read.
@@ -26,11 +25,6 @@ Rows = dict[str, list[tuple[Any, ...]]]
 #: The bytes of a database file that every reader locks, and that SQLite locks alone to write the
 #: log back and delete it: https://www.sqlite.org/src/file/src/os.h (SHARED_FIRST, SHARED_SIZE).
 _SHARED = (0x40000002, 510)
-
-
-def logs(path: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Return which files are the logs of a database now."""
-    return tuple(db_files.identity(path.with_name(path.name + suffix)) for suffix in LOGS[:2])
 
 
 def rows(connection: sqlite3.Connection, earlier: Rows) -> Rows:
