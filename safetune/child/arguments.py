@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from safetune.child import compare
 from safetune.inputs import random_inputs
 from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Layout, TensorSpec, view_of
 
@@ -148,7 +149,7 @@ class Arguments:
                 continue
             bits = _bits(tensor).view(tensor.shape or (1,))
             flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
-            elements = torch.unravel_index(flat, bits.shape)
+            elements = compare.unravelled(flat, bits.shape)
             poison = _poison_bits(tensor.dtype)
             probes.append(Probe(block, bits, elements, bits[elements], poison))
         for probe in probes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -212,10 +212,23 @@ def _picked(tensor: torch.Tensor, count: int, dimensions: int | None = None) -> 
 def _places(shape: tuple[int, ...], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the indices of at most this many elements, in no order."""
     total = math.prod(shape)
-    flat = torch.arange(total)
     if total > count:
         flat = torch.randint(0, total, (count,), generator=torch.Generator().manual_seed(0))
-    return torch.unravel_index(flat.to(device), shape)
+    else:
+        flat = torch.arange(total)
+    return unravelled(flat.to(device), shape)
+
+
+def unravelled(flat: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return the indices of elements by their numbers.
+
+    `torch.unravel_index` imports sympy, which takes seconds in a child on a slow disk.
+    """
+    indices: list[torch.Tensor] = []
+    for size in reversed(shape):
+        indices.insert(0, flat % size)
+        flat = flat // size
+    return tuple(indices)
 
 
 def _sorted(tensor: torch.Tensor) -> torch.Tensor:

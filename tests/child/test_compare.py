@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 
 from safetune.child import compare
 from safetune.child.arguments import checksums
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -188,3 +193,25 @@ def test_types_that_torch_hardly_knows_are_compared_by_their_bits(dtype: torch.d
     other.view(torch.uint8)[17] += 3
     assert not same(other, one)
     assert compare.spread(other, one) > 0
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 2)])
+def test_elements_have_the_indices_that_torch_gives_them(shape: tuple[int, ...]) -> None:
+    flat = torch.arange(torch.Size(shape).numel())
+    found = compare.unravelled(flat, shape)
+    assert list(map(torch.Tensor.tolist, found)) == [
+        index.tolist() for index in torch.unravel_index(flat, shape)
+    ]
+
+
+def test_comparing_imports_nothing_large(fresh_process: FreshProcess) -> None:
+    """Every measuring child would import it: sympy took seconds on a slow disk."""
+    done = fresh_process(
+        "import sys, torch\n"
+        "from safetune.child import compare\n"
+        "before = set(sys.modules)\n"
+        "one = torch.rand(100, 100)\n"
+        "compare.difference(one, one + 1.0)\n"
+        "print(len(set(sys.modules) - before))\n"
+    )
+    assert int(done.stdout) < 5, done.stderr
