@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -59,7 +60,8 @@ def check_tensors(**operands: Any) -> None:
 
 def check_options(eps: Any, num_groups: Any) -> None:
     """Raise `InvalidOperand` unless eps is a number of at least 0, and num_groups an integer."""
-    if not isinstance(eps, (int, float, torch.SymFloat)) or not eps >= 0:
+    is_number = isinstance(eps, (float, torch.SymFloat, numbers.Real))
+    if not (is_number and eps >= 0):
         raise InvalidOperand(f"eps={eps!r}; it must be a number of at least 0")
     if not isinstance(num_groups, (int, torch.SymInt)):
         raise InvalidOperand(f"num_groups={num_groups!r}; it must be an integer")

@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 
 
 def typical_size(tensor: torch.Tensor) -> float:
-    """Return the median magnitude of the finite elements that are not 0; 0 if there is none.
+    """Return the median magnitude of the finite elements that are not 0; 0 without any.
 
     Unlike a mean it is the same whether or not one element is huge.
     """

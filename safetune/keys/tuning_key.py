@@ -274,7 +274,7 @@ def _device(active: Any, target: Any, index: int) -> Device:
 
 
 def active_driver() -> Any:
-    """Return Triton's active driver; raises `NoDevice` where there is none."""
+    """Return Triton's active driver; raises `NoDevice` without one."""
     from triton.runtime import driver
 
     try:

@@ -223,7 +223,7 @@ class CapturedMiss:
 
     @property
     def choice(self) -> Config | None:
-        """The key's choice now; None while there is none in this process."""
+        """The key's choice now; None while this process has no choice."""
         decision = self._decision()
         return None if decision is None or decision.reason is not Reason.CHOICE else decision.config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -429,3 +430,11 @@ def test_a_tensor_on_the_cpu_is_named_where_kernels_are_compiled(fresh_process: 
     done = fresh_process(code, env={"TRITON_INTERPRET": None}, warm=True)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("safetune.errors.InvalidOperand: x is on the CPU; move it to a GPU")
+
+
+@pytest.mark.parametrize("eps", [1, np.float32(0.5), np.float64(0.5)], ids=repr)
+def test_eps_may_be_any_real_number(eps: Any, device: str) -> None:
+    x = torch.arange(12.0, device=device).view(2, 6)
+    assert torch.equal(
+        layer_norm_fwd(x, None, None, eps)[0], layer_norm(x, None, None, eps=float(eps))
+    )

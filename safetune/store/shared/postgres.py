@@ -353,7 +353,7 @@ def _may_pass(error: psycopg.OperationalError) -> bool:
 
 
 def _version(connection: psycopg.Connection[Any]) -> int:
-    """Return the version of the tables, 0 if there are none; raises `StoreError` on a newer one."""
+    """Return the version of the tables, 0 without tables; raises `StoreError` on a newer one."""
     if connection.execute(_HAS_TABLES).fetchone() is None:
         return 0
     found = connection.execute("SELECT found.version FROM safetune.version AS found").fetchone()
