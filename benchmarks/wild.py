@@ -5,7 +5,8 @@ under `safetune run` with empty caches. A row for each kernel has its tunings, i
 disputed choices; a row for each output has its largest difference from stock, over stock's largest
 value. One kernel is planted: one of its four configs is wrong, and must be `wrong_result`.
 
-Takes four minutes on an H100: layers that do not fit are left out, and a row says so.
+Each layer runs in a process of its own, all at once. Takes four minutes on an H100 at most: layers
+that do not fit are left out, and a row says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,8 +29,18 @@ import recording
 from recording import Figures, Row
 
 LAYERS = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "scripts" / "wild_layers.py"
-#: Of one tuner's process: no layer begins later, and the process ends at the latest.
-STOCK_S, SAFETUNE_S, LIMIT_S = 60.0, 110.0, 280.0
+LAYER_NAMES = (
+    "planted",
+    "fla_l2norm",
+    "liger_dyt",
+    "fla_layer_norm",
+    "fla_gla",
+    "fla_delta_rule",
+    "fla_simple_gla",
+    "fla_gated_delta_rule",
+)
+#: A layer that takes longer is left out.
+LIMIT_S = 200.0
 PLANTED = "planted_kernel"
 
 
@@ -75,50 +87,71 @@ def kernel_rows(store: Path) -> Iterator[Row]:
         yield {**row, "verdicts": dict(row["verdicts"]), "reasons": reasons}
 
 
-def output_rows(stock: Path, safetune: Path) -> Iterator[Row]:
+def output_rows(folder: Path) -> Iterator[Row]:
     """Yield how far each output that both have computed is from stock's."""
     import torch
 
-    wanted, found = torch.load(stock), torch.load(safetune)
-    for name in wanted.keys() & found.keys():
+    wanted, found = (
+        {
+            name: value
+            for path in folder.glob(f"{tuner}-*.pt")
+            for name, value in torch.load(path).items()
+        }
+        for tuner in ("stock", "safetune")
+    )
+    for name in sorted(wanted.keys() & found.keys()):
         want, mine = wanted[name].float(), found[name].float()
         off = ((mine - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
         yield {"kind": "output", "output": name, "off": off}
 
 
-def run(tuner: str, folder: Path, layers: Sequence[str]) -> Row:
-    """Run the layers in a fresh process with empty caches; return what it reports."""
-    report, seconds = folder / f"{tuner}.json", STOCK_S if tuner == "stock" else SAFETUNE_S
-    options = ["--save", str(folder / f"{tuner}.pt"), "--report", str(report)]
-    options += ["--seconds", str(seconds), *layers]
+def run(tuner: str, folder: Path, layers: Sequence[str]) -> Iterator[Row]:
+    """Run each layer in a fresh process, all at once, from empty caches; yield what they report."""
+    deadline = time.monotonic() + LIMIT_S
+    started = {layer: _start(tuner, folder, layer) for layer in layers}
+    for layer, process in started.items():
+        try:
+            status = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            yield {"kind": "process", "tuner": tuner, "seconds": {}, "left": [layer], "failed": {}}
+            continue
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if status != 0:
+            raise SystemExit(f"{layer} under {tuner} ended with {status}")
+        report = json.loads(_report(folder, tuner, layer).read_text())
+        yield {"kind": "process", "tuner": tuner, **report}
+
+
+def _start(tuner: str, folder: Path, layer: str) -> subprocess.Popen[bytes]:
+    report = _report(folder, tuner, layer)
+    options = ["--save", str(report.with_suffix(".pt")), "--report", str(report), layer]
     command = [sys.executable, str(LAYERS), "--first-config", *options]
     if tuner == "safetune":
         command = [sys.executable, "-m", "safetune", "run", str(LAYERS), *options]
     env = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
     env |= {"TRITON_CACHE_DIR": str(folder / tuner), "SAFETUNE_CACHE_DIR": str(folder / "store")}
-    process = subprocess.Popen(command, env=env, start_new_session=True)
-    try:
-        status = process.wait(LIMIT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if status != 0:
-        raise SystemExit(f"the layers under {tuner} ended with {status}")
-    return {"kind": "process", "tuner": tuner, **json.loads(report.read_text())}
+    return subprocess.Popen(command, env=env, start_new_session=True)
+
+
+def _report(folder: Path, tuner: str, layer: str) -> Path:
+    return folder / f"{tuner}-{layer}.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run both processes, and write the result."""
     parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("layers", nargs="*", help="of tests/gpu/scripts/wild_layers.py")
+    parser.add_argument("layers", nargs="*", default=LAYER_NAMES)
     parsed: argparse.Namespace = parser.parse_args(argv)
     result = recording.begin("judge_in_the_wild")
     with tempfile.TemporaryDirectory(prefix="wild-") as name:
         folder = Path(name)
-        result.rows += [run(tuner, folder, parsed.layers) for tuner in ("stock", "safetune")]
+        for tuner in ("stock", "safetune"):
+            result.rows += run(tuner, folder, parsed.layers)
         result.rows += kernel_rows(folder / "store")
-        result.rows += output_rows(folder / "stock.pt", folder / "safetune.pt")
+        result.rows += output_rows(folder)
     path = result.save(recording.output_folder(parsed), figures)
     kernels: list[dict[str, Any]] = [row for row in result.rows if row["kind"] == "kernel"]
     print(recording.table(kernels, ["kernel", "tunings", "verdicts", "disputed", "reasons"]))
