@@ -203,6 +203,7 @@ class _Report:
 
         facts: dict[str, Any] = {"kernel": task.kernel.name, "shape": task.workload.name}
         facts |= {"dtype": task.dtype, "measured": measured, "choice": None, "disputed": ""}
+        facts["phases"] = {} if result is None else dict(result.phases)
         elsewhere = None
         if result is not None:
             choice, stored = config_text(result.choice), result.stored

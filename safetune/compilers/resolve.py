@@ -229,7 +229,7 @@ def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) ->
             f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
         )
     with reporting.observing(request.key.kernel.name) as observe:
-        result = tune(request, lookup.store, observe)
+        result = tune(request, lookup.store, observe, phases=concrete.phases)
     reporting.log_result(request, result)
     return result.choice
 

@@ -107,7 +107,7 @@ class Autotuner(PruningTuner):
         super().__init__(fn, arg_names, configs, (), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
-        #: Where the time of the last tuning went, in seconds (see `LaunchBench.phases`).
+        #: Where the time of the last tuning went, in seconds (see `Phases`).
         self.tuning_phases: dict[str, float] = {}
         self._around = Hooks(
             do_bench=options.get("do_bench") if is_interpreted(fn) else self._do_bench,
@@ -322,7 +322,7 @@ class Autotuner(PruningTuner):
         best = min(timings, key=lambda config: timings[config])
         view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
         key = readable_key(self.keys, self.arg_names, {**named, **kwargs})
-        reporting.report(self, key, best, timings, time.perf_counter() - start)
+        reporting.report(self, key, best, timings, {"measure": time.perf_counter() - start})
         return best
 
     def first_time(self, topic: str) -> bool:

@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -32,14 +32,15 @@ def report(
     key: tuple[Any, ...],
     choice: Config,
     timings: dict[Config, list[float]],
-    seconds: float | None = None,
+    phases: Mapping[str, float] | None = None,
 ) -> None:
     """Report a choice as Triton's tuner does: attributes, listener, TRITON_PRINT_AUTOTUNING.
 
     Args:
         key: as `keys.tuning_key.readable_key` returns it.
-        seconds: the duration of the tuning; None if the choice was known.
+        phases: the seconds of the tuning; None if the choice was known.
     """
+    seconds = None if phases is None else sum(phases.values())
     tuner.configs_timings = timings
     tuner.bench_time = seconds or 0.0
     listener = getattr(knobs.autotuning, "listener", None)
@@ -52,10 +53,11 @@ def report(
             duration=seconds,
             cache_hit=seconds is None,
         )
-    if knobs.autotuning.print and seconds is not None:
+    if knobs.autotuning.print and phases is not None:
+        spent = ", ".join(f"{name} {part:.2f}s" for name, part in phases.items())
         sys.stdout.write(
             f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
-            f"finished after {seconds:.2f}s,\nbest config selected: {choice};\n"
+            f"finished after {seconds:.2f}s,\nof which {spent},\nbest config selected: {choice};\n"
         )
 
 
@@ -64,8 +66,9 @@ def report_result(
 ) -> None:
     """Report a finished tuning: in the log, and as Triton's tuner does."""
     log_result(request, result)
-    seconds = result.seconds if result.measured else None
-    report(tuner, key, result.choice, timings_of(result.outcomes), seconds)
+    tuner.tuning_phases = dict(result.phases)
+    phases = result.phases if result.measured else None
+    report(tuner, key, result.choice, timings_of(result.outcomes), phases)
 
 
 def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:

@@ -44,7 +44,7 @@ from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.tuning import recall
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.requests import Phases, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
@@ -63,6 +63,7 @@ class Miss:
         kwargs: Mapping[str, Any],
         index: int | None = None,
     ) -> None:
+        self.phases = Phases("lookup")
         self.tuner = tuner
         self._kwargs = kwargs
         passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
@@ -262,7 +263,7 @@ def _tune(
     try:
         with reporting.observing(request.key.kernel.name) as observe:
             budget = WaitBudget(settings.wait_s)
-            result = tune(request, store, observe, wait_budget=budget)
+            result = tune(request, store, observe, wait_budget=budget, phases=miss.phases)
     except (KernelNotTransferable, WorkerUnavailable, NoWorkingConfig) as error:
         if choice is not None:
             logger.info(
@@ -272,7 +273,6 @@ def _tune(
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
         return retry.fall_back(state, request, candidates.fallback(request, store), error)
-    tuner.tuning_phases = dict(result.phases)
     reporting.report_result(tuner, miss.readable_key(), request, result)
     return _adopt(state, result.choice, settings)
 

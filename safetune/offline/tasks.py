@@ -19,7 +19,7 @@ from safetune.miss import reporting
 from safetune.miss.resolve import Miss, why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import GuardedStore, open_lookup
-from safetune.tuning.requests import Observer, TuningRequest, TuningResult
+from safetune.tuning.requests import Observer, Phases, TuningRequest, TuningResult
 from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 
@@ -111,8 +111,10 @@ def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResul
     Raises:
         NoWorkingConfig: every config failed.
     """
+    phases = Phases("lookup")
     request = request_for(task, force)
-    result = tune(request, open_tuning_store(), reporting.both(reporting.log_config, observe))
+    observe = reporting.both(reporting.log_config, observe)
+    result = tune(request, open_tuning_store(), observe, phases=phases)
     reporting.log_result(request, result)
     return result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from safetune.isolation.protocol import Budget, Prepare
 from safetune.keys.effects import effects_of
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.outcome import Group, Mark, Outcome, OutputReport, Verdict
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.requests import Phases, TuningRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,20 +47,17 @@ class LaunchBench:
     """The compile pool and the measuring child of one tuning.
 
     Attributes:
-        phases: seconds that the caller spent in `transfer` (packing and copying the call),
-            `resolve`, `compile` (waiting for a config to be compiled), `start` (waiting for the
-            measuring child), `measure` (the first launches of each config) and `finals`.
+        phases: those of the tuning.
         grids: the launch grid of each config.
     """
 
     #: Whether configs may be resolved on the caller's arguments.
     _has_arguments = True
 
-    def __init__(self, request: TuningRequest) -> None:
-        begin = time.monotonic()
+    def __init__(self, request: TuningRequest, phases: Phases | None = None) -> None:
         self.interpreted = request.call.interpreted
         child_handle.check_device(request.call.index)
-        self.phases: dict[str, float] = {}
+        self.phases = phases or Phases("wait")
         self._request = request
         self._fresh = request.limits.fresh_process
         self.grids, self._failures = request.grids.sizes, request.grids.failures
@@ -69,10 +65,9 @@ class LaunchBench:
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
             kernel, key = request.key.kernel.name, str(request.key)
             raise NoWorkingConfig(kernel, key, outcomes, measured=len(outcomes))
-        with contextlib.ExitStack() as opened:
+        with self.phases("transfer"), contextlib.ExitStack() as opened:
             self._child = self._packed(request, opened)
             self._exit = opened.pop_all()
-        self.phases["transfer"] = time.monotonic() - begin
 
     def _packed(self, request: TuningRequest, opened: contextlib.ExitStack) -> MeasuringChild:
         """Return the child of a call, not started yet, with its files added to `opened`."""
@@ -141,7 +136,7 @@ class LaunchBench:
         yield from self._resolved(alive, pool)
         results = pool.results()
         while True:
-            with self._phase("compile"):
+            with self.phases("compile"):
                 result = next(results, None)
             if result is None:
                 return
@@ -151,7 +146,7 @@ class LaunchBench:
     def _resolved(self, configs: Sequence[int], pool: CompilePool) -> Iterator[tuple[int, Outcome]]:
         """Give the pool each config that resolves; yield the others."""
         unknown = []
-        with self._phase("resolve"):
+        with self.phases("resolve"):
             in_caller = compile_spec.CallerSpecs(self._request.call, self._has_arguments)
             for index in configs:
                 spec = in_caller.spec_of(self._request.configs[index])
@@ -161,7 +156,7 @@ class LaunchBench:
                     pool.add(index, spec)
         for index in unknown:
             self.wait()
-            with self._phase("resolve"):
+            with self.phases("resolve"):
                 outcome, spec = self._child.spec_of(index)
                 if outcome.ok:
                     pool.add(index, spec)
@@ -188,7 +183,7 @@ class LaunchBench:
     ) -> tuple[Outcome, OutputReport | None]:
         """Run a config in the measuring child; see `MeasuringChild.measure`."""
         self.wait()
-        with self._phase("finals" if groups is None else "measure"):
+        with self.phases("finals" if groups is None else "measure"):
             outcome, report = self._child.measure(index, budget, groups)
         if self._fresh:
             self._child.replace()
@@ -200,16 +195,8 @@ class LaunchBench:
 
     def wait(self) -> None:
         """Return when the measuring child is ready; raises `WorkerUnavailable`."""
-        with self._phase("start"):
+        with self.phases("start"):
             self._child.wait()
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - begin
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

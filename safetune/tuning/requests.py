@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from triton.runtime.autotuner import Config
@@ -115,6 +117,42 @@ class Progress:
     total: int
 
 
+class Phases:
+    """Where the time of a tuning goes. One phase is open at every moment, so that all add up to the
+    whole.
+
+    `lookup` is until the choice was found to be missing. `wait`: for another tuning, also of other
+    processes. `transfer`: packing and copying the call. `resolve`: what to compile. `compile`,
+    `start`: waiting for a compiled config, and for the measuring child. `measure`, `finals`: the
+    first launches of each config, and those of the best. `store`: outcomes, votes, the choice.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._seconds = clock, dict[str, float]()
+        self._name, self._since = name, clock()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Open a phase within the one that is open now."""
+        outer = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def enter(self, name: str) -> str:
+        """Open a phase in place of the one that is open now, and return the name of that."""
+        outer, now = self._name, self._clock()
+        self._seconds[outer] = self._seconds.get(outer, 0.0) + now - self._since
+        self._name, self._since = name, now
+        return outer
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase until now."""
+        self.enter(self._name)
+        return dict(self._seconds)
+
+
 @dataclass(frozen=True)
 class TuningResult:
     """A finished tuning.
@@ -125,16 +163,20 @@ class TuningResult:
         stored: the choice as it is stored.
         measured: how many configs were compiled or launched in this tuning.
         notes: sentences to report to the user.
-        phases: seconds by phase, see `LaunchBench`; phases overlap.
+        phases: seconds by phase, see `Phases`.
     """
 
     choice: Config
     stored: ChoiceRecord
     outcomes: tuple[tuple[Config, Outcome], ...]
     measured: int
-    seconds: float
+    phases: Mapping[str, float]
     notes: tuple[str, ...] = ()
-    phases: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """The whole time."""
+        return sum(self.phases.values())
 
 
 Observer = Callable[[Progress], None]

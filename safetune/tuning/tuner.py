@@ -20,7 +20,7 @@ from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 from safetune.tuning import race, recall, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.judge import Judgement, Votes, judge
-from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
+from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
 
 
@@ -30,6 +30,7 @@ def tune(
     observe: Observer = lambda progress: None,
     bench: LaunchBench | None = None,
     wait_budget: WaitBudget | None = None,
+    phases: Phases | None = None,
 ) -> TuningResult:
     """Measure the configs that have not been measured for this key, choose, and store both.
 
@@ -38,6 +39,7 @@ def tune(
     Args:
         bench: made from the request earlier, while the caller's tensors still held their inputs.
         wait_budget: how long to wait for other processes; without end if None.
+        phases: of which the first has begun.
 
     Raises:
         NothingToMeasure: the call has nothing to do.
@@ -45,19 +47,21 @@ def tune(
         KernelNotTransferable: the call cannot be rebuilt in a child.
         WorkerUnavailable: no child can be started; `Busy` if another process is still tuning.
     """
-    start = time.perf_counter()
     if bench is None and not request.has_work:  # its grids may launch kernels: no lock is held yet
         raise NothingToMeasure(request.key.kernel.name, str(request.key))
     budget = wait_budget or WaitBudget()
+    phases = phases or (Phases("wait") if bench is None else bench.phases)
+    phases.enter("wait")
     with single_flight.elect(request, store, budget) as election:
-        tuning = _recall(request, store, observe)
+        phases.enter("store")
+        tuning = _recall(request, store, observe, phases)
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
-            return tuning.result(election.choice, start)
+            return tuning.result(election.choice)
         if tuning.new:  # also those that an earlier tuning has timed and not judged
             _measure(tuning, bench, budget)
         choice = _store_choice(tuning, _best(tuning), election)
-        return tuning.result(choice, start)
+        return tuning.result(choice)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class _Tuning:
         outcomes: of each config that has one; it grows while the phases run, as do the others.
         candidates: the configs with the result that is taken for right; all until that is known.
         measured: the configs that were compiled or launched in this tuning.
-        notes, phases: see `TuningResult`.
+        notes: see `TuningResult`.
         total: how many configs are to be measured.
     """
 
@@ -89,11 +93,11 @@ class _Tuning:
     judged: Mapping[int, int]
     outcomes: dict[int, Outcome]
     total: int
+    phases: Phases
     candidates: set[int] = field(default_factory=set)
     votes: Votes = field(default_factory=Votes)
     measured: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
 
     def timings(self) -> dict[int, Timing]:
         """Return the times of the configs that are ok and may be chosen, in order."""
@@ -145,21 +149,20 @@ class _Tuning:
             )
         )
 
-    def result(self, choice: ChoiceRecord, start: float) -> TuningResult:
-        """Return what the caller gets, for a tuning that began at `start`."""
+    def result(self, choice: ChoiceRecord) -> TuningResult:
+        """Return what the caller gets."""
         configs = self.request.configs
         return TuningResult(
             choice=configs[self.digests.index(choice.config_digest)],
             stored=choice,
             outcomes=tuple((configs[i], self.outcomes[i]) for i in sorted(self.outcomes)),
             measured=len(self.measured),
-            seconds=time.perf_counter() - start,
             notes=tuple(self.notes),
-            phases=dict(self.phases),
+            phases=self.phases.seconds(),
         )
 
 
-def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
+def _recall(request: TuningRequest, store: Store, observe: Observer, phases: Phases) -> _Tuning:
     """Return a tuning with the outcomes in the store that still count."""
     key = request.key.digest
     digests = tuple(config_digest(config) for config in request.configs)
@@ -184,19 +187,19 @@ def _recall(request: TuningRequest, store: Store, observe: Observer) -> _Tuning:
         judged=judged,
         total=len(unmeasured),
         outcomes=outcomes,
+        phases=phases,
     )
 
 
 def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
     """Find the outcome of each new config."""
-    call = tuning.request.call
-    with system_errors(), contextlib.ExitStack() as compiling:
-        if not call.interpreted:  # before anything is started or copied
-            compiling.enter_context(single_flight.compiling(tuning.store, budget))
-        with (
-            device_lock(call.index),
-            made or LaunchBench(tuning.request) as bench,
-        ):
+    call, phases = tuning.request.call, tuning.phases
+    with system_errors(), contextlib.ExitStack() as compiling, contextlib.ExitStack() as device:
+        with phases("wait"):
+            if not call.interpreted:  # before anything is started or copied
+                compiling.enter_context(single_flight.compiling(tuning.store, budget))
+            device.enter_context(device_lock(call.index))
+        with made or LaunchBench(tuning.request, phases) as bench:
             outcomes = tuning.outcomes
             _screen(tuning, bench, [config for config in tuning.new if config not in outcomes])
             no_memory = [i for i in tuning.new if outcomes[i].verdict is Verdict.NO_MEMORY]
@@ -206,7 +209,6 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
             _judge(tuning, bench)
             compiling.close()
             _race(tuning, bench)
-            tuning.phases.update(bench.phases)
 
 
 def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:

@@ -27,15 +27,18 @@ import triton.language as tl
 
 from safetune import NoWorkingConfig, safetune
 from safetune.config import config_digest
+from safetune.isolation.measuring_child import MeasuringChild
 from safetune.keys.tuning_key import Device
+from safetune.miss import resolve
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Verdict
 from safetune.settings import Settings
 from safetune.store.local import key_locks
 from safetune.store.local.store import Store
-from safetune.store.lookup import open_lookup
+from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.records import ChoiceRecord, TrialRecord
-from safetune.tuning.requests import Progress, TuningResult
+from safetune.tuning import bench, single_flight
+from safetune.tuning.requests import Phases, Progress, TuningResult
 from safetune.tuning.tuner import tune
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +190,41 @@ class Rows:
 @pytest.fixture
 def rows(cache_dir: Path) -> Rows:
     return Rows(cache_dir / "safetune.db")
+
+
+def test_every_second_of_a_first_miss_is_in_one_phase(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the steps named here let the clock go on, each by another time."""
+    now = [0.0]
+
+    def slow(owner: Any, step: str, seconds: float) -> None:
+        original = getattr(owner, step)
+
+        def taking(*args: Any, **kwargs: Any) -> Any:
+            now[0] += seconds
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, step, taking)
+
+    monkeypatch.setattr(resolve, "Phases", lambda name: Phases(name, clock=lambda: now[0]))
+    slow(resolve, "open_lookup", 1)
+    slow(single_flight, "elect", 10)
+    slow(bench, "copy_inputs", 100)
+    slow(MeasuringChild, "wait", 1_000)
+    slow(MeasuringChild, "measure", 10_000)
+    slow(GuardedStore, "put_choice", 1_000_000)
+    tuned = make({16: 2.0, 32: 20.0})
+    assert tuned.launch() == 16
+    assert tuned.kernel.tuning_phases == {
+        "lookup": 1,
+        "wait": 10,
+        "transfer": 100,
+        "start": 2_000,
+        "measure": 22_000,  # each measurement asks once more for the child
+        "store": 1_000_000,
+    }
+    assert tuned.kernel.bench_time == now[0]
 
 
 EIGHT = {16 << i: 2.0 + i for i in range(8)}  # 16 is the fastest, 2048 the slowest
@@ -761,7 +799,6 @@ class TestObservers:
             (128, "ok"),
         ]
         assert result.measured == 4
-        assert result.seconds > 0
 
     def test_see_nothing_where_nothing_runs(self, make: Make) -> None:
         tuned = make({16: 2.0, 32: 3.0})
