@@ -1,15 +1,18 @@
 """Where choices are kept: in the cache directory, or where SQLite is not safe there, elsewhere.
 
-On a network file system the database goes to a disk of this node, and the cache directory becomes
-the shared store of all nodes, whose files need neither locks nor shared memory. So choices outlive
-the job, and reach the other nodes.
+SQLite's log is memory that processes share, which two machines cannot, and its locks are those of
+the file system (https://www.sqlite.org/wal.html, https://www.sqlite.org/lockingv3.html). So on a
+network file system the database goes to a disk of this node, and the cache directory becomes the
+shared store of all nodes, whose files need neither: choices outlive the job and reach other nodes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -18,11 +21,42 @@ from safetune.errors import StoreError
 from safetune.keys import encoding
 from safetune.settings import Settings
 from safetune.store.local import db_files
-from safetune.store.local.file_systems import network_of
 from safetune.store.local.store import DATABASE_NAME
 
 #: Where a node's own disk may be, in this order, before /tmp.
 _VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
+
+#: `f_type` of statfs(2). From linux/magic.h, but for those of Lustre, GPFS, BeeGFS, PanFS and SNFS,
+#: which are in GNU coreutils (src/stat.c, those that it calls remote).
+_NETWORK = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB",
+    0x00C36400: "Ceph",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x73757245: "Coda",
+    0x01161970: "GFS2",
+    0x7461636F: "OCFS2",
+    0x20030528: "OrangeFS",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+    0xAAD7AAEA: "PanFS",
+    0xBEEFDEAD: "SNFS",
+}
+
+FUSE = 0x65735546
+
+#: FUSE also serves disks, images and overlays of this machine; of any other kind it may be a
+#: network's (sshfs, GlusterFS, JuiceFS, s3fs, gcsfuse, ...).
+_LOCAL_FUSE = frozenset(
+    "fuseblk virtiofs bindfs cryfs encfs exfat fuse-overlayfs fuse2fs gocryptfs lxcfs mergerfs "
+    "ntfs-3g securefs squashfuse squashfuse_ll unionfs unionfs-fuse zfs-fuse".split()
+)
+
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True)
@@ -77,7 +111,9 @@ def locate(settings: Settings, *, writes: bool = True) -> Location:
     if cache.parts[0].startswith("~") or not (network := network_of(cache)):
         return Location(cache)
     name = f"safetune-{os.getuid()}-{encoding.digest(str(cache))[:16]}"
-    directory = next((disk / name for disk in _local_disks()), None)
+    named = [os.environ[name] for name in _VARIABLES if os.environ.get(name)]
+    disks = [disk for disk in map(Path, [*named, "/tmp"]) if _is_own(disk)]
+    directory = disks[0] / name if disks else None
     if settings.shared:
         return Location(directory, network)
     try:
@@ -93,9 +129,50 @@ def locate(settings: Settings, *, writes: bool = True) -> Location:
     return Location(directory, network, choices=cache)
 
 
-def _local_disks() -> Iterator[Path]:
-    """Yield the directories for temporary files that this user can write to and only this node."""
-    named = [os.environ[name] for name in _VARIABLES if os.environ.get(name)]
-    for disk in map(Path, [*named, "/tmp"]):
-        if disk.is_absolute() and os.access(disk, os.W_OK | os.X_OK) and not network_of(disk):
-            yield disk
+def _is_own(disk: Path) -> bool:
+    """Whether a directory is on a disk of this node, and this user can write to it."""
+    return disk.is_absolute() and os.access(disk, os.W_OK | os.X_OK) and not network_of(disk)
+
+
+def network_of(
+    path: Path, type_of: Callable[[Path], int | None] | None = None, mounts: Path = _MOUNTS
+) -> str:
+    """Return the name of the network file system that a path is, or will be, on; empty if none.
+
+    Args:
+        type_of: the number of the file system of a path, None where there is no such path.
+        mounts: the table of what is mounted.
+    """
+    if sys.platform != "linux":
+        return ""
+    for existing in (path, *path.parents):
+        found = (type_of or _type_of)(existing)
+        if found == FUSE:
+            kind = _mounted(existing, mounts)
+            return "" if kind.removeprefix("fuse.") in _LOCAL_FUSE else kind or "FUSE"
+        if found is not None:
+            return _NETWORK.get(found, "")
+    return ""
+
+
+def _type_of(path: Path) -> int | None:
+    """Return `f_type` of statfs(2), which `os.statvfs` leaves out; None if there is no file."""
+    result = (ctypes.c_ulong * 64)()  # the structure has 15 words at most, this one first
+    failed = ctypes.CDLL(None).statfs(os.fsencode(path), ctypes.byref(result))
+    return None if failed else int(result[0]) & 0xFFFFFFFF
+
+
+def _mounted(path: Path, mounts: Path) -> str:
+    """Return the type of the file system that is mounted there, such as `fuse.sshfs`."""
+    try:
+        device = path.stat().st_dev
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    found = ""
+    for line in lines:  # https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2:3] == [number]:
+            found = source.split()[0]
+    return found

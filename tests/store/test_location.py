@@ -14,7 +14,7 @@ import pytest
 
 from safetune.settings import Settings
 from safetune.store import location
-from safetune.store.local import file_systems
+
 from safetune.store.location import locate
 from tests.store.local.conftest import Children
 
@@ -150,8 +150,8 @@ def test_network_file_systems_are_known_by_their_number(
 ) -> None:
     """Of a directory that does not exist yet, by the one that it will be in."""
     there = {tmp_path / "home": number, tmp_path: 0xEF53}
-    assert file_systems.network_of(tmp_path / "home" / "not" / "yet", there.get) == name
-    assert file_systems.network_of(tmp_path, there.get) == ""
+    assert location.network_of(tmp_path / "home" / "not" / "yet", there.get) == name
+    assert location.network_of(tmp_path, there.get) == ""
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_fuse_is_a_network_unless_it_serves_this_machine(
     lines += [f"36 22 {number} / /mnt/a\\040b rw shared:2 - {mounted} host: rw"] * bool(mounted)
     mounts = tmp_path / "mountinfo"
     mounts.write_text("\n".join(lines) + "\n")
-    assert file_systems.network_of(tmp_path, lambda _: file_systems.FUSE, mounts) == network
+    assert location.network_of(tmp_path, lambda _: location.FUSE, mounts) == network
 
 
 class TestNodeLocalDirectory:

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.errors import StoreError
-from safetune.store.local import db_files, lost_log, migrations, opening
-from safetune.store.local.db_files import Damaged, Locked
-from safetune.store.local.opening import Identity
+from safetune.store.local import db_files, lost_log, opening
+from safetune.store.local.db_files import Damaged, Identity, Locked
 from safetune.store.local.rows import RecordError
 from safetune.store.waiting import tries, waited
 
@@ -71,15 +70,13 @@ class Connection:
         self.path = path
         self._wait_s = wait_s
         self._gave_up: set[str] = set()
-        self._name = "in memory" if path is None else str(path)
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
         self._sqlite: sqlite3.Connection | None = None
         self._file: Identity = None
         self._logs: tuple[Identity, ...] = ()
         self._rescued: lost_log.Rows = {}
-        self._suspect = False
+        self._prepare = opening.prepare
         self._closed = False
+        self.renew()
         _connections.add(self)
 
     @contextlib.contextmanager
@@ -102,10 +99,9 @@ class Connection:
     def transaction(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """One transaction for plain statements, committed at the end; raises `StoreError`.
 
-        Other processes that write are waited for.
-
         Args:
-            wait_s: how long; as long as SAFETUNE_WAIT and earlier waits leave if None.
+            wait_s: how long to wait for other processes that write; as long as SAFETUNE_WAIT and
+                earlier waits leave if None.
         """
         begin, limit_s = time.monotonic(), self._timeout_s("write to") if wait_s is None else wait_s
         for last in tries(limit_s, *_PAUSES_S):
@@ -118,7 +114,7 @@ class Connection:
                     if wait_s is None:
                         self._gave_up.discard("write to")
                         waited.add(time.monotonic() - begin)
-                    with migrations.ending(connection):
+                    with opening.ending(connection):
                         yield connection
                     return
 
@@ -140,28 +136,32 @@ class Connection:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store {self._name} is closed")
-            if self._sqlite is not None and self._is_replaced():
+            lost = self._lost()
+            if lost == "file":
                 logger.warning("the store %s was deleted or replaced; opening it again", self.path)
                 self._disconnect()
-            if self._is_log_gone():
+            elif lost == "log":
                 self._rescue()
-            if self._sqlite is None:
-                self._connect()
+            connection = self._sqlite = self._sqlite or self._connected()
             if self._rescued:
-                self._write_rescued()
-            assert self._sqlite is not None
-            yield self._sqlite
+                self._write_rescued(connection)
+            yield connection
 
-    def _connect(self) -> None:
+    def _connected(self) -> sqlite3.Connection:
         with self._failures("open"):
             if self.path is None:
-                self._sqlite = opening.in_memory()
+                connection = opening.in_memory()
             else:
                 wait_s = self._timeout_s("open")
-                self._sqlite, self._file = opening.connect(self.path, self._suspect, wait_s)
+                connection, self._file = opening.connect(self.path, self._prepare, wait_s)
                 self._logs = db_files.logs(self.path)
-            self._suspect = False
+            self._prepare = opening.prepare
             self._gave_up.discard("open")
+        return connection
+
+    @property
+    def _name(self) -> str:
+        return "in memory" if self.path is None else str(self.path)
 
     def _timeout_s(self, action: str) -> float:
         """How long to wait now for a process that has locked the database."""
@@ -170,25 +170,20 @@ class Connection:
         left_s = self._wait_s - waited.seconds
         return max(_LEAST_TIMEOUT_S, min(BUSY_TIMEOUT_S, left_s))
 
-    def _is_replaced(self) -> bool:
-        """Whether the path leads to another file now, so that what is written would be lost."""
-        if self.path is None or self._file is None:
-            return False
-        try:
-            return db_files.identity(self.path) != self._file
-        except OSError:  # SQLite will fail as well, if it lasts
-            return False
+    def _lost(self) -> str:
+        """Which of the open files no other process finds, so that what is written would be lost.
 
-    def _is_log_gone(self) -> bool:
-        """Whether the log that this connection writes to is not the one that others find."""
+        `file`, `log`, or neither.
+        """
         if self._sqlite is None or self.path is None or self._file is None:
-            return False
+            return ""
         try:
-            there = db_files.logs(self.path)
-        except OSError:
-            return False
-        pairs = zip(self._logs, there, strict=True)
-        return any(own is not None and own != other for own, other in pairs)
+            file, logs = db_files.identity(self.path), db_files.logs(self.path)
+        except OSError:  # SQLite will fail as well, if it lasts
+            return ""
+        pairs = zip(self._logs, logs, strict=True)
+        is_log_gone = any(own is not None and own != other for own, other in pairs)
+        return "file" if file != self._file else "log" if is_log_gone else ""
 
     def _rescue(self) -> None:
         """Close the file whose log was deleted; what it had is written at the next opening."""
@@ -210,17 +205,16 @@ class Connection:
                 for each in (*same, self):
                     each._disconnect()
 
-    def _write_rescued(self) -> None:
+    def _write_rescued(self, connection: sqlite3.Connection) -> None:
         """Write what a deleted log held; at the next use if that fails now."""
-        assert self._sqlite is not None
         with contextlib.suppress(StoreError), self._failures("write to"):
-            self._sqlite.execute(_busy_timeout(self._timeout_s("write to")))
-            lost_log.write(self._sqlite, self._rescued)
+            connection.execute(_busy_timeout(self._timeout_s("write to")))
+            lost_log.write(connection, self._rescued)
             self._rescued = {}
 
     def _end(self) -> None:
         """Close the file, and first save what a deleted log holds."""
-        if self._is_log_gone() or self._rescued:
+        if self._lost() or self._rescued:
             with contextlib.suppress(StoreError), self._alone():
                 pass
         self._disconnect()
@@ -243,19 +237,19 @@ class Connection:
         except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             message = f"cannot {action} the store {self._name}: {reason}"
-            if not db_files.is_damage(error):
-                # Such as a lock that could not be released: only a new connection clears that.
-                if action == "read" and self.path is not None:
-                    self._disconnect()
-                if isinstance(error, Locked) or str(error) == "database is locked":
-                    if lasting:
-                        self._gave_up |= {action, "open"} if action == "read" else {action}
-                        waited.add(time.monotonic() - begin)
-                    raise Locked(message) from error
+            if db_files.is_damage(error):
+                self._prepare = opening.prepare_suspect
+                self._disconnect()
+                raise Damaged(message) from error
+            # Such as a lock that could not be released: only a new connection clears that.
+            if action == "read" and self.path is not None:
+                self._disconnect()
+            if not (isinstance(error, Locked) or str(error) == "database is locked"):
                 raise StoreError(message) from error
-            self._suspect = True
-            self._disconnect()
-            raise Damaged(message) from error
+            if lasting:
+                self._gave_up |= {action, "open"} if action == "read" else {action}
+                waited.add(time.monotonic() - begin)
+            raise Locked(message) from error
 
     def _disconnect(self) -> None:
         connection, self._sqlite = self._sqlite, None

@@ -30,8 +30,8 @@ KEY_LOCKS = ".keys.lock"
 #: The newest moved databases are kept, this many.
 _KEPT = 3
 
-#: How long to wait for the lock before a database is moved, in seconds.
-_WAIT_S = 30.0
+#: Device and inode of a file.
+Identity = tuple[int, int] | None
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
 #: process holds on it (POSIX), so no other thread may connect in between.
@@ -61,7 +61,7 @@ def make(path: Path) -> None:
         check(path)
 
 
-def logs(path: Path) -> tuple[tuple[int, int] | None, ...]:
+def logs(path: Path) -> tuple[Identity, ...]:
     """Return which files are the logs of a database now."""
     return tuple(identity(path.with_name(path.name + suffix)) for suffix in LOGS[:2])
 
@@ -79,7 +79,7 @@ def open_lock(path: Path) -> int:
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def identity(path: Path | int) -> tuple[int, int] | None:
+def identity(path: Path | int) -> Identity:
     """Return the device and inode of a file or descriptor; None if there is no such file."""
     try:
         found = os.stat(path)
@@ -119,12 +119,12 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, Damaged) or type(error) is sqlite3.DatabaseError
 
 
-def move_aside(path: Path, found: tuple[int, int] | None, reason: BaseException) -> None:
+def move_aside(path: Path, found: Identity, reason: BaseException, wait_s: float) -> None:
     """Rename a damaged database and its logs, with one warning that names the new file.
 
     Of many processes that see the damage one moves; `found` is the file that was seen.
     """
-    with _locked(path, exclusive=True, wait_s=_WAIT_S):
+    with _locked(path, exclusive=True, wait_s=wait_s):
         if found is None or identity(path) != found:
             return
         last = max(map(_stamp, moved(path)), default=0)  # the clock may have been set back since

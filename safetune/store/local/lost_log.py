@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetune.store.local import migrations
+from safetune.store.local import opening
 from safetune.store.local.rows import TABLES, TRIAL
 
 #: The rows of each table that could be read.
@@ -28,10 +28,7 @@ _SHARED = (0x40000002, 510)
 
 
 def rows(connection: sqlite3.Connection, earlier: Rows) -> Rows:
-    """Return all rows that a connection sees, after those of an earlier log.
-
-    A table that cannot be read is left out.
-    """
+    """Return the rows that a connection sees in tables that can be read, after `earlier` ones."""
     found = {table.name: list(earlier.get(table.name, ())) for table in TABLES}
     for name, of_table in found.items():
         with contextlib.suppress(sqlite3.Error):
@@ -42,7 +39,7 @@ def rows(connection: sqlite3.Connection, earlier: Rows) -> Rows:
 def write(connection: sqlite3.Connection, saved: Rows) -> None:
     """Write the rows that a database lacks; a later outcome of a config replaces an earlier one."""
     connection.execute("BEGIN IMMEDIATE")
-    with migrations.ending(connection):
+    with opening.ending(connection):
         for name, found in saved.items():
             otherwise = "REPLACE" if name == TRIAL.name else "IGNORE"
             for row in found:
@@ -59,15 +56,10 @@ def files_kept(path: Path) -> Iterator[None]:
     """
     import fcntl
 
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield
-        return
-    try:
+    with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, AttributeError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
             lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, *_SHARED, 0)
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
         yield
-    finally:
-        os.close(descriptor)

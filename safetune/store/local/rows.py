@@ -42,7 +42,7 @@ class CorruptRowError(Exception):
 
 @dataclass(frozen=True)
 class Table:
-    """A table as this version reads and writes it. The history is in `migrations`.
+    """A table as this version reads and writes it. The history is in `opening`.
 
     Attributes:
         columns: their types, in the order of `select`; `dict` and `tuple` (of strings) are JSON.

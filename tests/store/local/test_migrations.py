@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from safetune.keys.tuning_key import key_digest
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.local import migrations
+from safetune.store.local import opening
 from safetune.store.local.store import Store
 from safetune.store.packs import exchange
 from safetune.store.records import ChoiceRecord, RecordedCall, TrialRecord
@@ -45,8 +46,27 @@ def test_a_store_of_0_1_0_is_brought_up_to_date(store: Store) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     steps = connection.execute("SELECT name FROM _sqlite_migrations ORDER BY id").fetchall()
     connection.close()
-    assert version == migrations.VERSION
-    assert steps == [(step.__name__,) for step in migrations.HISTORY]
+    assert version == opening.VERSION
+    first, *later = [(step.__name__,) for step in opening.HISTORY]
+    made_by_0_1_0 = [first, ("m002_lease_and_choice_per_list",), ("m003_create_call",)]
+    assert steps == [*made_by_0_1_0, *later]
+
+
+def test_a_store_of_0_1_0_has_the_tables_of_a_new_one(store: Store, tmp_path: Path) -> None:
+    """Its tables were made by three steps that are one now."""
+    Store.open(tmp_path / "new").close()
+    found = []
+    for path in (store.path, tmp_path / "new" / "safetune.db"):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            columns = connection.execute(
+                "SELECT made.name, has.* FROM sqlite_master AS made, pragma_table_xinfo(made.name) "
+                "AS has WHERE made.type = 'table' AND made.name NOT LIKE 'sqlite_%' ORDER BY 1, 2"
+            ).fetchall()
+            indexes = connection.execute(
+                "SELECT name, sql FROM sqlite_master WHERE type = 'index' ORDER BY 1"
+            ).fetchall()
+        found.append((columns, indexes))
+    assert found[0] == found[1]
 
 
 def test_every_row_of_0_1_0_is_found(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safetune.errors import StoreError
-from safetune.store.local import db_files, migrations, rows
+from safetune.store.local import db_files, opening, rows
 from safetune.store.local.store import Store
 
 
@@ -46,10 +46,10 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
         connection.execute(f"PRAGMA {name}").fetchone()[0]
         for name in ("user_version", "application_id", "journal_mode")
     ]
-    assert pragmas == [migrations.VERSION, 0x53465455, "wal"]
+    assert pragmas == [opening.VERSION, 0x53465455, "wal"]
     applied = connection.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall()
     connection.close()
-    assert applied == [("safetune", step.__name__) for step in migrations.HISTORY]
+    assert applied == [("safetune", step.__name__) for step in opening.HISTORY]
 
 
 def test_the_migrations_make_the_tables_that_rows_describes(store):
@@ -103,28 +103,25 @@ def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, reco
     store.close()
 
 
-def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path, monkeypatch, records):
+def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path):
     """Regression: whoever had opened the old file took the new one's logs for its own."""
-    path, prepare = tmp_path / "safetune.db", migrations.prepare
+    path = tmp_path / "safetune.db"
     path.write_bytes(b"{}" * 4096)
     refused = []
 
     def prepare_slowly(connection):
-        monkeypatch.setattr(migrations, "prepare", prepare)
-        with pytest.raises(StoreError, match="other processes have been opening it") as caught:
-            Store.open(tmp_path)
-        refused.append(caught.value)
-        assert db_files.moved(path) == []
-        prepare(connection)
+        if not refused:
+            with pytest.raises(StoreError, match="other processes have been opening it") as caught:
+                opening.connect(path, opening.prepare, wait_s=0.0)
+            refused.append(caught.value)
+            assert db_files.moved(path) == []
+        opening.prepare(connection)
 
-    monkeypatch.setattr(migrations, "prepare", prepare_slowly)
-    monkeypatch.setattr(db_files, "_WAIT_S", 0.0)
     with pytest.warns(UserWarning, match="damaged"):
-        store = Store.open(tmp_path)
+        connection, found = opening.connect(path, prepare_slowly, wait_s=0.0)
+    connection.close()
     assert len(refused) == len(db_files.moved(path)) == 1
-    store.put_choice(records.choice())
-    assert store.choice("key") == records.choice()
-    store.close()
+    assert found == db_files.identity(path)
 
 
 def test_a_database_is_opened_where_no_lock_is_to_be_had(tmp_path, records):
@@ -142,7 +139,7 @@ def test_a_newer_database_is_refused_and_left_alone(store, records):
     connection.execute("PRAGMA user_version=99")
     connection.close()
     content = store.path.read_bytes()
-    known = rf"newer safetune \(schema 99, this one knows {migrations.VERSION}\)"
+    known = rf"newer safetune \(schema 99, this one knows {opening.VERSION}\)"
     with pytest.raises(StoreError, match=known):
         Store.open(store.path.parent)
     assert store.path.read_bytes() == content
@@ -215,7 +212,7 @@ def test_a_store_with_leases_loses_them_and_nothing_else(store, records):
     version = connection.execute("PRAGMA user_version").fetchone()
     connection.close()
     assert "lease" not in tables
-    assert version == (migrations.VERSION,)
+    assert version == (opening.VERSION,)
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(tmp_path, children):
@@ -257,7 +254,7 @@ def test_a_migration_between_two_reads_is_not_taken_for_another_programs_databas
 
     Store.in_memory().kernels()  # so that the thread need not import sqlite_utils first
     connection = sqlite3.connect(path, isolation_level=None, factory=Interrupted)
-    migrations.prepare(connection)
+    opening.prepare(connection)
     connection.close()
     other.join()
     Store.open(tmp_path).close()

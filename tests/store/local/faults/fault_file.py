@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tally import DECLARED, NotHere, Tally, choice, fault, filled, judge, run, trial
 
-from safetune.store.local import db_files, migrations, rows
+from safetune.store.local import db_files, opening, rows
 from safetune.store.local.store import DATABASE_NAME, Store
 
 _MOVED = "renamed and replaced by an empty database; one warning that names it"
@@ -215,14 +215,14 @@ def _left_alone(place: Path, times: int, statement: str, reason: str) -> Tally:
 @fault("older-schema", "an older safetune created it", "upgraded; every row is found", 1, 20)
 def older_schema(place: Path, times: int) -> Tally:
     tally = Tally()
-    history = migrations.HISTORY
+    history, latest = opening.HISTORY, opening.VERSION
     for number in range(times):
         directory = place / str(number)
-        migrations.HISTORY, migrations.VERSION = history[:1], 1
+        opening.HISTORY, opening.VERSION = history[:1], opening.OLDEST
         try:
             Store.open(directory).close()
         finally:
-            migrations.HISTORY, migrations.VERSION = history, len(history)
+            opening.HISTORY, opening.VERSION = history, latest
         connection = sqlite3.connect(directory / DATABASE_NAME)
         for row in (rows.choice_row(choice(index)) for index in range(40)):
             for column in rows.CHOICE.added:  # a later version's
@@ -232,7 +232,7 @@ def older_schema(place: Path, times: int) -> Tally:
             connection.execute(f"INSERT INTO choice ({columns}) VALUES ({values})", [*row.values()])
         connection.commit()
         connection.close()
-        done = judge(tally, "version 1", directory)
+        done = judge(tally, "the oldest version", directory)
         tally.lost += 40 - len(done.found)
         tally.expect(done.warnings == done.log == [], f"told {done.warnings} {done.log}")
     return tally
