@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,9 +52,9 @@ FUSE = 0x65735546
 
 #: FUSE also serves disks, images and overlays of this machine; of any other kind it may be a
 #: network's (sshfs, GlusterFS, JuiceFS, s3fs, gcsfuse, ...).
-_LOCAL_FUSE = frozenset(
-    "fuseblk virtiofs bindfs cryfs encfs exfat fuse-overlayfs fuse2fs gocryptfs lxcfs mergerfs "
-    "ntfs-3g securefs squashfuse squashfuse_ll unionfs unionfs-fuse zfs-fuse".split()
+_LOCAL_FUSE = re.compile(
+    r"fuseblk|virtiofs|fuse\.(bindfs|cryfs|encfs|exfat|fuse-overlayfs|fuse2fs|gocryptfs|lxcfs|"
+    r"mergerfs|ntfs-3g|securefs|squashfuse|squashfuse_ll|unionfs|unionfs-fuse|zfs-fuse)"
 )
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -149,7 +150,7 @@ def network_of(
         found = (type_of or _type_of)(existing)
         if found == FUSE:
             kind = _mounted(existing, mounts)
-            return "" if kind.removeprefix("fuse.") in _LOCAL_FUSE else kind or "FUSE"
+            return "" if _LOCAL_FUSE.fullmatch(kind) else kind or "FUSE"
         if found is not None:
             return _NETWORK.get(found, "")
     return ""

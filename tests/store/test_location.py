@@ -14,7 +14,6 @@ import pytest
 
 from safetune.settings import Settings
 from safetune.store import location
-
 from safetune.store.location import locate
 from tests.store.local.conftest import Children
 

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune.errors import StoreError
 from safetune.store.local import db_files, key_locks
-from safetune.store.local.store import CLEAR_UNUSED
+from safetune.store.local.store import OF_KEY, delete_keys
 
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
     from safetune.store.local.store import Store
 
-
-#: The tables that have many rows of one key.
-_OF_KEY = ("trial", "choice", "call")
 
 #: Each key that anything is stored of: digest, newest row, number of rows, toolchain.
 _AGES = (
@@ -83,14 +80,10 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
         gone = [(key.digest,) for key in _matching(idle, rule, size)]
         trials, choices, calls = (
             sum(database.execute(_COUNT.format(table), key).fetchone()[0] for key in gone)
-            for table in _OF_KEY
+            for table in OF_KEY
         )
         if not dry_run:
-            for table in _OF_KEY:
-                database.executemany(f"DELETE FROM {table} WHERE key = ?", gone)
-            database.executemany("DELETE FROM key WHERE digest = ?", gone)
-            for statement in CLEAR_UNUSED:
-                database.execute(statement)
+            delete_keys(database, gone)
     files = []
     if path is not None and rule.before is not None:
         files = [file for file in db_files.moved(path) if db_files.moved_at(file) < rule.before]

@@ -86,7 +86,7 @@ class Table:
             if self.checksum(content) != checksum:
                 raise CorruptRowError("its checksum does not match")
             values = {
-                name: _read(name, kind, value, name in self.nullable)
+                name: None if value is None and name in self.nullable else _read(name, kind, value)
                 for (name, kind), value in zip(self.columns.items(), content, strict=True)
             }
         except (TypeError, ValueError, RecursionError) as error:
@@ -186,28 +186,22 @@ TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE, CALL)
 
 def key_rows(record: KeyRecord) -> tuple[tuple[Table, dict[str, Scalar]], ...]:
     """Return the rows of a key: its kernel, its device and itself; raises `RecordError`."""
-    name = record.kernel_name
-    of_kernel = [record.kernel_digest, name, record.kernel_source, record.kernel_file]
-    of_key = [record.digest, name, record.kernel_digest, record.device_digest]
-    values = (
-        (KERNEL, [*of_kernel, record.kernel_line]),
-        (DEVICE, [record.device_digest, record.device]),
-        (KEY, [*of_key, record.toolchain, record.call]),
-    )
-    return tuple((t, t.seal(dict(zip(t.columns, row, strict=True)))) for t, row in values)
+    kernel = {name: getattr(record, f"kernel_{name}") for name in KERNEL.columns}
+    device = {"digest": record.device_digest, "record": record.device}
+    key = {"name": kernel["name"], "kernel": kernel["digest"], "device": device["digest"]}
+    values = ((KERNEL, kernel), (DEVICE, device), (KEY, {**vars(record), **key}))
+    return tuple((table, table.seal(of_table)) for table, of_table in values)
 
 
 def key_record(
     key: Mapping[str, Any], kernel: Mapping[str, Any], device: Mapping[str, Any]
 ) -> KeyRecord:
     """Return the key that these three rows' values make."""
+    of_kernel = {f"kernel_{name}": value for name, value in kernel.items()}
+    of_kernel["kernel_name"] = key["name"]  # kernels of one source may have several
     return KeyRecord(
         digest=key["digest"],
-        kernel_name=key["name"],
-        kernel_digest=kernel["digest"],
-        kernel_source=kernel["source"],
-        kernel_file=kernel["file"],
-        kernel_line=kernel["line"],
+        **of_kernel,
         device_digest=device["digest"],
         device=device["record"],
         toolchain=key["toolchain"],
@@ -262,9 +256,7 @@ def _texts(values: tuple[str, ...]) -> str:
 _WRITERS: dict[type, Any] = {str: text, int: _integer, float: _real, dict: _json, tuple: _texts}
 
 
-def _read(name: str, kind: type, value: Any, nullable: bool) -> Any:
-    if value is None and nullable:
-        return None
+def _read(name: str, kind: type, value: Any) -> Any:
     data = encoding.loads(value) if kind in (dict, tuple) else value
     if kind is tuple and isinstance(data, list) and all(type(item) is str for item in data):
         data = tuple(data)

@@ -51,15 +51,14 @@ _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND gen
 _ORIGIN = "SELECT origin FROM choice WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 
-_KEYS = f"{KEY.select} WHERE name = ifnull(?, name) ORDER BY name, rowid"
-_OF_NAME = "JOIN key ON key.digest = {0}.key WHERE key.name = ifnull(?, key.name)"
-_CHOICES = f"{CHOICE.select} {_OF_NAME.format('choice')} {_BEST_FIRST}"
-_TRIALS = f"{TRIAL.select} {_OF_NAME.format('trial')} ORDER BY trial.generation, trial.rowid"
-_RELATED = "key.kernel = ? AND key.device = ?"
-_RELATED_KEYS = f"{KEY.select} WHERE {_RELATED} ORDER BY rowid"
-_RELATED_CHOICES = (
-    f"{CHOICE.select} JOIN key ON key.digest = choice.key WHERE {_RELATED} {_BEST_FIRST}"
-)
+_OF_NAME = "WHERE key.name = ifnull(?, key.name)"
+_RELATED = "WHERE key.kernel = ? AND key.device = ?"
+_OF_KEYS = "JOIN key ON key.digest = {0}.key {1} {2}"
+_KEYS = f"{KEY.select} {_OF_NAME} ORDER BY name, rowid"
+_CHOICES = f"{CHOICE.select} {_OF_KEYS.format('choice', _OF_NAME, _BEST_FIRST)}"
+_TRIALS = f"{TRIAL.select} {_OF_KEYS.format('trial', _OF_NAME, 'ORDER BY generation, trial.rowid')}"
+_RELATED_KEYS = f"{KEY.select} {_RELATED} ORDER BY rowid"
+_RELATED_CHOICES = f"{CHOICE.select} {_OF_KEYS.format('choice', _RELATED, _BEST_FIRST)}"
 
 _PUT_CALL = (
     f"INSERT OR IGNORE INTO call ({', '.join(CALL.columns)}, checksum) "
@@ -68,12 +67,9 @@ _PUT_CALL = (
 #: Canonical JSON has no space there.
 _FORGET_PROBLEM = """DELETE FROM call WHERE key = ? AND arguments LIKE '%"problem":%'"""
 
-_CLEAR = (
-    "DELETE FROM trial WHERE key IN (SELECT digest FROM key WHERE name = ?)",
-    "DELETE FROM choice WHERE key IN (SELECT digest FROM key WHERE name = ?)",
-    "DELETE FROM call WHERE name = ?",
-)
-CLEAR_UNUSED = (
+#: The tables that have many rows of one key, and what is left without one.
+OF_KEY = ("trial", "choice", "call")
+_DELETE_UNUSED = (
     "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
     "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
 )
@@ -258,13 +254,11 @@ class Store:
         """Delete a kernel's keys, trials and choices; return how many keys it had."""
         name = (text(kernel_name),)
         with self.connection.transaction() as connection:
-            for statement in _CLEAR:
-                connection.execute(statement, name)
-            deleted = connection.execute("DELETE FROM key WHERE name = ?", name).rowcount
-            for statement in CLEAR_UNUSED:
-                connection.execute(statement)
+            keys = connection.execute("SELECT digest FROM key WHERE name = ?", name).fetchall()
+            delete_keys(connection, keys)
+            connection.execute("DELETE FROM call WHERE name = ?", name)
         self.ask_again()
-        return deleted
+        return len(keys)
 
     def ask_again(self) -> None:
         """Have the next process ask the shared store for all that is missing here now."""
@@ -297,13 +291,11 @@ class Store:
             {values["digest"]: values for values in self._fetch(connection, table, table.select)}
             for table in (KERNEL, DEVICE)
         )
-        named = {
-            digest for digest, each in devices.items() if type(each["record"].get("name")) is str
-        }
         return [
             rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
             for key in self._fetch_keys(connection, _KEYS, _name(kernel_name))
-            if key["kernel"] in kernels and key["device"] in named
+            if key["kernel"] in kernels and key["device"] in devices
+            if type(devices[key["device"]]["record"].get("name")) is str
         ]
 
     def _fetch_keys(
@@ -347,6 +339,15 @@ class Store:
             logger.warning(
                 "ignoring a corrupt row of %s: %s %s: %s", self.path, table.name, identity, error
             )
+
+
+def delete_keys(connection: sqlite3.Connection, keys: Sequence[tuple[str]]) -> None:
+    """Delete some keys in the open transaction, with all that is stored of them alone."""
+    for table in OF_KEY:
+        connection.executemany(f"DELETE FROM {table} WHERE key = ?", keys)
+    connection.executemany("DELETE FROM key WHERE digest = ?", keys)
+    for statement in _DELETE_UNUSED:
+        connection.execute(statement)
 
 
 def _first_of_lists(choices: Iterable[ChoiceRecord]) -> dict[str, dict[str, ChoiceRecord]]:
