@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Function = Callable[..., Any]
 
-#: The newest Triton whose launcher is known; a newer one is launched with more of its own code.
+#: The newest Triton whose launcher is known; a newer one launches by its own path.
 NEWEST = (3, 9)
 
 _UNSET = object()
@@ -47,6 +48,18 @@ def version() -> tuple[int, int]:
 
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def warn_if_newer() -> None:
+    """Warn of a Triton that is newer than those supported."""
+    if version() > NEWEST:
+        newest = ".".join(map(str, NEWEST))
+        warnings.warn(
+            f"safetune: Triton {'.'.join(map(str, version()))} is newer than {newest}, the newest "
+            "that this safetune knows: kernels are launched by Triton's own path, which takes "
+            "longer; all else is as usual. Update safetune, or install an older Triton",
+            stacklevel=2,
+        )
 
 
 def active_driver() -> Any | None:
@@ -204,7 +217,7 @@ def lacks_allocator(error: BaseException) -> bool:
 def set_default_profile_allocator(allocate: Function) -> None:
     """Have `allocate` serve instrumented kernels, for the whole process, where nothing else does.
 
-    Triton 3.9 has a default of its own; 3.6 has none.
+    Triton 3.8 and 3.9 have a default of their own.
     """
     from triton.runtime import _allocation
 

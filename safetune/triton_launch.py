@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from safetune.triton_internals import NEWEST, Function, version
+from safetune.triton_internals import Function
 
 _UNSET = object()
 
@@ -37,7 +37,7 @@ def launcher(kernel: Any, with_scratch: Function) -> Launcher | None:
     packed, function, hooks = kernel.packed_metadata, kernel.function, (None, None, None)
     if getattr(metadata, "global_scratch_size", 0):
         return Launcher(functools.partial(with_scratch, run), (function, packed, *hooks), False)
-    known = version() <= NEWEST and type(run).__module__ == "triton.backends.nvidia.driver"
+    known = type(run).__module__ == "triton.backends.nvidia.driver"
     if not known or getattr(run, "gsan_enabled", False) or not has_own(type(run), "__call__"):
         return Launcher(run, (function, packed, *hooks), False)
     # Below CudaLauncher.__call__, which only provides scratch memory.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,15 @@ def test_this_triton_is_supported() -> None:
     assert (3, 6) <= triton_internals.version() <= triton_internals.NEWEST
 
 
+def test_a_newer_triton_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        triton_internals.warn_if_newer()
+    monkeypatch.setattr(triton, "__version__", "3.10.0+git7f3a")
+    with pytest.warns(UserWarning, match=r"Triton 3\.10 is newer than 3\.9"):
+        triton_internals.warn_if_newer()
+
+
 class TestDriver:
     def test_none_is_active_without_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(driver, "_active", None)
@@ -158,15 +168,6 @@ class TestLauncher:
             run(1, 2, 3, 100, 7, (4, 1, 0), None, None, None, 5, 6)
         first, second = calls
         assert first == second
-
-    def test_a_newer_triton_is_called_as_a_whole(
-        self, run: CudaLauncher, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(triton, "__version__", "3.10.0")
-        found = triton_launch.launcher(compiled(run), lambda *_: None)
-        assert found is not None
-        assert found.run is run
-        assert found.head == (7, (4, 1, 0), None, None, None)
 
     def test_scratch_memory_is_provided_around_it(self, run: CudaLauncher) -> None:
         seen = []
@@ -351,7 +352,7 @@ class TestScratchMemory:
     def test_a_profile_allocator_is_set_where_triton_has_none(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Triton 3.9 has one of its own, which is kept."""
+        """Triton 3.8 and 3.9 have one of their own, which is kept."""
         own = getattr(_allocation, "has_profile_allocator", None)
         allocators: list[Any] = [_allocation.NullAllocator()]
         monkeypatch.setattr(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
+from safetune import triton_internals
 from safetune.collection import no_collection
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+triton_internals.warn_if_newer()  # here, where the first tuner of a process is made
 
 ISOLATIONS = ("worker", "config", "inline")
 

@@ -188,6 +188,7 @@ def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPat
     set_below = [name for each in heuristics for name in each.values]
     if (
         not Settings.current().fast_launch
+        or triton_internals.version() > triton_internals.NEWEST
         or type(jit) is not JITFunction
         or any(config.pre_hook for config in tuner.configs)
         or tuner.states.tuner is not tuner  # a copy does not get to know when a choice changes

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from safetune import TracingError, prepare, safetune, triton_launch
+from safetune import TracingError, prepare, safetune, triton_internals, triton_launch
 from safetune.keys import tuning_key
 from safetune.keys.written_key import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.internals
 
-OLD = triton.__version__.startswith("3.6")
+OLD = triton_internals.version() == (3, 6)
 LAUNCHES = int(os.environ.get("SAFETUNE_TEST_LAUNCHES", "20000"))
 
 
@@ -302,6 +302,14 @@ class TestInTheWay:
         kernel.jit.device_caches = {0: kernel.jit.device_caches[0]}  # for a compiler that is here
         for _ in range(2):
             call(kernel)
+        assert list(kernel.tuner._launches.values()) == [None]
+
+    def test_a_triton_that_is_newer_than_those_known(
+        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton, "__version__", "3.10.0")
+        for _ in range(2):
+            assert goes_by_triton(kernel)
         assert list(kernel.tuner._launches.values()) == [None]
 
     def test_another_driver(self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from safetune import safetune
+from safetune import safetune, triton_internals
 from safetune.errors import InvalidConfig, InvalidSetting, NotInterpretable
 from safetune.verify import watch
 from safetune.verify.overlap import check_configs, check_overlap
@@ -626,7 +626,9 @@ class TestUnwritten:
 
 
 class TestPointers:
-    @pytest.mark.skipif(triton.__version__ >= "3.9", reason="Triton 3.9 has no block pointers")
+    @pytest.mark.skipif(
+        triton_internals.version() >= (3, 9), reason="Triton 3.9 has no block pointers"
+    )
     def test_block_pointers(self) -> None:
         @triton.jit
         def store(y, rows, columns, STEP: tl.constexpr):
