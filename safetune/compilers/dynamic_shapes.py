@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from safetune.errors import InvalidSetting
-from safetune.keys.buckets import Bucket
+from safetune.keys.tuning_key import Bucket
 from safetune.miss.candidates import comparable, pairs_of
 from safetune.store.records import RelatedChoice
 from safetune.tuning.requests import TuningRequest

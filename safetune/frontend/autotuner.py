@@ -21,13 +21,12 @@ from safetune.collection import no_collection
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.frontend import observers
-from safetune.frontend.lazy_key import LazyKey
 from safetune.frontend.pruning import PruningTuner
 from safetune.inputs.call import Hooks
 from safetune.isolation import backend
-from safetune.keys.basis import Basis
 from safetune.keys.kernel_digest import is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport
+from safetune.keys.lazy_key import Basis, LazyKey
 from safetune.keys.tuning_key import KeyNames, readable_key
 from safetune.keys.written_key import Key, written_key
 from safetune.launch import call_shape, fast_path, scratch_memory

@@ -25,7 +25,6 @@ from safetune import forks, triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend import observers
 from safetune.integrations.install_report import Installation
-from safetune.keys import kept_names
 from safetune.settings import Settings, parse_keep
 
 _one_at_a_time = threading.Lock()
@@ -52,9 +51,10 @@ def install(keep: Iterable[str] = ()) -> Installation:
 
     from safetune.frontend.autotuner import Autotuner
     from safetune.integrations import shadow_tuner
+    from safetune.keys import written_key
 
     names = [keep] if isinstance(keep, str) else keep
-    kept_names.keep(parse_keep("keep", ",".join(names)))
+    written_key.keep(parse_keep("keep", ",".join(names)))
     with _one_at_a_time:
         if _installation is not None:
             return _installation

@@ -22,9 +22,8 @@ from safetune.collection import no_collection
 from safetune.errors import PhantomKey
 from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
 from safetune.keys.callback_usage import set_above, usage_in_callbacks
-from safetune.keys.grid_usage import usage_in_grids
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
-from safetune.keys.launch_usage import LaunchArguments
+from safetune.keys.launch_usage import LaunchArguments, usage_in_grids
 from safetune.keys.launches import Launch, launches_of, may_be_launched_unseen
 from safetune.keys.written_key import Key, WrittenKey, check_kept, warn_at, written_key
 from safetune.settings import PhantomPolicy

@@ -1,24 +1,52 @@
-"""The launches of a kernel in the text of its package.
+"""The launches of a kernel in the text of its package, on disk.
 
 Searched are the kernel's own module and the modules of its package that import it. A launch in
-another place is not known here: what a key is depends on these files alone.
+another place is not known, and loaded modules are not asked: every process finds the same launches.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import os
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetune.keys.body_usage import bind
 from safetune.keys.kernel_digest import base_function
-from safetune.keys.name_values import Scopes
-from safetune.keys.package_imports import importers
-from safetune.keys.source_text import KEPT_TREES, children, last_name, module_text, parse, walk
+from safetune.keys.source_text import (
+    KEPT_TREES,
+    children,
+    last_name,
+    module_text,
+    parse,
+    tree_of,
+    walk,
+)
+
+#: The functions around an expression and the module, innermost first.
+Scopes: TypeAlias = "tuple[ast.AST, ...]"
+
+#: A module of a package, from the package's own name on.
+Module = tuple[str, ...]
+
+#: For a module: (the file that imports from it, the name there, the name in the file). An empty
+#: name stands for the module itself.
+Imports = dict[Module, list[tuple[Path, str, str]]]
+
+#: The most folders without `__init__.py` between two that have one.
+_NAMESPACE_FOLDERS = 3
+
+#: An import statement. No whole file is parsed for it: a package may have thousands.
+_IMPORT = re.compile(
+    r"^[ \t]*((?:from[ \t]+[.\w]+[ \t]+)?import\b(?:[ \t]*\((?:#.*|[^)#])*\)|(?:\\\n|[^\n;#])*))",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -194,3 +222,89 @@ def _target_names(target: ast.AST) -> Iterator[str]:
         case ast.Tuple(elts=items) | ast.List(elts=items):
             for item in items:
                 yield from _target_names(item)
+
+
+def importers(file: str, function: str) -> dict[Path, set[str]]:
+    """Return the other files of a file's package that import a function of it, with its names."""
+    path = Path(os.path.abspath(file))
+    package = _package(path.parent)
+    if package is None:
+        return {}
+    imports = _imports(package)
+    found, pending = {path: {function}}, [path]
+    while pending:
+        exporter = pending.pop()
+        exported = found[exporter]
+        for importer, name, alias in imports.get(_module(exporter, package), ()):
+            names = {alias} if name in exported else exported if name in ("", "*") else set()
+            if not names <= found.setdefault(importer, set()):
+                found[importer] = found[importer] | names
+                pending.append(importer)
+    return {importer: names for importer, names in found.items() if names and importer != path}
+
+
+@functools.cache
+def _package(folder: Path) -> Path | None:
+    """Return the outermost package around a folder."""
+    found, without = None, 0
+    while without <= _NAMESPACE_FOLDERS and folder.name.isidentifier():
+        if (folder / "__init__.py").is_file():
+            found, without = folder, 0
+        else:
+            without += 1
+        folder = folder.parent
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _imports(package: Path) -> Imports:
+    """Return what the files of a package import from each other."""
+    found: Imports = defaultdict(list)
+    for folder, folders, files in os.walk(package):
+        folders[:] = sorted(name for name in folders if name.isidentifier())
+        for name in sorted(files):
+            if name.endswith(".py"):
+                file = Path(folder, name)
+                for module, imported, alias in _imported(file, package):
+                    found[module].append((file, imported, alias))
+                    submodule = (*module, imported)
+                    if imported:
+                        found[submodule].append((file, "", alias))
+    return dict(found)
+
+
+def _imported(file: Path, package: Path) -> Iterator[tuple[Module, str, str]]:
+    """Yield (module, name, name in the file) for what a file imports from its own package."""
+    own = _module(file, package)
+    around = own if file.name == "__init__.py" else own[:-1]
+    for node in _import_statements(file, package.name):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if module := _absolute(alias.name, package):
+                    yield module, "", alias.asname or alias.name
+        elif isinstance(node, ast.ImportFrom):
+            outer = around[: len(around) - node.level + 1]
+            inner = filter(None, (node.module or "").split("."))
+            module = (*outer, *inner) if node.level else _absolute(node.module or "", package)
+            for alias in node.names if module else ():
+                yield module, alias.name, alias.asname or alias.name
+
+
+def _import_statements(file: Path, package: str) -> Iterator[ast.stmt]:
+    """Yield the statements that may import from a package; text that looks like one is left out."""
+    with contextlib.suppress(OSError):
+        for match in _IMPORT.finditer(file.read_text(encoding="utf-8", errors="replace")):
+            if package in match[1] or " ." in match[1]:
+                with contextlib.suppress(SyntaxError, ValueError):
+                    yield from tree_of(match[1]).body
+
+
+def _absolute(name: str, package: Path) -> Module:
+    """Return a module of the package by its full name; empty for one of another package."""
+    parts = name.split(".")
+    return tuple(parts[parts.index(package.name) :]) if package.name in parts else ()
+
+
+def _module(file: Path, package: Path) -> Module:
+    parts = file.relative_to(package.parent).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts

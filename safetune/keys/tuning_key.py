@@ -7,20 +7,47 @@ device is first asked for at the first miss: `import safetune` touches no GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetune import triton_internals
-from safetune.errors import NoDevice
+from safetune.errors import InvalidSetting, NoDevice
 from safetune.isolation import backend
 from safetune.keys import encoding
 
-if TYPE_CHECKING:
-    from safetune.keys.buckets import Bucket
-
 #: The device, back end and target of kernels in Triton's interpreter.
 INTERPRETER = "interpreter"
+
+#: What a bucket may be, beside a dtype: equal values of these are the same in every process.
+_PLAIN = frozenset({int, bool, str, float})
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The function for a name, which is checked whenever it is called."""
+
+    kernel: str
+    name: str
+    function: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        """Return the value's bucket; raises `InvalidSetting`."""
+        while type(value).__name__ == "constexpr":
+            value = value.value
+        try:
+            found = self.function(value)
+        except Exception as error:
+            raise InvalidSetting(
+                f"key of {self.kernel}: the function for {self.name!r} raised "
+                f"{type(error).__name__} for {value!r:.80}: {error}"
+            ) from error
+        if type(found) in _PLAIN or encoding.is_dtype(found):
+            return found
+        raise InvalidSetting(
+            f"key of {self.kernel}: the function for {self.name!r} returned {found!r:.80}, a "
+            f"{type(found).__name__}, for {value!r:.80}; return an int, bool, str, float or dtype"
+        )
 
 
 class KeyNames(list[str]):

@@ -1,19 +1,24 @@
-"""A key as it was written, after the checks that need no source text."""
+"""A key as it was written, after the checks that need no source text.
+
+SAFETUNE_KEEP and `install(keep=)` name what stays in the keys of kernels that one cannot edit.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, TypeAlias
 
+from safetune import forks
 from safetune.errors import InvalidSetting, with_nearest
-from safetune.keys.buckets import Bucket, buckets_of
-from safetune.keys.kept_names import kept_for
 from safetune.keys.kernel_digest import base_function, definition_line
+from safetune.keys.tuning_key import Bucket
 from safetune.settings import Settings
 
 #: The names in `prune_configs_by`.
@@ -21,6 +26,12 @@ _PRUNING = ("early_config_prune", "perf_model", "top_k")
 
 #: What `key=` may be.
 Key: TypeAlias = Iterable[str] | Mapping[str, Callable[[Any], Any] | None] | str | None
+
+
+_installed: set[tuple[str, str]] = set()
+_asked: set[tuple[str, str]] = set()
+_found: set[tuple[str, str]] = set()
+_seen: set[str] = set()
 
 
 class PhantomKeyWarning(UserWarning):
@@ -69,6 +80,19 @@ def written_key(
     return WrittenKey(names, keep, (*buckets, *kept), buckets)
 
 
+def buckets_of(kernel: str, key: Any) -> dict[str, Bucket]:
+    """Return the buckets in the `key=` of a decorator; raises `InvalidSetting`."""
+    if not isinstance(key, Mapping):
+        return {}
+    for name, function in key.items():
+        if function is not None and not callable(function):
+            raise InvalidSetting(
+                f"key of {kernel} maps {name!r} to {function!r}, which is not a function; give a "
+                "function from a value to its bucket, or None for the value itself"
+            )
+    return {name: Bucket(kernel, name, f) for name, f in key.items() if f is not None}
+
+
 def _names(what: str, names: Key) -> list[str]:
     if isinstance(names, str):
         raise InvalidSetting(f'{what}={names!r} is one string; write {what}=["{names}"]')
@@ -101,6 +125,40 @@ def check_kept(kernel: Any, keep: Sequence[str], names: Sequence[str]) -> None:
         raise InvalidSetting(
             f"keep={[*keep]} of {base_function(kernel)[1].__name__} has "
             f"{with_nearest(stray, names)}, which is not in key={[*names]}"
+        )
+
+
+def keep(pairs: Iterable[tuple[str, str]]) -> None:
+    """Keep these (kernel, name) pairs, of all kernels that are decorated from now on."""
+    _installed.update(pairs)
+
+
+def kept_for(function: FunctionType, names: Sequence[str], settings: Settings) -> list[str]:
+    """Return those of a kernel's key names that are kept, and note that they were found."""
+    asked = _installed | settings.keep
+    if not asked:
+        return []
+    _check_at_exit()
+    kernels = (function.__name__, f"{function.__module__}.{function.__qualname__}")
+    found = {(kernel, name) for kernel, name in asked if kernel in kernels and name in names}
+    _asked.update(asked)
+    _found.update(found)
+    _seen.update(f"{function.__name__}:{name}" for name in names)
+    return [name for _, name in sorted(found)]
+
+
+@functools.cache
+def _check_at_exit() -> None:
+    forks.register("report", at_exit=_warn_of_the_others)
+
+
+def _warn_of_the_others() -> None:
+    missing = sorted(f"{kernel}:{name}" for kernel, name in _asked - _found)
+    if missing:
+        warnings.warn(
+            f"safetune: SAFETUNE_KEEP or install(keep=) has {with_nearest(missing, _seen)}, which "
+            "is not in the key of any kernel of this process",
+            stacklevel=2,
         )
 
 

@@ -21,8 +21,8 @@ from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 
 if TYPE_CHECKING:
-    from safetune.keys.basis import Basis
     from safetune.keys.key_names import KeyReport
+    from safetune.keys.lazy_key import Basis
     from safetune.launch.key_state import KeyStates
 
 #: What the compiled kernel sees for every dropped name. Triton makes a constant of an integer 1,

@@ -13,7 +13,7 @@ import triton
 
 from safetune import TracingError
 from safetune.compilers import dynamic_shapes
-from safetune.keys.buckets import Bucket
+from safetune.keys.tuning_key import Bucket
 from safetune.miss import record, resolve
 from safetune.offline.replay import LeftOut, sort_out
 from safetune.settings import Settings

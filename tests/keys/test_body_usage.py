@@ -15,7 +15,7 @@ import triton
 
 from safetune.keys.body_usage import usage_in_body
 from safetune.keys.callback_usage import usage_in_callback, usage_in_callbacks
-from safetune.keys.grid_usage import usage_in_grids
+from safetune.keys.launch_usage import usage_in_grids
 from safetune.keys.launches import launches_of
 
 _spec = importlib.util.spec_from_file_location(
@@ -669,7 +669,7 @@ def test_a_grid_in_a_method_is_followed(load: Load, launch: str, expected: str) 
 def test_grids_of_a_module_that_is_still_loading_are_found(load: Load) -> None:
     """A decorator runs before the launches below it exist; the file has them already."""
     text = """
-    from safetune.keys.grid_usage import usage_in_grids
+    from safetune.keys.launch_usage import usage_in_grids
     from safetune.keys.launches import launches_of
     @jit
     def kernel(x, P, Q, R, S):

@@ -21,8 +21,7 @@ import triton
 
 from safetune import safetune
 from safetune.keys.key_names import KeyReport, classify
-from safetune.keys.launches import launches_of
-from safetune.keys.package_imports import importers
+from safetune.keys.launches import importers, launches_of
 from safetune.settings import PhantomPolicy
 from tests.conftest import FreshProcess
 from tests.keys import phantom_kernels
