@@ -21,7 +21,10 @@ LAYERS: list[list[str]] = [
     ["collection", "errors", "forks", "outcome", "settings"],
     ["triton_internals", "triton_launch"],
     # What a device and a child are to every other module: both have no imports but those above.
-    ["isolation.backend", "isolation.cuda", "isolation.protocol"],
+    [
+        *("isolation.backend", "isolation.cuda", "isolation.cuda_driver"),
+        *("isolation.device_bytes", "isolation.protocol"),
+    ],
     ["keys"],
     ["config", "workload"],
     ["store"],
@@ -267,6 +270,8 @@ NAMES_CUDA = {
     "safetune.isolation.cuda": "it is the back end",
     "safetune.isolation.backend": "it lists the back ends",
     "safetune.triton_internals": "torch's name for NVIDIA and AMD devices",
+    "safetune.isolation.cuda_driver": "that driver's library",
+    "safetune.isolation.byte_kernels": "the target of the kernels that ship as PTX",
     "safetune.triton_launch": "the launcher of Triton's that is known",
     "safetune.launch.fast_path": "it launches past Triton only where the launcher is known",
     "safetune.launch.fast_path_codegen": "a tensor's own attribute is the quickest to ask",

@@ -180,7 +180,8 @@ def test_archives_hold_what_they_should(built: dict[str, Path], sources: Path) -
     assert {f"kernels/{path.name}" for path in (sources / "kernels").glob("*.py")} <= in_sdist
     with zipfile.ZipFile(built["wheel"]) as archive:
         in_wheel = set(archive.namelist())
-    assert {"safetune/py.typed", "safetune/cache/probe.json"} <= in_wheel
+    data = {"safetune/py.typed", "safetune/isolation/byte_kernels.ptx", "safetune/cache/probe.json"}
+    assert data <= in_wheel
     for folder in ("safetune", "kernels", "cache"):
         package = "" if folder == "safetune" else "safetune/"
         for path in (sources / folder).rglob("*.py"):

@@ -1,0 +1,313 @@
+"""The CUDA driver without torch: contexts, memory, memory made for sharing, streams, kernels.
+
+Every handle and address is a Python integer. A call that fails raises `DriverError`. All calls act
+on the context that is current in this thread, which `use` and `on` set: the primary one, so that
+torch in the same process sees the same memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from safetune.errors import BackendError
+
+# Values of cuda.h: CUdevice_attribute, CUstream_flags, CUmemAllocationGranularity_flags and others.
+_VIRTUAL_MEMORY = 102
+_FILE_DESCRIPTORS = 103
+_NON_BLOCKING = 1
+_PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE = 1, 1, 1
+_READ, _READ_WRITE = 1, 3
+_OUT_OF_MEMORY = 2
+
+
+class DriverError(BackendError):
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        function, code: the call, and the `CUresult` that it returned.
+    """
+
+    def __init__(self, function: str, code: int, name: str) -> None:
+        super().__init__(f"the CUDA driver failed: {function} returned {name}")
+        self.function = function
+        self.code = code
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether memory was short, which may pass."""
+        return self.code == _OUT_OF_MEMORY
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Allocation(ctypes.Structure):
+    """`CUmemAllocationProp`."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """`CUmemAccessDesc`."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@functools.cache
+def load() -> Driver:
+    """Return the driver; raises `BackendError` where its library cannot be loaded."""
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise BackendError(f"the CUDA driver's library cannot be loaded ({error})") from error
+
+
+class Driver:
+    """What is asked of libcuda, or of what answers in its place."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._contexts: dict[int, int] = {}
+
+    def call(self, function: str, *arguments: Any, known: Collection[int] = ()) -> int:
+        """Call the driver and return its error, 0 or one of `known`; others are raised."""
+        error = int(getattr(self._library, function)(*map(_wide, arguments)))
+        if error and error not in known:
+            raise DriverError(function, error, self.name_of(error))
+        return error
+
+    def name_of(self, error: int) -> str:
+        """Return the driver's name for an error."""
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorName(error, ctypes.byref(text))
+        return text.value.decode() if text.value else f"error {error}"
+
+    # Devices and contexts
+
+    def device(self, index: int) -> int:
+        """Return the handle of a device of this process; initialises the driver."""
+        self.call("cuInit", 0)
+        return self._made("cuDeviceGet", ctypes.c_int, index)
+
+    def attribute(self, attribute: int, index: int, known: Collection[int] = ()) -> int:
+        """Return an attribute of a device; 0 after an error in `known`."""
+        value, device = ctypes.c_int(), self.device(index)
+        self.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device, known=known)
+        return value.value
+
+    def device_uuid(self, index: int) -> bytes:
+        """Return the 16 bytes of a device's UUID."""
+        found = (ctypes.c_ubyte * 16)()
+        self.call("cuDeviceGetUuid", ctypes.byref(found), self.device(index))
+        return bytes(found)
+
+    def context(self, index: int) -> int:
+        """Return the primary context of a device, kept until the process ends."""
+        if index not in self._contexts:
+            device = self.device(index)
+            self._contexts[index] = self._made("cuDevicePrimaryCtxRetain", ctypes.c_void_p, device)
+        return self._contexts[index]
+
+    def use(self, index: int) -> None:
+        """Make the primary context of a device this thread's current one."""
+        self.call("cuCtxSetCurrent", self.context(index))
+
+    @contextlib.contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        """Make the primary context of a device this thread's current one in here."""
+        self.call("cuCtxPushCurrent_v2", self.context(index))
+        try:
+            yield
+        finally:
+            self._made("cuCtxPopCurrent_v2", ctypes.c_void_p)
+
+    def synchronize(self) -> None:
+        """Wait for everything in the current context; raises what a launch has done to it."""
+        self.call("cuCtxSynchronize")
+
+    # Memory
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of the current device that are free, and all."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def allocate(self, size: int) -> int:
+        """Return the address of new device memory."""
+        return self._made("cuMemAlloc_v2", ctypes.c_uint64, size)
+
+    def free(self, address: int) -> None:
+        """Free what `allocate` has returned."""
+        self.call("cuMemFree_v2", address)
+
+    def allocate_host(self, size: int) -> int:
+        """Return the address of new pinned memory."""
+        return self._made("cuMemHostAlloc", ctypes.c_void_p, size, 0)
+
+    def free_host(self, address: int) -> None:
+        """Free what `allocate_host` has returned."""
+        self.call("cuMemFreeHost", address)
+
+    def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
+        """Queue a copy on a device."""
+        self.call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+
+    def copy_in(self, target: int, source: int, size: int, stream: int = 0) -> None:
+        """Queue a copy from host memory, which was read on return unless it is pinned."""
+        self.call("cuMemcpyHtoDAsync_v2", target, source, size, stream)
+
+    def copy_out(self, target: int, source: int, size: int, stream: int = 0) -> None:
+        """Queue a copy to host memory, which is written on return unless it is pinned."""
+        self.call("cuMemcpyDtoHAsync_v2", target, source, size, stream)
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return bytes of a device, once everything before on the default stream is done."""
+        host = ctypes.create_string_buffer(size)
+        self.call("cuMemcpyDtoH_v2", ctypes.addressof(host), address, size)
+        return host.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write bytes to a device."""
+        self.call("cuMemcpyHtoD_v2", address, ctypes.c_char_p(data), len(data))
+
+    def fill(self, address: int, value: int, count: int, width: int = 1, stream: int = 0) -> None:
+        """Queue a fill with `count` values of 1, 2 or 4 bytes."""
+        self.call(f"cuMemsetD{8 * width}Async", address, value, count, stream)
+
+    # Memory made for sharing
+
+    def can_share(self, index: int) -> bool:
+        """Whether memory of a device can be handed to another process by a descriptor."""
+        wanted = (_VIRTUAL_MEMORY, _FILE_DESCRIPTORS)
+        return all(self.attribute(attribute, index, known={1}) for attribute in wanted)
+
+    def granularity(self, index: int) -> int:
+        """Return what the sizes of `create` and `map` must be multiples of."""
+        wanted = ctypes.byref(_shareable(index))
+        return self._made("cuMemGetAllocationGranularity", ctypes.c_size_t, wanted, 0)
+
+    def create(self, size: int, index: int) -> int:
+        """Return a handle of new memory that can be exported; it has no address yet."""
+        wanted = ctypes.byref(_shareable(index))
+        return self._made("cuMemCreate", ctypes.c_uint64, size, wanted, 0)
+
+    def export(self, handle: int) -> int:
+        """Return a file descriptor of the memory, for another process to import."""
+        fd = self._made("cuMemExportToShareableHandle", ctypes.c_int, handle, _POSIX_DESCRIPTOR, 0)
+        os.set_inheritable(fd, False)
+        return fd
+
+    def import_(self, fd: int) -> int:
+        """Return a handle of the memory behind a descriptor, which stays open."""
+        function = "cuMemImportFromShareableHandle"
+        return self._made(function, ctypes.c_uint64, fd, _POSIX_DESCRIPTOR)
+
+    def release(self, handle: int) -> None:
+        """Give a handle back; the memory stays as long as something maps it."""
+        self.call("cuMemRelease", handle)
+
+    def map(self, handle: int, size: int, index: int, writable: bool = True) -> int:
+        """Return an address of the memory behind a handle, for launches on a device."""
+        address = self._made("cuMemAddressReserve", ctypes.c_uint64, size, 0, 0, 0)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.call, "cuMemAddressFree", address, size)
+            self.call("cuMemMap", address, size, 0, handle, 0)
+            on_error.callback(self.call, "cuMemUnmap", address, size)
+            flags = _READ_WRITE if writable else _READ
+            access = _Access(_Location(_ON_DEVICE, index), flags)
+            self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+            on_error.pop_all()
+        return address
+
+    def unmap(self, address: int, size: int) -> None:
+        """Take back what `map` has returned."""
+        self.call("cuMemUnmap", address, size)
+        self.call("cuMemAddressFree", address, size)
+
+    # Streams and events
+
+    def stream(self) -> int:
+        """Return a new stream, which does not wait for the default one."""
+        return self._made("cuStreamCreate", ctypes.c_void_p, _NON_BLOCKING)
+
+    def wait(self, stream: int) -> None:
+        """Wait for all that is queued on a stream."""
+        self.call("cuStreamSynchronize", stream)
+
+    def event(self) -> int:
+        """Return a new event, which can be timed."""
+        return self._made("cuEventCreate", ctypes.c_void_p, 0)
+
+    def record(self, event: int, stream: int = 0) -> None:
+        """Queue an event on a stream."""
+        self.call("cuEventRecord", event, stream)
+
+    def wait_for(self, event: int, stream: int) -> None:
+        """Have a stream wait for an event of another one."""
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        """Return the time between two events that have taken place."""
+        value = ctypes.c_float()
+        self.call("cuEventElapsedTime", ctypes.byref(value), start, end)
+        return value.value
+
+    def drop_event(self, event: int) -> None:
+        """Destroy an event."""
+        self.call("cuEventDestroy_v2", event)
+
+    # Kernels
+
+    def module(self, image: bytes) -> int:
+        """Load PTX or a binary onto the current device."""
+        return self._made("cuModuleLoadData", ctypes.c_void_p, ctypes.c_char_p(image))
+
+    def function(self, module: int, name: str) -> int:
+        """Return a kernel of a module."""
+        return self._made("cuModuleGetFunction", ctypes.c_void_p, module, name.encode())
+
+    def launch(
+        self,
+        function: int,
+        grid: int,
+        threads: int,
+        arguments: Sequence[int | float],
+        shared: int = 0,
+        stream: int = 0,
+    ) -> None:
+        """Launch a kernel whose parameters all have 8 bytes: addresses, int64 and double."""
+        values = [
+            ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_uint64(argument)
+            for argument in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        sizes = (grid, 1, 1, threads, 1, 1)
+        self.call("cuLaunchKernel", function, *sizes, shared, stream, pointers, None)
+
+    def _made(self, function: str, kind: Any, *arguments: Any) -> int:
+        """Return what a call leaves in its first parameter."""
+        made = kind()
+        self.call(function, ctypes.byref(made), *arguments)
+        return made.value or 0
+
+
+def _wide(argument: Any) -> Any:
+    """An integer as 64 bits, as addresses and sizes are; a narrower parameter takes its part."""
+    return ctypes.c_uint64(argument) if isinstance(argument, int) else argument
+
+
+def _shareable(index: int) -> _Allocation:
+    return _Allocation(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, index))
