@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from safetune.errors import SafetuneError
 from safetune.launch import fast_path_codegen
@@ -45,6 +47,10 @@ UNSAFE = {
 #: Errors of Triton's for which safetune has its own: the call passes what the configs set.
 REFUSED = (TypeError, ValueError, KeyError)
 
+#: Triton has these errors for a config that cannot be launched; safetune launches another one
+#: (docs/configuration.md).
+NOT_COMPILED = (OutOfResources, CompilationError, PTXASError)
+
 
 def differences(stock: Side, ours: Side, theirs: list[Record], found: list[Record]) -> str:
     """Return how what safetune did differs from what stock Triton did; "" if it does not.
@@ -55,7 +61,8 @@ def differences(stock: Side, ours: Side, theirs: list[Record], found: list[Recor
 
     Documented differences: which config wins (both sides are told), the value that the compiled
     kernel gets for a key name that nothing reads (Triton may refuse an integer that is too large),
-    and errors that safetune has of its own.
+    errors that safetune has of its own, and a config that cannot be compiled: Triton raises, and
+    safetune goes on with the next one.
     """
     unread = stock.unread.intersection(stock.keys)
     stock.once_unread |= bool(unread)
@@ -67,6 +74,8 @@ def differences(stock: Side, ours: Side, theirs: list[Record], found: list[Recor
         if None not in kinds and issubclass(kinds[1], SafetuneError):
             return "" if issubclass(kinds[0], REFUSED) else f"errors: {errors}"
         if kinds[0] is OverflowError and unread:
+            return ""
+        if kinds[0] is not None and issubclass(kinds[0], NOT_COMPILED):
             return ""
     options = {*OPTIONS}.difference(stock.keys) if stock.once_unread else set()
     kept = [
@@ -195,6 +204,8 @@ class Case:
         if failed and issubclass(logs[1][-1][1], SafetuneError):
             # It is raised before heuristics are called, and Triton's after that.
             sides[1].module.COUNTS.update(sides[0].module.COUNTS)
+        if logs[0][-1][0] == "error" and issubclass(logs[0][-1][1], NOT_COMPILED):
+            _made_alike(*sides)
         counts.launches += 1
         counts.errors += failed
         # The interpreter binds nothing.
@@ -211,6 +222,15 @@ class Case:
     def __str__(self) -> str:
         kept = "" if self.kept is None else ",".join(map(str, self.kept))
         return f"{self.seed}/{self.mode}/{kept}/{','.join(sorted(self.off))}"
+
+
+def _made_alike(stock: Side, ours: Side) -> None:
+    """Have a side that launched another config look like the one that launched none."""
+    ours.module.COUNTS.clear()
+    ours.module.COUNTS.update(stock.module.COUNTS)
+    for name, memory in stock.memory.items():
+        if memory is not ours.memory[name]:
+            ours.memory[name].copy_(memory)
 
 
 @contextlib.contextmanager

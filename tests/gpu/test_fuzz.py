@@ -1,8 +1,4 @@
-"""Random kernels and calls: the same outputs and the same binaries as with stock Triton.
-
-It has not passed on a GPU yet: run on an H100 with Triton 3.6, it compared the handles of the two
-sides' functions, which a launch hook gets, and stopped there. That is mended on the stub driver.
-"""
+"""Random kernels and calls: the same outputs and the same binaries as with stock Triton."""
 
 from __future__ import annotations
 
