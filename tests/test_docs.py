@@ -32,7 +32,7 @@ PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 
 #: Lines of `sh` blocks that are not run here, with who runs them.
 ELSEWHERE = {
-    r"git clone \S+( \S+)?": "whoever has a checkout",
+    r"git clone \S+( \S+)?": "a user with a checkout",
     r"cd [\w.-]+": "goes with git clone",
     r"(python3? -m )?pip install .*": "make env; tests/test_packaging.py installs offline",
     r"python3? -m venv \S+": "make env",

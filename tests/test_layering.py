@@ -285,7 +285,7 @@ NAMES_CUDA = {
 
 
 def test_only_a_back_end_names_its_kind_of_device() -> None:
-    """A second place that does is one more file to find for whoever adds a back end."""
+    """A second place that does is one more file that the author of a back end has to find."""
     kind = re.compile(r"cuda|nvidia", re.IGNORECASE)
     plain = re.compile(r"[\w.:-]*(cuda|nvidia)[\w.:-]*", re.IGNORECASE)  # no sentence
     found = [

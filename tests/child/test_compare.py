@@ -80,7 +80,7 @@ def test_the_noise_of_a_sum_over_the_inputs_does_not_count() -> None:
     noise = compare.rounding({compare.typical_size(inputs): 4096}, 1, torch.float32)
     assert same(torch.tensor([4e-5]), torch.tensor([-2e-5]), noise=noise)
     assert not same(torch.tensor([4e-3]), torch.tensor([-2e-5]), noise=noise)
-    assert compare.rounding({3e38: 4096}, 1, torch.float32) == 0, "a mask is no scale"
+    assert compare.rounding({3e38: 4096}, 1, torch.float32) == 0, "a mask is not a scale"
     elementwise = compare.rounding({1.0: 4096}, 4096, torch.float32)
     assert not same(torch.full((9,), 1e-4), torch.zeros(9), noise=elementwise)
 

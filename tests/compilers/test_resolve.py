@@ -1,4 +1,4 @@
-"""Resolving a kernel for somebody else's launch: from the store, never from a guess."""
+"""Resolving a kernel that another program launches: from the store, never from a guess."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from triton.runtime.autotuner import Autotuner as TritonAutotuner
 
 from tests.compilers import traced
 
-#: What a caller of its helper passes as constants: all that is no array, and is not chosen.
+#: What a caller of its helper passes as constants: all that is neither an array nor chosen.
 GIVEN = {"n": 100, "FACTOR": 3}
 
 

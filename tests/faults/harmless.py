@@ -54,7 +54,7 @@ class Trial:
         return f"died({self.detail})" if self.verdict == "died" else self.verdict
 
 
-#: A child that has ended is waited for within so long.
+#: Seconds within which a child that has ended is waited for.
 REAPED_S = 2.0
 
 
@@ -81,7 +81,7 @@ class Harmless:
         by: str = "BLOCK",
         after: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> dict[Any, Trial]:
-        """Launch, and fail unless every config has its verdict and nobody else was hurt.
+        """Launch, and fail unless every config has its verdict and no other process was hurt.
 
         Args:
             launch: a call that tunes.

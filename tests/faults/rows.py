@@ -132,7 +132,7 @@ ROWS: tuple[Row, ...] = (
         ("visible-by-index", "`CUDA_VISIBLE_DEVICES` by index", "the child sees the same card"),
         ("visible-by-uuid", "`CUDA_VISIBLE_DEVICES` by UUID", "the child sees the same card"),
         ("visible-mig", "`CUDA_VISIBLE_DEVICES` by MIG id (parsing only)", "handed on as it is"),
-        ("rank-variables", "a launcher's rank variables are set", "the child is nobody's rank"),
+        ("rank-variables", "a launcher's rank variables are set", "the child has no rank"),
         ("small-dev-shm", "`/dev/shm` of 64 MB", "not used"),
         ("mps", "the card is under MPS", "the fallback, and a reason"),
         ("exclusive-process", "EXCLUSIVE_PROCESS mode", "the fallback, and a reason"),

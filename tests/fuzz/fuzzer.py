@@ -305,7 +305,7 @@ class Different(AssertionError):
 
 
 def fuzz(seed: int, launches: int, mode: str, off: Collection[str] = ()) -> Counts:
-    """Run cases until there were so many launches.
+    """Run cases until there were this many launches.
 
     Raises:
         Different: one differs.

@@ -244,7 +244,7 @@ def tuning_processes() -> list[TuningProcess]:
 
 @pytest.fixture
 def children_end() -> Callable[[float], list[int]]:
-    """A function that waits for the forked children's ends; returns those alive after so long.
+    """A function that waits for the forked children's ends; returns those still alive after a time.
 
     The fork server itself stays: it has no CUDA context, and the next miss needs it.
     """

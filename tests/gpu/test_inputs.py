@@ -86,7 +86,7 @@ def marks(cache_dir: Path) -> Callable[[], list[list[str]]]:
 
 @pytest.fixture
 def tells(device: str) -> Iterator[list[str]]:
-    """What launches warn of that is no tuning; empty at the end of a test that expects nothing."""
+    """What launches warn of, but for tunings; empty at the end of a test that expects nothing."""
     told: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

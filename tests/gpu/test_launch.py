@@ -74,7 +74,7 @@ def strided(kernels: Any) -> Strided:
 
 
 def memory(dtype: torch.dtype, offset: int, stride: int) -> torch.Tensor:
-    """Random numbers that begin so many elements behind an aligned address."""
+    """Random numbers that begin this many elements after an aligned address."""
     return torch.randn((N + 8) * stride, device="cuda").to(dtype)[offset:]
 
 

@@ -171,4 +171,4 @@ def test_a_background_tuning_replaces_the_fallback(
     assert kernel.best_config.kwargs["BLOCK"] == 256
     assert torch.equal(out, a)
     ((_, trials),) = open_lookup(Settings.current()).store.trials_of("asserting_kernel")
-    assert all(trial.outcome.marked(Mark.CONTENDED) for trial in trials), "nobody can tell"
+    assert all(trial.outcome.marked(Mark.CONTENDED) for trial in trials), "what else ran is unknown"

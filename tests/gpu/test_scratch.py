@@ -119,7 +119,7 @@ WHERE = {"main": _main, "thread": _thread, "pool": _pool, "backward": _backward}
 
 
 def test_configs_with_and_without_it_are_both_measured(trials: Callable[[], list[Any]]) -> None:
-    """In the child, too, nobody has set an allocator."""
+    """In the child, too, no program has set an allocator."""
     Tiles(True, False).check()
     assert [(trial.verdict, trial.message) for trial in trials()] == [("ok", "")] * 2
 
@@ -314,7 +314,7 @@ def _segment(address: int) -> dict[str, Any]:
 
 
 def _churn() -> None:
-    """Take memory of many sizes, fill it with what is no descriptor, and free it."""
+    """Take memory of many sizes, fill it with bytes that are not a descriptor, and free it."""
     for size in (512, 4096, 32_768, 100_000, 1 << 20, 1 << 24):
         taken = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for _ in range(32)]
         del taken

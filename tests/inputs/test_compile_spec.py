@@ -214,7 +214,7 @@ def test_the_caller_resolves_as_the_child_does(name: str) -> None:
     case = CASES[name]
     call = call_of(case)
     jit, _ = base_function(call.kernel)
-    assert jit.cache_key  # it is computed once, whoever asks
+    assert jit.cache_key  # it is computed once, whichever code asks
     before = {key: (id(value), repr(value)) for key, value in vars(jit).items()}
     config = triton.Config(dict(case.options), **dict(case.config))
 

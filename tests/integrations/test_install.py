@@ -179,7 +179,7 @@ print(type(kernel).__module__)
     def test_warnings_that_are_errors_do_not_break_a_library(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
-        """Whoever runs it cannot change its keys, and pytest is often told `-W error`."""
+        """A user of it cannot change its keys, and pytest is often told `-W error`."""
         code = """
 import warnings
 warnings.simplefilter("error")

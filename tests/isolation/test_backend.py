@@ -21,7 +21,7 @@ CALL: Any = SimpleNamespace(interpreted=False, index=0)
 
 
 class TestWithoutABackend:
-    """A kind of device that nobody has written a back end for."""
+    """A kind of device without a back end."""
 
     def test_nothing_is_tuned_in_a_child(self) -> None:
         with launching_on(None):

@@ -1,4 +1,4 @@
-"""One config of several misbehaves for real: it costs that config, and nobody else anything."""
+"""One config of several misbehaves for real: it costs that config, and no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GOOD, BAD, ALSO_GOOD = 64, 128, 256
 
 @triton.jit
 def step_kernel(x, y, n, BLOCK: tl.constexpr):
-    """x += y: whoever launches it on the caller's tensors once too often is seen."""
+    """x += y: a launch on the caller's tensors that is one too many is seen."""
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < n
     value = tl.load(x + offset, mask=mask) + tl.load(y + offset, mask=mask)
@@ -276,7 +276,7 @@ def cases(*names: str) -> list[Any]:
 
 @dataclass
 class Caller:
-    """The caller's tensors: x lies inside a larger buffer that nobody may touch."""
+    """The caller's tensors: x lies inside a larger buffer that must stay as it is."""
 
     buffer: torch.Tensor
     x: torch.Tensor
@@ -386,7 +386,7 @@ def test_a_misbehaving_kernel_costs_its_config(
 def test_text_that_a_config_prints_does_not_reach_the_caller(
     caller: Caller, records: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not its standard output either: that is where `--json` goes. Megabytes block nobody."""
+    """Not its standard output either: that is where `--json` goes. Megabytes block no process."""
 
     def shout(arguments: dict[str, Any]) -> None:
         if os.getpid() != parent:

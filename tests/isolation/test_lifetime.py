@@ -1,4 +1,4 @@
-"""Processes come at a miss and go with whoever needed them; what they are told is up to date."""
+"""Processes start at a miss, end with the process that needed them, and know its current state."""
 
 from __future__ import annotations
 

@@ -106,14 +106,16 @@ class Notes:
 
 
 DIES = """
-import os, time
+import os, select, socket
+pipes = []
 for name in os.listdir("/proc/self/fd"):
     try:
         if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-            os.close(int(name))
+            pipes.append(socket.socket(fileno=int(name)))
+            pipes[-1].shutdown(socket.SHUT_WR)
     except OSError:
         pass  # the folder's own
-time.sleep(0.5)
+select.select(pipes, [], [])  # until the parent has seen the end, and has closed its own
 os.write(2, b"the last words")
 os._exit(3)
 """
@@ -142,7 +144,7 @@ class TestAChild:
         assert ended(child.pid)
 
     def test_a_child_that_reads_no_job_is_killed(self, child: Child) -> None:
-        """A blob larger than the socket's buffer, and nobody who reads it."""
+        """A blob larger than the socket's buffer, and no process that reads it."""
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ChildFailed) as caught:
             child.ask(Compile(bytes(1 << 24)), timeout_s=0.2)
@@ -310,7 +312,7 @@ def test_a_fresh_process_for_every_config_is_fresh_for_the_first(tmp_path: Path)
 
 
 def test_children_are_started_from_many_threads(tmp_path: Path) -> None:
-    """The fork server answers one at a time; nobody gets the answer of another."""
+    """The fork server answers one at a time; no thread gets the answer of another."""
     barrier = threading.Barrier(8)
 
     def start(number: int) -> tuple[int, Outcome | None]:
@@ -372,7 +374,7 @@ def test_both_servers_start_at_once_and_are_not_waited_for() -> None:
     assert compile_server._process is not None
     assert server._process is not None
     pids = compile_server._process.pid, server._process.pid
-    assert not compile_server._ready, "it is importing torch, and nobody has waited for it"
+    assert not compile_server._ready, "it is importing torch, and no launch has waited for it"
     assert not server._ready
     compiler = Child(gpu_blind=True, forks=compile_server)
     measurer = Child(gpu_blind=True)

@@ -1,4 +1,4 @@
-"""What a program, its machine and other processes do to a tuning from outside: nobody is blamed."""
+"""What a program, its machine and other processes do to a tuning: no config is blamed for it."""
 
 from __future__ import annotations
 

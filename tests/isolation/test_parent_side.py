@@ -401,20 +401,26 @@ if __name__ == "__main__":
     print(json.dumps(seen))
 """
     IN_THE_MIDDLE = """
-import signal, threading, time
+import fcntl, signal, threading
 
 fifo, gate = sys.argv[1:]
 
 def waits(arguments):
-    if os.getppid() != grandparent and not os.path.exists(gate):
-        with open(fifo, "w") as file:
-            file.write("here\\n")
-        while not os.path.exists(gate):
-            time.sleep(0.001)
+    if os.getppid() == grandparent:
+        return
+    with open(gate) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with open(fifo, "w") as file:
+                file.write("here\\n")
+            fcntl.flock(lock, fcntl.LOCK_SH)
 
 grandparent = os.getppid()
 torch.set_num_threads(1)
 kernel = tuner(None, waits, run_timeout_s=1000.0)
+closed = open(gate, "w")
+fcntl.flock(closed, fcntl.LOCK_EX)
 thread = threading.Thread(target=run, args=(kernel, 100))
 thread.start()
 with open(fifo) as file:
@@ -422,10 +428,10 @@ with open(fifo) as file:
 pid = os.fork()
 if pid == 0:
     signal.alarm(15)
-    open(gate, "w").close()
+    fcntl.flock(closed, fcntl.LOCK_UN)
     os._exit(0 if run(kernel, 100) else 1)
 _, status = os.waitpid(pid, 0)
-open(gate, "w").close()
+fcntl.flock(closed, fcntl.LOCK_UN)
 thread.join()
 print(status, run(kernel, 100))
 """
@@ -466,7 +472,7 @@ print(status, run(kernel, 100))
 
 @pytest.mark.fault("process-limit")
 class TestNoProcessCanBeHad:
-    """RLIMIT_NPROC reached. Root is above that limit, so root runs this as nobody."""
+    """RLIMIT_NPROC reached. Root is above that limit, so root runs this as the user `nobody`."""
 
     SCRIPT = """
 limit = resource.RLIMIT_NPROC
@@ -483,8 +489,7 @@ def observed(name, kernel, n):
 
 def slow(arguments):
     if os.getpid() != parent:
-        import time
-        time.sleep(0.001)
+        sum(range(100_000))
 
 def dies(arguments):
     if os.getpid() != parent:
@@ -508,7 +513,7 @@ observed("in the middle", tuner(dies, None, slow), 96)
 print(json.dumps(seen))
 """
 
-    #: Nobody, who may read this environment wherever it is installed.
+    #: The user `nobody`, who may read this environment wherever it is installed.
     AS_NOBODY = """
 import os, sys
 caps = "+dac_override,+dac_read_search"

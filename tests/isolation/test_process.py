@@ -89,7 +89,7 @@ class Family:
         )
 
     def end(self) -> None:
-        """Kill it, and the group that it leads; whoever holds its pipe is not waited for."""
+        """Kill it, and the group that it leads; do not wait for a process that holds its pipe."""
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 kill(self.process.pid, signal.SIGKILL)

@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
-    """Return the configs of a kernel that may be launched on rows of so many columns."""
+    """Return the configs of a kernel that may be launched on rows of this number of columns."""
     configs = KERNELS[name].configs
     if name == "forward":
         return prune_configs(configs, {}, COLUMNS=columns)

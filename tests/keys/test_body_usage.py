@@ -122,7 +122,7 @@ BODIES = [
     ("augmented assignment", "P += 1", "P"),
     ("augmented assignment of another", "x += P", "P"),
     ("annotated assignment", "a: tl.constexpr = R", "R"),
-    ("an annotation is no reader", "a: R = 1", ""),
+    ("an annotation does not read it", "a: R = 1", ""),
     ("subscript as a target", "x[P] = 1", "P"),
     ("attribute", "tl.store(x, P.to(tl.int32))", "P"),
     ("a string", "tl.store(x, 'P')", ""),

@@ -513,7 +513,7 @@ class TestChanges:
             assert not goes_by_triton(kernel)
 
     def test_a_copy_of_a_tuner(self, kernel: Tuned, machine: Machine) -> None:
-        """It shares the choices, whoever of the two makes or changes them."""
+        """It shares the choices, whichever of the two makes or changes them."""
         call(kernel)
         original, other = kernel.tuner, copy.copy(kernel.tuner)
         (key,) = original.cache

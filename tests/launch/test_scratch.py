@@ -317,7 +317,7 @@ class TestMemory:
     def test_a_capture_that_torch_does_not_know_keeps_its_memory(
         self, memory: Memory, driver: Any
     ) -> None:
-        """Nobody says when its graph ends; its launches follow each other, and share a block."""
+        """Nothing says when its graph ends; its launches follow each other, and share a block."""
         memory.pool = (0, 0)
         with driver.capturing(3):
             addresses = [scratch_memory.allocate(s, 128, 1).data_ptr() for s in (100, 50, 400, 100)]

@@ -38,7 +38,7 @@ gate, tried = capturing.gate, capturing.tried
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0
-#: For what must not wait for a thing that does not happen; only a failure takes so long.
+#: For what must not wait for a thing that does not happen; only a failure takes all of it.
 WAITED_S = 20.0
 
 

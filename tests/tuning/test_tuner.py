@@ -664,7 +664,7 @@ class TestForce:
         assert mended.tried() == [16, 32]
 
     def test_a_choice_of_a_generation_is_never_replaced(self, make: Make, rows: Rows) -> None:
-        """Two processes tune the same: whoever is later adopts the choice of the first."""
+        """Two processes tune the same: the later one adopts the choice of the first."""
         tuned = make({16: 3.0, 32: 2.0})
         result = tuned.tune()
         assert result.choice.kwargs == {"BLOCK": 32}
@@ -690,7 +690,7 @@ def choice_of(tuned: Tuned, number: int, key: str, generation: int) -> ChoiceRec
 
 
 class TestARow:
-    """Whoever can write to the store can select one of the declared configs, and nothing else."""
+    """A writer of the store can select one of the declared configs, and nothing else."""
 
     def test_selects_a_declared_config(self, make: Make) -> None:
         tuned = make({16: 3.0, 32: 2.0})

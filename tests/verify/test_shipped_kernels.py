@@ -25,7 +25,7 @@ from safetune.verify.overlap import check_overlap, configs_for
 TOKENS = (0, 1, 3, 65, 129, 189, 191, 257, 450, 5000, 10000, 24000, 24100)
 GROUPS = (1, 2, 4, 16, None)  # None: one more than there are SMs
 SMS = (1, 108, 132, 148, 188)
-#: Rows have so many columns up to so many rows: it is rows that programs share out here.
+#: Rows have this number of columns up to this number of rows: programs share out the rows here.
 WIDTHS = ((5000, 64), (100_000, 8), (10_000_000, 1))
 
 Tensor = torch.Tensor

@@ -1,4 +1,4 @@
-"""A database of somebody who wants harm: whatever its rows hold, a run gets a declared config."""
+"""A database made to do harm: whatever its rows hold, a run gets a declared config."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def holder(children: Any, tmp_path: Path) -> Any:
 
 
 def wait_for_death(pid: int) -> None:
-    """Until it is a zombie, which nobody has reaped."""
+    """Until it is a zombie, which no process has reaped."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
@@ -167,7 +167,7 @@ def test_processes_in_two_pid_namespaces_exclude_each_other(
 def test_a_lock_file_that_was_replaced_is_opened_anew(
     database: Path, children: Any, tmp_path: Path
 ) -> None:
-    """Somebody has emptied the cache directory; the others lock the new file."""
+    """The user has emptied the cache directory; the others lock the new file."""
     old = try_lock(database, "key")
     assert old is not None
     for path in tmp_path.iterdir():

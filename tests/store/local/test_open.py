@@ -104,7 +104,7 @@ def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, reco
 
 
 def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path):
-    """Regression: whoever had opened the old file took the new one's logs for its own."""
+    """Regression: a process with the old file open took the new one's logs for its own."""
     path = tmp_path / "safetune.db"
     path.write_bytes(b"{}" * 4096)
     refused = []
@@ -240,7 +240,7 @@ print(len(store.trials("key", 1)))
 
 
 def test_a_migration_between_two_reads_is_not_taken_for_another_programs_database(tmp_path):
-    """Regression: version 0, read before, and tables, read after, looked like somebody else's."""
+    """Regression: version 0, read before, and tables, read after, looked like another program's."""
     path = tmp_path / "safetune.db"
     path.touch()
     other = threading.Thread(target=lambda: Store.open(tmp_path).close())

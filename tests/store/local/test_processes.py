@@ -259,7 +259,7 @@ print([each.config_digest for each in store.trials("key", 1)])
 
 
 def test_a_fork_while_a_thread_opens_a_store(tmp_path, children):
-    """The locks of the module must be free in the child, whoever held them at the fork."""
+    """The locks of the module must be free in the child, whichever thread held them at the fork."""
     output = children.run(
         """
 import signal

@@ -133,7 +133,7 @@ class TestImport:
     def test_a_choice_of_an_earlier_generation_is_not_written(
         self, choices: Any, tmp_path: Path
     ) -> None:
-        """Nobody would use it."""
+        """No program would use it."""
         store = choices.store(tmp_path / "a", choices.entry(1, generation=3))
         earlier = choices.entry(1, config=WIDE, generation=2)
         other_list = choices.entry(1, declared="99" * 16)

@@ -2,7 +2,7 @@
 
     nodes.py DIRECTORY PROCESSES SECONDS URL [URL ...]
 
-One node per URL of the shared store, for which a process waits so many seconds. Each line on
+One node per URL of the shared store, for which a process waits a number of seconds. Each line on
 standard input is a JSON list of numbers: every process launches the kernel for each, and one line
 comes back: for each process its node, the config of each number, its warnings and the seconds it
 took.

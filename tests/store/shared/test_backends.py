@@ -277,7 +277,7 @@ def test_a_valid_record_stays_where_a_file_system_ignores_how_to_write(
 
 
 def test_a_record_in_the_namespace_of_another_device_is_absent(shared: SharedStore) -> None:
-    """Whoever may write can put a valid record anywhere; no node adopts it there."""
+    """A writer of the store can put a valid record anywhere; no node adopts it there."""
     record, elsewhere = stored(), encoding.digest("another device")
     shared.publish(elsewhere, [record])
     assert shared.get(elsewhere, record.choice.key, LIST) is None

@@ -40,7 +40,7 @@ def execute(url: str, statement: str) -> list[Any]:
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work` in so many threads, which begin at the same moment."""
+    """Run `work` in this number of threads, which begin at the same moment."""
     barrier = threading.Barrier(count)
 
     def begin(number: int) -> Any:
@@ -339,7 +339,7 @@ def test_tables_that_are_dropped_are_made_again(database: str, shared: Postgres)
 
 
 def test_a_role_that_may_not_read_is_told_so(database: str, shared: Postgres) -> None:
-    """It is no matter of sharing what is chosen here: nothing is read, either."""
+    """A choice made here does not need the shared store, so nothing is read either."""
     shared.publish(SPACE, [stored()])
     role = f"role_{os.urandom(6).hex()}"
     execute(database, f"CREATE ROLE {role} LOGIN")

@@ -75,12 +75,13 @@ def number_of_choices(store: GuardedStore) -> int:
         return int(sqlite.execute("SELECT count(*) FROM choice").fetchone()[0])
 
 
-def wait_until_complete(layer: SharedLayer, within_s: float = 60.0) -> None:
-    """Look again and again: the layer's thread tells nobody that it is ready."""
-    deadline = time.monotonic() + within_s
-    while layer._partial:
-        assert time.monotonic() < deadline, "the pull does not end"
-        time.sleep(0.01)
+def wait_until_complete(layer: SharedLayer) -> None:
+    """Wait for one task of the layer's thread after the other: each slice of a pull is one."""
+    for _ in range(10_000):
+        if not layer._partial:
+            return
+        layer._thread.call(lambda: None, timeout_s=60.0)
+    pytest.fail("the pull does not end")
 
 
 def test_a_run_goes_on_while_the_thread_pulls_the_rest(local: GuardedStore, large: Large) -> None:
@@ -88,7 +89,7 @@ def test_a_run_goes_on_while_the_thread_pulls_the_rest(local: GuardedStore, larg
     lookup = Lookup(local)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        # Nobody has tuned it; to wait for the whole pull would be to wait for `go_on`.
+        # No node has tuned it; to wait for the whole pull would be to wait for `go_on`.
         assert lookup.find(key(MANY), LIST) is None
         layer._budget.refill()  # as a minute does
         # What is not pulled yet is asked for by its key, and then it is here.

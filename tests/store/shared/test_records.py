@@ -88,7 +88,7 @@ def test_text_that_is_not_a_record_is_foreign(text: str, reason: str) -> None:
 
 
 def test_a_record_counts_in_its_own_namespace_only() -> None:
-    """Whoever may write can put it anywhere."""
+    """A writer of the store can put it anywhere."""
     record = make.stored()
     text = encode(record)
     assert decoded(text, make.SPACE, name_of(record)) == record

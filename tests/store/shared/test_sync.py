@@ -52,7 +52,7 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
     assert [rank["inline"] for rank in ranks] == own_fastest, "both tuners of the kernel agree"
     for number, rank in enumerate(ranks):
         own = str(400 + number)
-        assert rank["after"][own] == rank["before"][own], "nobody else has this key"
+        assert rank["after"][own] == rank["before"][own], "no other rank has this key"
         assert rank["stored"] == rank["after"], "the next run begins with what was agreed on"
         nodes = [text for text in rank["said"] if "no SAFETUNE_SHARED" in text]
         assert nodes == [
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(children: Children, tmp_path: P
 
 
 class TestSharedStore:
-    """One process, without torch.distributed: another node is whoever writes the directory."""
+    """One process, without torch.distributed: another node is a writer of the directory."""
 
     @pytest.fixture
     def program(self) -> Any:

@@ -106,7 +106,7 @@ def flipped_byte(place: Path, times: int) -> Tally:
     1000,
 )
 def flipped_anywhere(place: Path, times: int) -> Tally:
-    """A miss because of a damaged index cannot be told from one of a key that nobody tuned."""
+    """A miss because of a damaged index cannot be told from one of a key that was never tuned."""
     tally, draw = Tally(), random.Random(0)
     for path in _copies(place, times):
         content = bytearray(path.read_bytes())

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def _together(tally: Tally, what: str, count: int, work: Callable[[int], object]) -> None:
-    """Fork so many, let them work at the same moment, and see that each ends well."""
+    """Fork a number of processes, let them work at the same moment, and see that each ends well."""
     receive, send = os.pipe()
     children = []
     for number in range(count):

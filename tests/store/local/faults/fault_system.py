@@ -103,7 +103,7 @@ def _check(tally: Tally, what: str, directory: Path, done, before: int) -> bool:
 
 @fault("killed", "SIGKILL at any point of a write", "every confirmed row is found", 40, 400)
 def killed(place: Path, times: int) -> Tally:
-    """Forks that write rows of several pages; killed after so many acknowledgements, and a bit."""
+    """Forks that write rows of several pages; killed shortly after a number of acknowledgements."""
     tally, draw = Tally(), random.Random(1)
     directory = place / "store"
     acknowledged: set[int] = set()
@@ -127,7 +127,7 @@ def killed(place: Path, times: int) -> Tally:
         stored = {int(each.config_digest) for each in store.trials("key-0")}
         store.close()
         tally.lost += len(acknowledged - stored)
-        tally.expect(len(stored - acknowledged) <= number + 1, "rows that nobody wrote")
+        tally.expect(len(stored - acknowledged) <= number + 1, "rows that no process wrote")
         acknowledged |= stored
     return tally
 
@@ -167,7 +167,7 @@ def failing_first_call(place: Path, times: int) -> Tally:
 
 
 def _failing(place: Path, times: int, original: Path) -> Tally:
-    """At most so many, spread over all; each in a directory of its own, a process per core."""
+    """At most this many, spread over all; each in a directory of its own, a process per core."""
     if shutil.which("strace") is None:
         raise NotHere("strace is not installed")
     tally = Tally()
@@ -334,7 +334,7 @@ def read_only(place: Path, times: int) -> Tally:
 
 @fault("no-home", "HOME is not set, or does not exist", "in memory; one warning", 2, 10)
 def no_home(place: Path, times: int) -> Tally:
-    """Nobody's directory `~` is made in the working directory either."""
+    """No directory `~` is made in the working directory either."""
     tally = Tally()
     for number in range(times):
 

@@ -62,7 +62,7 @@ class Fault:
     """One row of the table.
 
     Attributes:
-        run: makes the fault about so many times below a directory.
+        run: makes the fault about this many times below a directory.
         quick, full: how often in the tests, and in `make store-faults`.
     """
 
@@ -117,7 +117,7 @@ def call(number: int = 0) -> TuningKey:
 
 
 def filled(directory: Path, count: int = 40) -> Path:
-    """A closed database with so many choices, and its path."""
+    """A closed database with this number of choices, and its path."""
     store = Store.open(directory)
     for number in range(count):
         store.put_choice(choice(number))
