@@ -34,7 +34,7 @@ def test_every_command_tells_of_a_disputed_choice(
     assert f"its result is disputed: {REASON}" in safetune("show", "scale").stdout
     tuned = safetune.json("tune", target, "--allow-disputed")
     assert [tuning["disputed"] for tuning in tuned["tunings"]] == [REASON]
-    assert {"lookup", "measure", "store"} < tuned["tunings"][0]["phases"].keys()
+    assert tuned["tunings"][0]["phases"].keys() == {"lookup", "wait", "store"}  # nothing was new
     for _ in range(2):
         program = fresh_process(
             f"import runpy\nrun = runpy.run_path({target!r})['run']\nrun()\nrun()\n", warm=True
