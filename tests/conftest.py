@@ -325,7 +325,7 @@ class Running:
 def stop_servers() -> None:
     """End this process's fork servers, if it has any, and with them every child."""
     if fork_server := sys.modules.get("safetune.isolation.fork_server"):
-        fork_server.compile_server.stop()
+        fork_server.plain_server.stop()
         fork_server.server.stop()
 
 

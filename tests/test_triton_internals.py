@@ -120,11 +120,21 @@ class TestDriver:
         monkeypatch.setitem(vars(knobs.language), "default_fp_fusion", False)
         assert triton_internals.code_generation_switches() != before
 
-    def test_hashing_its_own_files_is_remembered(self) -> None:
+    def test_the_hash_of_its_own_files_can_come_from_another_process(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from triton.runtime import cache
 
-        triton_internals.hash_own_files()
-        assert cache.triton_key.cache_info().currsize == 1
+        found = triton_internals.files_hash()
+        assert cache.triton_key.cache_info().currsize == 1, "it is computed once"
+        monkeypatch.setattr(cache, "triton_key", cache.triton_key)
+        source = SimpleNamespace(hash=lambda: "source")
+        keys = []
+        for known in (found, "another"):
+            triton_internals.use_files_hash(known)
+            keys.append(cache.get_cache_key(source, source, source, {}))
+        assert keys[0].startswith(found)
+        assert keys[1].startswith("another-source-")
 
 
 def compiled(run: Any, **metadata: int) -> Any:

@@ -131,3 +131,5 @@ def _take_over(job: Start) -> None:
         os.chdir(job.directory)
     triton_internals.set_knobs(job.knobs)
     triton_internals.use_backend_hashes(job.backend_hashes)
+    if job.files_hash:
+        triton_internals.use_files_hash(job.files_hash)

@@ -17,11 +17,9 @@ import select
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from safetune import triton_internals
 from safetune.isolation import protocol
 
 #: Without a child and a request for this long the server exits; the next miss starts another.
@@ -38,23 +36,10 @@ def main() -> None:
     # Core files of children would be as large as the device's memory, in the program's directory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what outlives a child is a child of the server then
-    hashing = threading.Thread(target=_hash_triton)
     for module in json.loads(sys.argv[3]):
         importlib.import_module(module)
-        if hashing.ident is None and os.environ.get("TRITON_INTERPRET") != "1":
-            hashing.start()
-    if hashing.ident is not None:
-        hashing.join()  # before the first fork, which would copy a lock that it holds
     protocol.send(control, {"ready": True})
     _Server(control, parent).serve()
-
-
-def _hash_triton() -> None:
-    """Have Triton hash its own files, beside the imports: or each child would, before its first
-    compile or look into the disk cache, and that takes half a second.
-    """
-    with contextlib.suppress(Exception):
-        triton_internals.hash_own_files()
 
 
 class _Server:

@@ -16,7 +16,13 @@ import time
 from safetune import forks, triton_internals
 from safetune.errors import DeviceUnavailable, WorkerUnavailable
 from safetune.isolation import backend, protocol
-from safetune.isolation.fork_server import ForkServer, child_environment, search_path, server
+from safetune.isolation.fork_server import (
+    ForkServer,
+    child_environment,
+    files_hash,
+    search_path,
+    server,
+)
 from safetune.isolation.output import Output
 from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.outcome import Outcome, Verdict
@@ -51,6 +57,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
         directory=directory,
         knobs=triton_internals.knobs_set_in_code(),
         backend_hashes=dict(triton_internals.backend_hashes),
+        files_hash=files_hash.get(),
         memory_bytes=memory_bytes,
         kernel=kernel,
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from safetune.errors import WorkerUnavailable, system_errors
 from safetune.isolation import protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
-from safetune.isolation.fork_server import compile_server
+from safetune.isolation.fork_server import plain_server
 from safetune.isolation.protocol import Answer, Compile, Release
 from safetune.outcome import Outcome, Verdict
 
@@ -127,7 +127,7 @@ class CompilePool:
     def _start(self) -> None:
         kept = idle.take(_PURPOSE)  # it has not answered its `Release` yet
         with system_errors():
-            child = kept or Child(gpu_blind=True, forks=compile_server, started=False)
+            child = kept or Child(gpu_blind=True, forks=plain_server, started=False)
         child.send(start_job(True, self._memory_bytes, self._kernel))
         jobs: deque[int | None] = deque([None] * child.unanswered)
         slot = _Slot(child, kept is not None, time.monotonic() + START_S, jobs)

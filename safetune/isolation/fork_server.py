@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
-from safetune import forks
+from safetune import forks, triton_internals
 from safetune.errors import WorkerUnavailable, system_errors
 from safetune.isolation import protocol
 from safetune.isolation.output import Output
@@ -219,23 +219,54 @@ class ForkServer:
         self._process = self._control = self._output = None
 
 
+class FilesHash:
+    """Triton's hash of its own files, computed beside everything else.
+
+    This process needs it for its launch, and children for all that they compile and look up.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = False
+        forks.register("fork servers", after_in_child=self._start_over)
+
+    def begin(self) -> None:
+        """Compute it in a thread, if one can be had."""
+        if not self._wanted:
+            self._wanted = True
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self.get, name="safetune-hash", daemon=True).start()
+
+    def get(self) -> str:
+        """Return it, or wait for it; empty where nothing needs it."""
+        with self._lock, contextlib.suppress(OSError):
+            return triton_internals.files_hash() if self._wanted else ""
+        return ""
+
+    def _start_over(self) -> None:
+        self._lock, self._wanted = threading.Lock(), False
+
+
+files_hash = FilesHash()
+
+#: Importing torch takes seconds: what compiles needs none.
+plain_server = ForkServer(("triton.compiler", "safetune.child.job_loop"))
 server = ForkServer(("triton", "torch", "safetune.child.job_loop", "safetune.child.session"))
-#: Importing torch takes seconds, and nothing that compiles needs it.
-compile_server = ForkServer(("triton.compiler", "safetune.child.job_loop"))
 
 
 def start_servers(compiling: bool) -> None:
-    """Start both servers, or the measuring one alone, and wait for neither."""
+    """Start both servers, or the one with torch alone, and wait for neither."""
     if compiling:
-        compile_server.start()
+        plain_server.start()
+        files_hash.begin()
     else:
-        compile_server.collect()
+        plain_server.collect()
     server.start()
 
 
 def close_servers() -> None:
     """End both servers for good, because this process is ending."""
-    compile_server.close()
+    plain_server.close()
     server.close()
 
 

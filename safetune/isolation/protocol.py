@@ -86,7 +86,7 @@ class Start:
 
     Attributes:
         knobs: Triton's knobs that were set in code, by group.
-        backend_hashes: see `triton_internals.use_backend_hashes`.
+        backend_hashes, files_hash: see `triton_internals`; without the second a child computes it.
         memory_bytes: what the child, and each process that it starts, may allocate; 0: no limit.
         kernel: for `Compile` jobs, see `compile_spec.pack_for_compiler`.
     """
@@ -97,6 +97,7 @@ class Start:
     directory: str
     knobs: dict[str, dict[str, Any]]
     backend_hashes: dict[tuple[str, Any], str]
+    files_hash: str = ""
     memory_bytes: int = 0
     kernel: bytes = b""
 

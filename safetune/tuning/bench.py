@@ -65,6 +65,8 @@ class LaunchBench:
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
             kernel, key = request.key.kernel.name, str(request.key)
             raise NoWorkingConfig(kernel, key, outcomes, measured=len(outcomes))
+        if self._has_arguments:  # else the call waits for its turn, and needs no process yet
+            start_servers(compiling=not self.interpreted)
         with self.phases("transfer"), contextlib.ExitStack() as opened:
             self._child = self._packed(request, opened)
             self._exit = opened.pop_all()

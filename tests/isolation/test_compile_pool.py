@@ -26,7 +26,7 @@ from safetune.inputs import kernel_pickle
 from safetune.inputs.compile_spec import pack_for_compiler
 from safetune.isolation import child_handle
 from safetune.isolation.compile_pool import Compiled, CompilePool
-from safetune.isolation.fork_server import compile_server, server
+from safetune.isolation.fork_server import plain_server, server
 from safetune.isolation.protocol import IDLE_EXIT_S
 from safetune.outcome import Outcome, Verdict
 from tests.conftest import ended
@@ -467,7 +467,7 @@ class TestIdleChildren:
 
     def test_die_with_their_server(self, pool: Pool) -> None:
         pool.run({0: "ok"})
-        compile_server.stop()
+        plain_server.stop()
         assert ended(*pool.pids())
         assert pool.run({1: "ok"})[1].outcome.ok
 

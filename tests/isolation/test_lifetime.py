@@ -99,8 +99,8 @@ class TestTheServer:
 
     def test_the_compilers_server_leaves_no_zombie(self, tuned: Tuned, processes: Any) -> None:
         """A kernel in the interpreter needs none, but is the next to come by."""
-        fork_server.compile_server.start()
-        started = fork_server.compile_server._process
+        fork_server.plain_server.start()
+        started = fork_server.plain_server._process
         assert started is not None
         os.kill(started.pid, signal.SIGKILL)
         os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)

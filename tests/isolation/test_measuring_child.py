@@ -25,7 +25,7 @@ from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation.child_handle import Child, ChildFailed, start_job
-from safetune.isolation.fork_server import compile_server, server, start_servers
+from safetune.isolation.fork_server import plain_server, server, start_servers
 from safetune.isolation.measuring_child import MeasuringChild
 from safetune.isolation.protocol import Budget, Compile, Measure, Prepare, Release
 from safetune.outcome import Effects, Outcome, Verdict
@@ -371,15 +371,15 @@ def interprets(child: Child) -> str:
 def test_both_servers_start_at_once_and_are_not_waited_for() -> None:
     stop_servers()
     start_servers(compiling=True)
-    assert compile_server._process is not None
+    assert plain_server._process is not None
     assert server._process is not None
-    pids = compile_server._process.pid, server._process.pid
-    assert not compile_server._ready, "it is importing torch, and no launch has waited for it"
+    pids = plain_server._process.pid, server._process.pid
+    assert not plain_server._ready, "it is importing torch, and no launch has waited for it"
     assert not server._ready
-    compiler = Child(gpu_blind=True, forks=compile_server)
+    compiler = Child(gpu_blind=True, forks=plain_server)
     measurer = Child(gpu_blind=True)
     try:
-        assert (compile_server._process.pid, server._process.pid) == pids
+        assert (plain_server._process.pid, server._process.pid) == pids
         assert compiler.ask(Release(), timeout_s=60)[0].outcome.ok
         assert measurer.ask(Release(), timeout_s=60)[0].outcome.ok
     finally:
