@@ -1,4 +1,4 @@
-"""The product's texts and the documentation avoid some shapes that are not plain English.
+"""The texts of the product, its tests and its docs avoid shapes that are not plain English.
 
 Code, docstrings, comments and messages alike: a reader meets all of them. CONTRIBUTING says what
 to write instead.
@@ -21,7 +21,9 @@ TEXTS = sorted(
         *(ROOT / "safetune").rglob("*.py"),
         *(ROOT / "kernels").rglob("*.py"),
         *(ROOT / "benchmarks").rglob("*.py"),
+        *(ROOT / "tests").rglob("*.py"),
     }
+    - {Path(__file__)}  # it quotes all of them
 )
 
 #: (shape, what to write instead). "There is no …" is plain English, and "is no longer" too.
@@ -39,6 +41,8 @@ QUOTED = {
     ("CONTRIBUTING.md", "is none"),
     ("CONTRIBUTING.md", "so many"),
     ("benchmarks/store_shared.py", "nobody"),  # a Unix user
+    ("tests/isolation/test_parent_side.py", "nobody"),
+    ("tests/store/shared/test_postgres.py", "nobody"),
 }
 
 

@@ -75,18 +75,18 @@ def kinds(report: KeyReport) -> dict[str, str]:
 
 
 def test_every_name_has_its_kind(kernel: Any) -> None:
-    key = ["D", "nobody", "NB", "T_BUCKET", "n_hint", "T"]
+    key = ["D", "absent", "NB", "T_BUCKET", "n_hint", "T"]
     report = quietly(kernel, key, keep=["n_hint"])
     assert kinds(report) == {
         "D": "read",
-        "nobody": "unknown",
+        "absent": "unknown",
         "NB": "phantom",
         "T_BUCKET": "bucket",
         "n_hint": "kept",
         "T": "read",
     }
     assert report.kept == ("D", "T_BUCKET", "n_hint", "T")
-    assert report.dropped == ("nobody", "NB")
+    assert report.dropped == ("absent", "NB")
     assert report.pinned == ("NB",)
     assert not report.kept_all
 
@@ -247,7 +247,7 @@ def test_the_policy_error_raises_for_a_phantom(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [PhantomPolicy.DROP, PhantomPolicy.ERROR])
-@pytest.mark.parametrize("more", [[], ["nobody"]])
+@pytest.mark.parametrize("more", [[], ["absent"]])
 def test_phantoms_are_kept_if_no_other_name_is_left(
     kernel: Any, policy: PhantomPolicy, more: list[str]
 ) -> None:
@@ -261,7 +261,7 @@ def test_phantoms_are_kept_if_no_other_name_is_left(
 
 def test_only_unknown_names_are_not_kept(kernel: Any) -> None:
     """Triton 3.9 raises for them in its own constructor, 3.6 does not."""
-    report = quietly(kernel, ["nobody"])
+    report = quietly(kernel, ["absent"])
     assert (report.kept, report.kept_all) == ((), False)
 
 
@@ -353,12 +353,12 @@ def test_a_key_of_none_is_empty(kernel: Any) -> None:
 
 
 def test_the_report_prints_every_name_with_its_reason(kernel: Any) -> None:
-    text = str(quietly(kernel, ["D", "nobody", "NB", "T_BUCKET"]))
+    text = str(quietly(kernel, ["D", "absent", "NB", "T_BUCKET"]))
     file = kernel.fn.__code__.co_filename
     assert text == (
         f"kernel ({file}:5)\n"
         f"  D         read     read by the body ({Path(file).name}:18)\n"
-        "  nobody    unknown  not a parameter of the kernel\n"
+        "  absent    unknown  not a parameter of the kernel\n"
         "  NB        phantom  nothing reads it; dropped\n"
         "  T_BUCKET  bucket   nothing reads it; named as a bucket\n"
         "  read, and not in the key: FLAG\n"
@@ -386,6 +386,6 @@ def test_missing_source_keeps_everything() -> None:
 @pytest.mark.internals
 def test_unknown_names_never_reach_triton(kernel: Any) -> None:
     """C5: 3.9 raises for them, 3.6 ignores them; filtered, both accept what is left."""
-    report = quietly(kernel, ["D", "nobody"])
+    report = quietly(kernel, ["D", "absent"])
     tuner = triton.autotune(configs=CONFIGS, key=list(report.kept))(kernel)
     assert list(tuner.keys) == ["D"]

@@ -63,12 +63,12 @@ def test_every_record_comes_back_from_a_new_open(store, records):
 
 
 def test_nothing_is_stored_for_an_unknown_key(store):
-    assert store.choice("nobody") is None
-    assert store.trials("nobody", 1) == []
-    assert store.generation("nobody") == 0
-    assert store.choices() == store.choices("nobody") == store.trials_of("nobody") == []
+    assert store.choice("absent") is None
+    assert store.trials("absent", 1) == []
+    assert store.generation("absent") == 0
+    assert store.choices() == store.choices("absent") == store.trials_of("absent") == []
     assert store.kernels() == []
-    assert store.clear("nobody") == 0
+    assert store.clear("absent") == 0
 
 
 def test_the_first_choice_of_a_generation_wins(store, records):

@@ -2,8 +2,8 @@
 
     python tests/store/local/faults/table.py [--out FILE] [--quick] [NAME ...]
 
-Ends with how many rows were lost and how many things were wrong; the exit code is 1 unless both are
-none. `--out` writes the table as Markdown, or as JSON where the name ends in `.json`.
+Ends with how many rows were lost and how many things were wrong; the exit code is 0 if both are
+zero, else 1. `--out` writes the table as Markdown, or as JSON where the name ends in `.json`.
 """
 
 from __future__ import annotations
