@@ -15,6 +15,9 @@ import atexit
 import functools
 import logging
 import os
+import threading
+import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -35,8 +38,9 @@ Hook = Callable[[], object]
 
 logger = logging.getLogger("safetune")
 
-#: By event, which is the name of a parameter of `register`, and stage.
-_hooks: defaultdict[tuple[str, str], list[Hook]] = defaultdict(list)
+#: By event, which is the name of a parameter of `register`, and stage: what returns the hook, or
+#: None where its object is gone.
+_hooks: defaultdict[tuple[str, str], list[Callable[[], Hook | None]]] = defaultdict(list)
 
 
 def register(
@@ -47,7 +51,10 @@ def register(
     after_in_child: Hook | None = None,
     at_exit: Hook | None = None,
 ) -> None:
-    """Have hooks called around every fork of this process, and when it exits."""
+    """Have hooks called around every fork of this process, and when it exits.
+
+    A method is called as long as its object is there: it is not kept for that.
+    """
     _listen()
     for event, hook in (
         ("before", before),
@@ -56,7 +63,20 @@ def register(
         ("at_exit", at_exit),
     ):
         if hook is not None:
-            _hooks[event, stage].append(hook)
+            is_method = isinstance(hook, types.MethodType)
+            kept = weakref.WeakMethod(hook) if is_method else functools.partial(_same, hook)
+            _hooks[event, stage].append(kept)
+
+
+def lock() -> threading.Lock:
+    """Return a lock that a forked child has free, whichever thread of its parent held it."""
+    made = threading.Lock()
+    register("database", after_in_child=made._at_fork_reinit)  # type: ignore[attr-defined]
+    return made
+
+
+def _same(hook: Hook) -> Hook:
+    return hook
 
 
 def register_worker_exit(owner: object, hook: Hook) -> None:
@@ -77,7 +97,7 @@ def _listen() -> None:
 
 
 def _run(event: str) -> None:
-    hooks = [hook for stage in STAGES for hook in _hooks[event, stage]]
+    hooks = [hook for stage in STAGES for kept in _hooks[event, stage] if (hook := kept())]
     if event in ("before", "at_exit"):
         hooks.reverse()
     for hook in hooks:

@@ -78,3 +78,31 @@ worker.join()
 """
     said = [line for line in lines_of(fresh_process(HOOKS + code)) if line in ("True", "False")]
     assert sorted(said) == ["False", "True"]
+
+
+def test_a_method_is_called_as_long_as_its_object_is_there(fresh_process: Any) -> None:
+    code = """
+class Owner:
+    def __init__(self, name):
+        self.name = name
+        forks.register("report", at_exit=self.tell)
+    def tell(self):
+        print(self.name)
+
+gone, there = Owner("gone"), Owner("there")
+del gone
+"""
+    lines = lines_of(fresh_process(HOOKS + code))
+    assert "there" in lines
+    assert "gone" not in lines
+
+
+def test_a_lock_that_another_thread_holds_is_free_in_a_forked_child(fresh_process: Any) -> None:
+    code = """
+lock = forks.lock()
+lock.acquire()
+if (pid := os.fork()) == 0:
+    os._exit(lock.acquire(blocking=False))
+print("exit code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), lock.locked())
+"""
+    assert "exit code 1 True" in lines_of(fresh_process(HOOKS + code))

@@ -10,9 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
-import threading
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -40,8 +38,7 @@ logger = logging.getLogger("safetune")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _lookups: dict[tuple[Path, str, tuple[Path, ...], bool], Lookup] = {}
-_opening = threading.Lock()
-_guarded: weakref.WeakSet[GuardedStore] = weakref.WeakSet()
+_opening = forks.lock()
 
 
 def _guarded_write(method: Method) -> Method:
@@ -74,8 +71,7 @@ def _guarded_read(method: Method, merged: Callable[[list[Any]], Any]) -> Method:
     @functools.wraps(method)
     def read(self: GuardedStore, *arguments: Any) -> Any:
         answers = []
-        with contextlib.suppress(StoreError):
-            self.write_unsent()
+        self._try_to_write_unsent()
         try:
             answers.append(_tried(StoreError, method, self, *arguments))
             self._reported.discard(("read",))
@@ -123,7 +119,7 @@ class GuardedStore(Store):
         super().__init__(connection)
         self._spare: Store | None = None
         self._unsent: deque[Callable[[], object]] = deque()
-        _guarded.add(self)
+        forks.register("database", at_exit=self._try_to_write_unsent)
 
     def spare(self) -> Store:
         """Return the store in memory that holds what could not be written."""
@@ -145,6 +141,10 @@ class GuardedStore(Store):
         if self._spare is not None:
             self._spare = None
             logger.info("the store %s is written to again", self.path)
+
+    def _try_to_write_unsent(self) -> None:
+        with contextlib.suppress(StoreError):
+            self.write_unsent()
 
     def _report(self, what: str, text: str, error: StoreError) -> None:
         """Log an error, once until this works again."""
@@ -307,17 +307,3 @@ def _opened(
     except StoreError as error:
         return GuardedStore.in_memory(), error
     return store, None
-
-
-def _write_all_unsent() -> None:
-    for store in tuple(_guarded):
-        with contextlib.suppress(StoreError):
-            store.write_unsent()
-
-
-def _after_fork_in_child() -> None:
-    global _opening
-    _opening = threading.Lock()
-
-
-forks.register("database", after_in_child=_after_fork_in_child, at_exit=_write_all_unsent)

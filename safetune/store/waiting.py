@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,15 +10,16 @@ from safetune import forks
 
 
 class Waited:
-    """The seconds that a process has waited for others."""
+    """The seconds that a process has waited for others; a forked child has not waited yet."""
 
     def __init__(self) -> None:
+        self._lock = forks.lock()
         self.start_over()
+        forks.register("tuning", after_in_child=self.start_over)
 
     def start_over(self) -> None:
-        """Count from zero: a forked child has not waited for any other process."""
+        """Count from zero."""
         self.seconds = 0.0
-        self._lock = threading.Lock()
 
     def add(self, seconds: float) -> None:
         """Count a wait of some thread."""
@@ -56,6 +56,3 @@ def tries(
         if left_s <= 0:
             return
         time.sleep(max(0.0, min(pause_s, end - clock())))
-
-
-forks.register("tuning", after_in_child=waited.start_over)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from safetune.errors import PackError
 from safetune.keys import encoding
 from safetune.keys.tuning_key import describe_call
 from safetune.outcome import Outcome, Verdict
@@ -20,7 +21,7 @@ from safetune.store.local import rows
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord, TrialRecord
 from safetune.store.shared import local_copy
-from safetune.store.shared.record import ForeignRecord, decode, encode
+from safetune.store.shared.record import decode, encode
 from tests.selection import FULL
 from tests.store.shared.conftest import config, key, stored
 
@@ -109,7 +110,7 @@ def test_any_record_is_shown_or_absent(
         check_text(result.output)
     try:
         found = decode(text)
-    except ForeignRecord:
+    except PackError:
         return
     local_copy.adopt(store.connection, [found])
     check(safetune, tmp_path, "add_kernel")

@@ -330,7 +330,6 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    db_files.creating = threading.Lock()
     for each in tuple(_connections):
         each.renew()
 

@@ -12,12 +12,12 @@ import os
 import re
 import sqlite3
 import stat
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safetune import forks
 from safetune.errors import StoreError
 from safetune.store.waiting import tries
 
@@ -35,7 +35,7 @@ Identity = tuple[int, int] | None
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
 #: process holds on it (POSIX), so no other thread may connect in between.
-creating = threading.Lock()
+creating = forks.lock()
 
 
 def make_directory(path: Path) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import platform
-import threading
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,7 +31,7 @@ except ImportError:  # not POSIX
 #: What `lockf` says of a byte that another process has locked.
 _LOCKED = (errno.EAGAIN, errno.EACCES)
 
-_mutex = threading.Lock()
+_mutex = forks.lock()
 
 #: The descriptor of each lock file, by device and inode. A fork keeps them: they hold no locks.
 _descriptors: dict[tuple[int, int], int] = {}
@@ -62,7 +61,8 @@ def try_lock(database: Path, name: str) -> KeyLock | None:
     if fcntl is None:
         raise OSError(errno.ENOSYS, "this platform has no record locks")
     with _mutex:
-        file, byte = _opened(_path(database)), _byte(name)
+        file = _opened(_path(database))
+        byte = int(encoding.digest(name)[:16], 16) >> 2
         if (file, byte) in _held:
             return None
         try:
@@ -115,10 +115,6 @@ def _path(database: Path) -> Path:
     return database.with_name(database.name + db_files.KEY_LOCKS)
 
 
-def _byte(name: str) -> int:
-    return int(encoding.digest(name)[:16], 16) >> 2
-
-
 def _opened(path: Path) -> tuple[int, int]:
     """Return which file is there now, with its descriptor in the table."""
     there = None if path.is_symlink() else db_files.identity(path)
@@ -132,11 +128,4 @@ def _opened(path: Path) -> tuple[int, int]:
     return opened.st_dev, opened.st_ino
 
 
-def _after_fork_in_child() -> None:
-    """The locks are the parent's alone."""
-    global _mutex
-    _mutex = threading.Lock()
-    _held.clear()
-
-
-forks.register("tuning", after_in_child=_after_fork_in_child)
+forks.register("tuning", after_in_child=_held.clear)  # the locks are the parent's alone

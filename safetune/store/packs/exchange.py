@@ -20,7 +20,14 @@ from safetune.outcome import Mark, Outcome
 from safetune.store.local import rows
 from safetune.store.local.rows import CHOICE, Scalar
 from safetune.store.local.store import CHOICES_OF_LIST, DATABASE_NAME, IMPORTED, Store
-from safetune.store.packs.packs import beginning, checked, dump, name_of, read_pack
+from safetune.store.packs.packs import (
+    beginning,
+    checked,
+    dump,
+    name_of,
+    read_pack,
+    sync_directory,
+)
 from safetune.store.records import ChoiceRecord, StoredChoice, TrialRecord, wins
 
 if TYPE_CHECKING:
@@ -165,6 +172,7 @@ def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
             os.chmod(name, 0o644)  # to be reviewed, and read by other users of a container
             os.replace(name, path)
             on_error.pop_all()
+        sync_directory(path.parent)
     except OSError as error:
         raise PackError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -11,6 +11,7 @@ pack is skipped with one warning.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -56,6 +57,16 @@ def beginning(path: Path, count: int) -> bytes:
             return file.read(count)
     finally:
         os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory survive a power cut, where its file system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def shipped() -> Path | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import uuid
@@ -21,11 +20,10 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 from safetune.errors import PackError
-from safetune.store.packs.packs import beginning
+from safetune.store.packs.packs import beginning, sync_directory
 from safetune.store.records import StoredChoice
-from safetune.store.shared import record as shared_record
-from safetune.store.shared.record import Name
-from safetune.store.shared.record_files import RecordFiles, file_name, name_in
+from safetune.store.shared.record import FORMAT, MAX_BYTES, Name, decoded
+from safetune.store.shared.record_files import RecordFiles, name_in
 
 logger = logging.getLogger("safetune")
 
@@ -41,7 +39,7 @@ class Directory(RecordFiles):
 
     def __init__(self, root: Path) -> None:
         self.location = self.url = f"file://{root}"
-        self._root = root / str(shared_record.FORMAT)
+        self._root = root / str(FORMAT)
 
     def namespaces(self) -> list[str]:
         """Return the namespaces that have records; raises `StoreError`."""
@@ -56,6 +54,9 @@ class Directory(RecordFiles):
                     found = self._read(path, namespace, name)
                     if found is not None and found.key.kernel_name == kernel:
                         path.unlink(missing_ok=True)
+
+    def _path(self, namespace: str, file: str, key: str) -> Path:
+        return self._root / namespace / key[:2] / file
 
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
         self._check_mounted()
@@ -75,38 +76,35 @@ class Directory(RecordFiles):
         read = (self._read(path, namespace, name) for name, path in paths.items())
         return [found for found in read if found]
 
-    def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
-        name = shared_record.name_of(record)
-        directory = self._root / namespace / name.key[:2]
-        path = directory / file_name(record)
-        if stored := self._read(path, namespace, name):
-            return stored
-        data = shared_record.encode(record).encode()
+    def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
+        try:
+            text = beginning(path, MAX_BYTES + 1)
+        except (OSError, PackError) as error:
+            logger.debug("%s is not read: %s", path, error)
+            return None
+        return decoded(text, namespace, name)
+
+    def _create(self, path: Path, data: bytes, is_record: Callable[[Path], object]) -> None:
         self._check_mounted()
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
         try:
-            directory.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
         except FileExistsError as error:
-            logger.info("%s is not a directory, and is left as it is: %s", directory, error)
-            return record
-        temporary = directory / f".{path.name}.{uuid.uuid4().hex}"
+            logger.info("%s is not a directory, and is left as it is: %s", path.parent, error)
+            return
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
-            _write(temporary, data)
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             if not _link(temporary, path):
-                is_record = functools.partial(self._read, namespace=namespace, name=name)
                 _mend(path, temporary, is_record)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        return self._read(path, namespace, name) or record
-
-    def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
-        try:
-            text = beginning(path, shared_record.MAX_BYTES + 1)
-        except (OSError, PackError) as error:
-            logger.debug("%s is not read: %s", path, error)
-            return None
-        return shared_record.decoded(text, namespace, name)
+        for directory in path.parents[:4]:  # each may be new
+            sync_directory(directory)
 
 
 def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> None:
@@ -145,13 +143,6 @@ def _entries(directory: Path) -> list[str]:
         return os.listdir(directory)
     except OSError:
         return []
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _link(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -20,8 +19,6 @@ from safetune import forks
 logger = logging.getLogger("safetune")
 
 Result = TypeVar("Result")
-
-_threads: weakref.WeakSet[IOThread] = weakref.WeakSet()
 
 
 class TimedOut(Exception):
@@ -33,12 +30,12 @@ class IOThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._lock = forks.lock()
         self.start_over()
-        _threads.add(self)
+        forks.register("shared store", after_in_child=self.start_over)
 
     def start_over(self) -> None:
         """Forget the parent's thread and tasks, in a forked child."""
-        self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._timed_out: Future[Any] | None = None
@@ -58,7 +55,12 @@ class IOThread:
 
     def submit(self, work: Callable[[], object]) -> None:
         """Have `work` run later. What it raises is logged."""
-        self._put(work).add_done_callback(_log_error)
+
+        def log_error(task: Future[Any]) -> None:
+            if error := task.exception():
+                logger.info("%s", error)
+
+        self._put(work).add_done_callback(log_error)
 
     def _put(self, work: Callable[[], Result]) -> Future[Result]:
         task: Future[Result] = Future()
@@ -75,24 +77,9 @@ class IOThread:
 
     def _run(self) -> None:
         while True:
-            _finish(*self._queue.get())
-
-
-def _finish(task: Future[Any], work: Callable[[], Any]) -> None:
-    try:
-        task.set_result(work())
-    except BaseException as error:
-        task.set_exception(error)
-
-
-def _log_error(task: Future[Any]) -> None:
-    if error := task.exception():
-        logger.info("%s", error)
-
-
-def _after_fork_in_child() -> None:
-    for thread in tuple(_threads):
-        thread.start_over()
-
-
-forks.register("shared store", after_in_child=_after_fork_in_child)
+            task, work = self._queue.get()
+            try:
+                task.set_result(work())
+            except BaseException as error:
+                task.set_exception(error)
+            del task, work  # what they keep is not needed until the next one comes

@@ -16,10 +16,8 @@ import contextlib
 import functools
 import itertools
 import logging
-import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,7 +33,6 @@ from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, U
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
     from safetune.store.records import ChoiceRecord, StoredChoice
-    from safetune.store.shared.record import Name
 
 logger = logging.getLogger("safetune")
 
@@ -48,14 +45,9 @@ RETRY_S = 60.0
 #: How old the local copy may be when a key is missed in it.
 REFRESH_S = 60.0
 
-#: Pulled choices are written in transactions of this many.
-_BATCH = 200
-
 #: The thread pulls for this long before it looks for another task, and waits this long for other
 #: processes that write to the database before it keeps the choices in memory.
 _SLICE_S = 0.2
-
-_layers: weakref.WeakSet[SharedLayer] = weakref.WeakSet()
 
 
 class _Budget:
@@ -63,11 +55,11 @@ class _Budget:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._lock = forks.lock()
         self.refill()
 
     def refill(self) -> None:
-        """Start with all of it. In a forked child a lost thread may have held the lock."""
-        self._lock = threading.Lock()
+        """Start with all of it."""
         self._full_at = 0.0
 
     def spend(self, seconds: float = 0.0) -> float:
@@ -89,17 +81,20 @@ class SharedLayer:
         *,
         writes: bool = True,
         thread: IOThread | None = None,
+        batch: int = 200,
     ) -> None:
         """Put `backend` behind `local`.
 
         Args:
             thread: runs what `backend` does; one of its own if None.
             writes: False to publish nothing and make no file beside the local database.
+            batch: pulled choices are written in transactions of this many.
         """
         self._backend = backend
         self._origin = backend.identity
         self._writes = writes
         self._local = local
+        self._batch = batch
         self._thread = thread or IOThread("safetune-shared")
         self._clock = clock
         self._budget = _Budget(clock)
@@ -108,7 +103,7 @@ class SharedLayer:
         self._refreshed: dict[str, float] = {}
         self._partial: set[str] = set()
         self._unkept: dict[tuple[str, str], ChoiceRecord] = {}
-        _layers.add(self)
+        forks.register("shared store", after_in_child=self._budget.refill, at_exit=self.flush)
 
     @property
     def is_on(self) -> bool:
@@ -213,9 +208,9 @@ class SharedLayer:
     def _warn(self, subject: str, text: str) -> None:
         if subject in self._warned:
             logger.info("%s", text)
-            return
-        self._warned.add(subject)
-        warnings.warn(f"safetune: {text}", stacklevel=2)
+        else:
+            self._warned.add(subject)
+            warnings.warn(f"safetune: {text}", stacklevel=2)
 
     def _go_on(self, space: str, pull: Iterator[bool], seconds: float) -> None:
         """Pull for `seconds`, and leave the rest to a task of its own, behind those that wait."""
@@ -237,23 +232,21 @@ class SharedLayer:
                 names = backend.names(space)
                 missing = names - local_copy.copied(connection, space, self._origin)
                 pulled = iter(backend.pull(space, missing)) if missing else iter(())
-                for batch in _batches(pulled):
+                for batch in _batches(pulled, self._batch):
                     self._keep(batch)
                     yield False
-                for own in _batches(iter(local_copy.own(connection, space) - names)):
+                owned = local_copy.own(connection, space) - names
+                for own in _batches(iter(owned), self._batch):
                     if self._may_write():
-                        self._publish_own(space, own)
+                        try:
+                            self._deliver(space, local_copy.shareable(connection, own))
+                        except Unwritable as error:
+                            self._stop_writing(error)
                         yield False
         yield turn is not Turn.BUSY
 
     def _may_write(self) -> bool:
         return self._writes and self._clock() >= self._unwritable_until
-
-    def _publish_own(self, space: str, names: Sequence[Name]) -> None:
-        try:
-            self._deliver(space, local_copy.shareable(self._local, names))
-        except Unwritable as error:
-            self._stop_writing(error)
 
     def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         lease: Lease | None
@@ -295,19 +288,6 @@ class SharedLayer:
                 self._unkept[choice.key, choice.declared] = choice
 
 
-def _batches(items: Iterator[Result]) -> Iterator[list[Result]]:
-    while batch := list(itertools.islice(items, _BATCH)):
+def _batches(items: Iterator[Result], most: int) -> Iterator[list[Result]]:
+    while batch := list(itertools.islice(items, most)):
         yield batch
-
-
-def _flush_all() -> None:
-    for layer in tuple(_layers):
-        layer.flush()
-
-
-def _after_fork_in_child() -> None:
-    for layer in tuple(_layers):
-        layer._budget.refill()
-
-
-forks.register("shared store", after_in_child=_after_fork_in_child, at_exit=_flush_all)

@@ -10,39 +10,40 @@ the next pull corrects the other node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from safetune.settings import display_url
 from safetune.store.records import StoredChoice
-from safetune.store.shared import record as shared_record
-from safetune.store.shared.record import Name
-from safetune.store.shared.record_files import RecordFiles, file_name, name_in
+from safetune.store.shared.record import FORMAT, MAX_BYTES, Name, decoded
+from safetune.store.shared.record_files import RecordFiles, name_in
 
 
 class Objects(RecordFiles):
     """The records below a path of an fsspec file system."""
 
     def __init__(self, url: str) -> None:
-        self.location = display_url(url)
-        self.url = url
+        self.location, self.url = display_url(url), url
+
+    @property
+    def _files(self) -> Any:
+        """The file system, without what it remembers; may ask the network for credentials."""
+        filesystem, _ = self._at
+        filesystem.invalidate_cache()
+        return filesystem
 
     @property
     def _at(self) -> tuple[Any, str]:
-        """The file system and the path of the records; may ask the network for credentials.
-
-        fsspec caches file systems, per process.
-        """
         import fsspec
 
-        filesystem, root = fsspec.core.url_to_fs(self.url)
-        return filesystem, f"{root.rstrip('/')}/{shared_record.FORMAT}"
+        return fsspec.core.url_to_fs(self.url)  # type: ignore[no-any-return]
+
+    def _path(self, namespace: str, file: str, key: str) -> str:
+        return f"{self._at[1].rstrip('/')}/{FORMAT}/{namespace}/{file}"
 
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, str]:
-        filesystem, root = self._at
-        filesystem.invalidate_cache()
         try:
-            entries = filesystem.ls(f"{root}/{namespace}", detail=True)
+            entries = self._files.ls(self._path(namespace, "", "").rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
         small = [each["name"] for each in entries if _is_small(each)]
@@ -50,41 +51,28 @@ class Objects(RecordFiles):
 
     def _load(self, namespace: str, paths: Mapping[Name, str]) -> list[StoredChoice]:
         listed = list(paths.values())
-        texts = self._at[0].cat(listed, on_error="omit")
+        texts = self._files.cat(listed, on_error="omit")
         if isinstance(texts, bytes):  # some file systems answer so for a list of one
             texts = dict.fromkeys(listed, texts)
-        loaded = [
-            shared_record.decoded(texts[path], namespace, name)
-            for name, path in paths.items()
-            if path in texts
-        ]
-        return [stored for stored in loaded if stored]
+        present = ((name, texts[path]) for name, path in paths.items() if path in texts)
+        return [found for name, text in present if (found := decoded(text, namespace, name))]
 
-    def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
-        filesystem, root = self._at
-        name = shared_record.name_of(record)
-        path = f"{root}/{namespace}/{file_name(record)}"
-        if stored := _read(filesystem, path, namespace, name):
-            return stored
-        data = shared_record.encode(record).encode()
+    def _read(self, path: str, namespace: str, name: Name) -> StoredChoice | None:
+        files = self._files
         try:
-            filesystem.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            if stored := _read(filesystem, path, namespace, name):
-                return stored
-            filesystem.pipe_file(path, data)  # what is there is not a record
-        return _read(filesystem, path, namespace, name) or record
-
-
-def _read(filesystem: Any, path: str, namespace: str, name: Name) -> StoredChoice | None:
-    filesystem.invalidate_cache()
-    try:
-        if not _is_small(filesystem.info(path)):
+            if not _is_small(files.info(path)):
+                return None
+            return decoded(files.cat_file(path), namespace, name)
+        except (FileNotFoundError, IsADirectoryError):
             return None
-        return shared_record.decoded(filesystem.cat_file(path), namespace, name)
-    except (FileNotFoundError, IsADirectoryError):
-        return None
+
+    def _create(self, path: str, data: bytes, is_record: Callable[[str], object]) -> None:
+        try:
+            self._files.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            if not is_record(path):
+                self._files.pipe_file(path, data)
 
 
 def _is_small(facts: Mapping[str, Any]) -> bool:
-    return (facts.get("size") or 0) <= shared_record.MAX_BYTES
+    return (facts.get("size") or 0) <= MAX_BYTES

@@ -1,9 +1,9 @@
 """One shared choice as text: what a directory, an object store and PostgreSQL all keep.
 
 A record is a pack of one choice (`schema`) as canonical JSON, with a checksum, and never changes
-once it is written. It counts only where the checksum matches and every field is right
-(`ForeignRecord`), and then it can only select a config that the decorator declares. The checksum is
-against broken copies, not against writers.
+once it is written. It counts only where the checksum matches and every field is right, and then it
+can only select a config that the decorator declares. The checksum is against broken copies, not
+against writers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class Name(NamedTuple):
     generation: int
 
 
-class ForeignRecord(Exception):
-    """Text that is not a record of this format, or is of something else: treated as absent."""
-
-
 def name_of(stored: StoredChoice) -> Name:
     """Return the name of a choice's record."""
     return Name(stored.choice.key, stored.choice.declared, stored.choice.generation)
@@ -60,7 +56,7 @@ def encode(stored: StoredChoice) -> str:
     try:
         text = encoding.dumps({**content, "checksum": encoding.digest(content)})
         decode(text)
-    except (ForeignRecord, TypeError, ValueError, RecursionError) as error:
+    except (PackError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(
             f"the choice for {stored.key.kernel_name} is not shared: {error}"
         ) from error
@@ -68,18 +64,15 @@ def encode(stored: StoredChoice) -> str:
 
 
 def decode(text: str | bytes) -> StoredChoice:
-    """Return the choice in a record; raises `ForeignRecord`."""
+    """Return the choice in a record; raises `PackError`."""
     if len(text) > MAX_BYTES:
-        raise ForeignRecord(f"it has over {MAX_BYTES} bytes")
-    try:
-        content = schema.parsed(text)
-        found = schema.entries(content)
-    except PackError as error:
-        raise ForeignRecord(str(error)) from error
+        raise PackError(f"it has over {MAX_BYTES} bytes")
+    content = schema.parsed(text)
+    found = schema.entries(content)
     if "checksum" not in content:
-        raise ForeignRecord("it has no checksum")
+        raise PackError("it has no checksum")
     if len(found) != 1:
-        raise ForeignRecord(f"it has {len(found)} choices, not 1")
+        raise PackError(f"it has {len(found)} choices, not 1")
     return found[0]
 
 
@@ -87,7 +80,7 @@ def decoded(text: str | bytes, space: str, name: Name | None = None) -> StoredCh
     """Return the choice in a record; None if it is not a record of this namespace and name."""
     try:
         found = decode(text)
-    except ForeignRecord:
+    except PackError:
         return None
     there = namespace(found.key.device, found.key.toolchain)
     return found if there == space and name in (None, name_of(found)) else None

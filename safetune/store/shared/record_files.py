@@ -10,7 +10,7 @@ import contextlib
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from safetune.errors import StoreError
@@ -89,8 +89,25 @@ class RecordFiles(ABC):
         """The valid records in these files."""
 
     @abstractmethod
+    def _read(self, path: Any, namespace: str, name: Name) -> StoredChoice | None:
+        """The valid record in one file, None without one."""
+
+    @abstractmethod
+    def _path(self, namespace: str, file: str, key: str) -> Any:
+        """The path of a record's file."""
+
+    @abstractmethod
+    def _create(self, path: Any, data: bytes, is_record: Callable[[Any], object]) -> None:
+        """Write a file, in place of one that is not a record, and of no other."""
+
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
-        """Write a record, not over a valid one; return what is there now."""
+        name = shared_record.name_of(record)
+        path = self._path(namespace, file_name(record), name.key)
+        if stored := self._read(path, namespace, name):
+            return stored
+        data = shared_record.encode(record).encode()
+        self._create(path, data, lambda path: self._read(path, namespace, name))
+        return self._read(path, namespace, name) or record
 
     @contextlib.contextmanager
     def _failures(self, action: str) -> Iterator[None]:
@@ -109,9 +126,8 @@ class RecordFiles(ABC):
 
 def file_name(record: StoredChoice) -> str:
     """Return the name of a record's file."""
-    name = shared_record.name_of(record)
     kernel = re.sub(r"[^\w-]", "_", record.key.kernel_name, flags=re.ASCII)[:64]
-    return f"{kernel}.{name.key}.{name.declared}.{name.generation}.json"
+    return ".".join([kernel, *map(str, shared_record.name_of(record)), "json"])
 
 
 def name_in(file: str) -> Name | None:

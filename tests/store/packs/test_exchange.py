@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -423,3 +424,21 @@ def test_choices_are_selected_by_kernel_and_device(choices: Any) -> None:
     assert [e.key.kernel_name for e in exchange.selected(entries, ["layer_norm"])] == ["layer_norm"]
     assert len(exchange.selected(entries, device="h200")) == 1
     assert exchange.selected(entries, ["layer_norm"], "H200") == []
+
+
+def test_a_pack_that_was_written_survives_a_power_cut(
+    choices: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its content is synced before it has its name, and then the directory with the name."""
+    synced: list[tuple[Path, bool]] = []
+    path = tmp_path / "packs" / "add.json"
+
+    def fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), path.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    exchange.write_pack([choices.entry()], path)
+    (temporary, named_before), (directory, named_after) = synced
+    assert (temporary.parent, directory) == (path.parent, path.parent)
+    assert (named_before, named_after) == (False, True)

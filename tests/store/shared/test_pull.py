@@ -20,7 +20,6 @@ from safetune.store.local import rows
 from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.packs import exchange
 from safetune.store.records import KeyRecord, StoredChoice, TrialRecord
-from safetune.store.shared import layer as shared_layer
 from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.once_per_node import Turn
@@ -324,10 +323,9 @@ def test_choices_of_other_toolchains_cost_no_query(local: GuardedStore, tmp_path
 
 
 def test_what_a_node_has_tuned_alone_is_published_in_batches(
-    local: GuardedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: GuardedStore, tmp_path: Path
 ) -> None:
     """Regression: the first refresh waited for all of it, and the store was taken for dead."""
-    monkeypatch.setattr(shared_layer, "_BATCH", 2)
     (tmp_path / "shared").mkdir()
     shared = open_shared(f"file://{tmp_path}/shared")
     published: list[int] = []
@@ -340,7 +338,7 @@ def test_what_a_node_has_tuned_alone_is_published_in_batches(
 
     for number in range(5):
         tuned(local, number)
-    layer = SharedLayer(Counting(shared), local.connection)
+    layer = SharedLayer(Counting(shared), local.connection, batch=2)
     layer.refresh(SPACE)
     wait_until_complete(layer)
     assert sum(published) == len(shared.names(SPACE)) == 5
