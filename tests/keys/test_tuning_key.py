@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from safetune import safetune
 from safetune.keys import tuning_key as key_module
 from safetune.keys.tuning_key import KernelIdentity, readable_key, triton_key, tuning_key
+from tests.backends import FakeBackend, launching_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,12 +142,11 @@ def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
         get_current_target=lambda: target,
         utils=SimpleNamespace(get_device_properties=lambda index: properties),
     )
-    monkeypatch.setattr(key_module, "active_driver", lambda: driver)
-    monkeypatch.setattr(key_module.backend, "current", lambda: None)
-    first, again = key_module.detect(0), key_module.detect(0)
-    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
-    changed = key_module.detect(0)
-    monkeypatch.delenv("DISABLE_LLVM_OPT")
+    with launching_on(FakeBackend(), target.backend, active=driver):
+        first, again = key_module.detect(0), key_module.detect(0)
+        monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+        changed = key_module.detect(0)
+        monkeypatch.delenv("DISABLE_LLVM_OPT")
     key_module._detected.cache_clear()
     assert first is again
     assert (changed[0], changed[1] == first[1]) == (first[0], False)

@@ -46,7 +46,13 @@ class Machine:
     device: int = 0
     stream: int = 100
     #: Triton 3.8 unloads a binary that is collected, whether it has loaded it or not.
-    utils: ClassVar[Any] = SimpleNamespace(unload_module=lambda module: None)
+    utils: ClassVar[Any] = SimpleNamespace(
+        unload_module=lambda module: None,
+        get_device_properties=lambda index: {
+            "multiprocessor_count": 132,
+            "max_shared_mem": 232448,
+        },
+    )
 
     def unload(self) -> None:
         """Leave nothing that Triton would unload when there is no machine any more."""

@@ -23,7 +23,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from safetune import TracingError, prepare, safetune, triton_internals, triton_launch
-from safetune.keys import tuning_key
 from safetune.keys.written_key import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
 from safetune.miss import reporting
@@ -576,12 +575,9 @@ class TestChanges:
 
 
 def test_a_launch_of_prepare_is_known_afterwards(
-    kernel: Tuned, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    kernel: Tuned, machine: Machine, back_end: FakeBackend
 ) -> None:
     """So that a capture afterwards compiles, loads and asks for nothing."""
-    h100 = tuning_key.Device("NVIDIA H100 80GB HBM3", "90", 132, 232448)
-    toolchain = tuning_key.Toolchain("3.9.0", "backend", "cuda:90:32")
-    monkeypatch.setattr(tuning_key, "detect", lambda index: (h100, toolchain))
     assert [key.settled for key in prepare(call, kernel).keys] == [True]
     compiled = len(machine.compiled)
     assert not goes_by_triton(kernel)

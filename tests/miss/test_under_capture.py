@@ -29,6 +29,8 @@ from safetune.store.lookup import open_lookup
 from tests import capturing
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.capturing import Copies, Driver, Gate
 
 #: Fixtures of this module; `copies` is another one than that of the other tests of misses.
@@ -133,13 +135,18 @@ class TestFallback:
             assert copy(101) == 32
 
     def test_a_hit_does_not_ask_the_store(
-        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+        self,
+        copies: type[Copies],
+        driver: Driver,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         copy = copies()
         chosen = copy(100)
-        monkeypatch.setattr(under_capture, "open_lookup", _never)
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "never made"))
         with driver.capturing(7):
             assert copy(100) == chosen
+        assert not (tmp_path / "never made").exists()
 
     def test_each_capture_has_one_config_for_a_key_and_counts_for_itself(
         self, copies: type[Copies], driver: Driver
@@ -333,12 +340,17 @@ class TestModes:
             assert copy(100) == 16
 
     def test_inline_is_not_tuned_either_and_has_no_store(
-        self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
+        self,
+        copies: type[Copies],
+        driver: Driver,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(under_capture, "open_lookup", _never)
+        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "never made"))
         copy = copies(isolation="inline", do_bench=_never)
         with driver.capturing(7), warned():
             assert copy(100) == 16
+        assert not (tmp_path / "never made").exists()
 
     def test_one_config_left_by_pruning_needs_no_choice(
         self, copies: type[Copies], driver: Driver
