@@ -60,26 +60,15 @@ def main() -> None:
     installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command
 
 
-from safetune.cli.gc import gc, stats  # noqa: E402
-from safetune.cli.moving import export, import_, merge, pack  # noqa: E402
+# After the debug option, which is on each command.
+from safetune.cli import moving, stored  # noqa: E402
 from safetune.cli.run import run_command  # noqa: E402
-from safetune.cli.stored import clear, list_choices, path, show  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
 from safetune.cli.verify import verify_command  # noqa: E402
 
 for _command in (
-    tune_command,
-    verify_command,
-    run_command,
-    list_choices,
-    show,
-    path,
-    stats,
-    export,
-    import_,
-    merge,
-    pack,
-    clear,
-    gc,
+    *(tune_command, verify_command, run_command),
+    *(stored.list_choices, stored.show, stored.path, stored.stats, stored.clear, stored.gc),
+    *(moving.export, moving.import_, moving.merge, moving.pack),
 ):
     main.add_command(debug_option(_command))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from safetune.cli.messages import echo
-from safetune.cli.stored import (
-    json_option,
-    located,
-    open_store,
-    print_json,
-    shared_directory,
-)
+from safetune.cli.stored import json_option, open_store, print_json, shared_directory
 from safetune.cli.tables import counted
 from safetune.errors import TargetError
 from safetune.settings import Settings
@@ -24,32 +18,41 @@ if TYPE_CHECKING:
     from safetune.store.packs.exchange import Collected
     from safetune.store.records import StoredChoice
 
-_kernel_option = click.option(
-    "--kernel", multiple=True, metavar="NAME", help="Only choices for this kernel."
-)
-_device_option = click.option(
-    "--device", metavar="TEXT", help="Only choices for devices with TEXT in their names, e.g. H100."
-)
 _path = click.Path(path_type=Path)
+_sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_path)
+
+
+def _writes(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command that writes choices: which ones, and how it reports them."""
+    options = (
+        click.option(
+            "--kernel", multiple=True, metavar="NAME", help="Only choices for this kernel."
+        ),
+        click.option(
+            "--device",
+            metavar="TEXT",
+            help="Only choices for devices with TEXT in their names, e.g. H100.",
+        ),
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.command("export")
 @click.argument("path", metavar="DIR|FILE", type=_path)
-@_kernel_option
-@_device_option
-@json_option
-def export(path: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
+@_writes
+def export(path: Path, **options: Any) -> None:
     """Write the stored choices to DIR, one file per kernel and device.
 
     With a FILE, whose name ends in .json, writes the choices of one kernel and device.
     """
-    from safetune.store.packs import exchange
-
-    _write(_reported(exchange.of_store(open_store())), kernel, device, path, as_json)
+    _write(_stored(), path, **options)
 
 
 @click.command("import")
-@click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_path)
+@_sources
 @json_option
 def import_(source: tuple[Path, ...], as_json: bool) -> None:
     """Copy the choices of SOURCE into the store.
@@ -57,13 +60,11 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     SOURCE is a file that export wrote, a directory of such files, or another safetune.db. If a
     file is broken, no choice is copied.
     """
-    from safetune.store.local.store import Store
     from safetune.store.packs import exchange
     from safetune.store.shared.record import namespace
 
     entries = _merged(source)
-    directory = located().directory
-    done = exchange.import_into(Store.open(directory) if directory else Store.in_memory(), entries)
+    done = exchange.import_into(open_store(writes=True), entries)
     if shared := shared_directory(writes=True):
         for entry in entries:
             shared.publish(namespace(entry.key.device, entry.key.toolchain), [entry])
@@ -82,48 +83,41 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
 
 
 @click.command("merge")
-@click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_path)
+@_sources
 @click.option(
     "--into", required=True, metavar="DIR|FILE", type=_path, help="Where to write the result."
 )
-@_kernel_option
-@_device_option
-@json_option
-def merge(
-    source: tuple[Path, ...],
-    into: Path,
-    kernel: tuple[str, ...],
-    device: str | None,
-    as_json: bool,
-) -> None:
+@_writes
+def merge(source: tuple[Path, ...], into: Path, **options: Any) -> None:
     """Merge the choices of every SOURCE and write them as export does.
 
     SOURCE is a file that export wrote, a directory of such files, or a safetune.db. Of two choices
     for the same key and configs the later generation wins, then the one made first.
     """
-    _write(_merged(source), kernel, device, into, as_json)
+    _write(_merged(source), into, **options)
 
 
 @click.command("pack")
 @click.argument("directory", metavar="DIR", type=_path)
-@_kernel_option
-@_device_option
-@json_option
-def pack(directory: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
+@_writes
+def pack(directory: Path, as_json: bool, **options: Any) -> None:
     """Write every choice known on this machine to DIR, for SAFETUNE_PACKS.
 
     Merges the choices in the store with those in the directories of SAFETUNE_PACKS. DIR must not
     exist yet, or must be empty.
     """
-    from safetune.store.packs import exchange
-
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TargetError(f"{directory} exists and is not empty; give a new directory")
-    stored = _reported(exchange.of_store(open_store()))
     packs = [path for path in Settings.current().packs if any(path.glob("*.json"))]
-    _write(_merged(packs, stored), kernel, device, directory, as_json)
+    _write(_merged(packs, _stored()), directory, as_json=as_json, **options)
     if not as_json:
         echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
+
+
+def _stored() -> list[StoredChoice]:
+    from safetune.store.packs import exchange
+
+    return _reported(exchange.of_store(open_store()))
 
 
 def _merged(paths: Iterable[Path], stored: Iterable[StoredChoice] = ()) -> list[StoredChoice]:
@@ -142,35 +136,33 @@ def _reported(collected: Collected) -> list[StoredChoice]:
 
 def _write(
     every: Sequence[StoredChoice],
+    path: Path,
     kernel: tuple[str, ...],
     device: str | None,
-    path: Path,
     as_json: bool,
 ) -> None:
     """Write the selected choices to a directory, or those of one kernel and device to a file."""
     from safetune.store.packs import exchange
 
-    entries = exchange.selected(every, kernel, device)
-    if not entries:
+    packs = exchange.packs_of(exchange.selected(every, kernel, device))
+    if not packs:
         raise TargetError(_nothing(every, kernel, device))
-    packs = exchange.packs_of(entries)
+    targets = {path / name: pack for name, pack in packs.items()}
     if path.suffix == ".json" and not path.is_dir():
         if len(packs) > 1:
             raise TargetError(
                 f"{path} is one file, and there are {len(packs)} kernels and devices: name a "
                 f"directory, or choose with --kernel and --device among {', '.join(packs)}"
             )
-        targets = {path: entries}
-    else:
-        targets = {path / name: pack for name, pack in packs.items()}
+        targets = {path: next(iter(packs.values()))}
     for file, pack in targets.items():
         exchange.write_pack(pack, file)
     if as_json:
         written = [{"path": str(file), "choices": len(pack)} for file, pack in targets.items()]
         print_json({"written": written})
-        return
-    for file, pack in targets.items():
-        echo(f"{file}: {counted(len(pack), 'choice')}")
+    else:
+        for file, pack in targets.items():
+            echo(f"{file}: {counted(len(pack), 'choice')}")
 
 
 def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None) -> str:

@@ -1,4 +1,4 @@
-"""`safetune list`, `show`, `path` and `clear`: the contents of the store.
+"""`safetune list`, `show`, `path`, `clear`, `stats` and `gc`: the contents of the store.
 
 No command here creates a database; where there is no file, the store is empty.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import time
+from dataclasses import asdict
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,12 +28,10 @@ from safetune.cli.tables import (
 )
 from safetune.errors import TargetError
 from safetune.miss.progress import milliseconds
-from safetune.settings import Settings, display_url
+from safetune.settings import Settings, display_url, parse_size
 from safetune.store.records import StoredChoice
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from safetune.store.local.store import Store
     from safetune.store.location import Location
     from safetune.store.records import TrialRecord
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 #: How many kernels an error names.
 _MOST_NAMES = 20
+
+_DAY_S = 86_400.0
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
@@ -55,7 +58,8 @@ def list_choices(as_json: bool) -> None:
     console = stdout_console()
     if not stored:
         console.print("No choice is stored yet; run `safetune tune` first.")
-    for (kernel, device), entries in itertools.groupby(stored, key=_kernel_and_device):
+    by_device = itertools.groupby(stored, lambda e: (e.key.kernel_name, e.key.device["name"]))
+    for (kernel, device), entries in by_device:
         table = empty_table(f"{kernel}  on {device}", "arguments", "choice", "median")
         for entry in entries:
             table.add_row(
@@ -114,14 +118,13 @@ def show(kernel: str, as_json: bool) -> None:
 @json_option
 def path(as_json: bool) -> None:
     """Print the path of the database, whether or not it exists."""
-    where = located()
+    where, settings = located(), Settings.current()
     if as_json:
         exists = where.database is not None and where.database.exists()
-        shared = where.shared(Settings.current())
         data = {"path": where.database and str(where.database), "exists": exists}
-        print_json({**data, "network": where.network, "shared": display_url(shared)})
+        print_json({**data, **_network(where)})
         return
-    if warning := where.warning(Settings.current()):
+    if warning := where.warning(settings):
         echo(warning, err=True)
     if where.database is not None:
         echo(where.database)
@@ -144,11 +147,94 @@ def clear(kernel: str, as_json: bool) -> None:
         echo(f"cleared {counted(count, 'key')} of {kernel}")
 
 
+@click.command("gc")
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    metavar="DAYS",
+    help="Delete keys without a trial or choice of the last DAYS, and damaged databases.",
+)
+@click.option(
+    "--dead-toolchains",
+    is_flag=True,
+    help="Delete keys of every Triton version except the installed one.",
+)
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    help="Delete the oldest keys until the database has about this size.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@json_option
+def gc(
+    older_than: float | None,
+    dead_toolchains: bool,
+    max_size: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Delete stored keys that are old, of another Triton, or over a size limit.
+
+    A key is deleted with its trials and choices. Keys that are being tuned now stay.
+    """
+    from safetune.store.local.gc import Rule, sweep
+
+    if older_than is None and not dead_toolchains and max_size is None:
+        raise click.UsageError("give --older-than, --dead-toolchains or --max-size")
+    rule = Rule(
+        before=None if older_than is None else time.time() - older_than * _DAY_S,
+        triton=metadata.version("triton") if dead_toolchains else None,
+        most_bytes=None if max_size is None else parse_size("--max-size", max_size),
+    )
+    swept = sweep(open_store(), rule, dry_run)
+    if as_json:
+        print_json({**asdict(swept), "dry_run": dry_run})
+        return
+    parts = [counted(getattr(swept, f"{noun}s"), noun) for noun in ("key", "trial", "choice")]
+    for count, noun in ((swept.calls, "recorded call"), (swept.files, "damaged database")):
+        parts += [counted(count, noun)] * bool(count)
+    verb = "would delete" if dry_run else "deleted"
+    size = "" if dry_run else f"; {swept.bytes_before} bytes before, {swept.bytes_after} now"
+    echo(f"{verb} {', '.join(parts)}{size}")
+
+
+@click.command("stats")
+@json_option
+def stats(as_json: bool) -> None:
+    """Show the size, the contents and the age of the store."""
+    from safetune.store.local import gc
+
+    found = {**gc.stats(open_store()), **_network(located())}
+    if as_json:
+        print_json(found)
+        return
+    width = max(map(len, found))
+    for name, value in found.items():
+        echo(f"{name.replace('_', ' '):<{width}}  {_stats_words(name, value)}")
+
+
+def _stats_words(name: str, value: Any) -> str:
+    if name in ("oldest", "newest") and value is not None:
+        from safetune.store.schema import LAST_SECOND
+
+        seconds = max(0, min(value, LAST_SECOND))  # a row that another program wrote may say 1e300
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {each or '?'}" for each, count in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(value) or "-"
+    return "-" if value in (None, "") else str(value)
+
+
 def located(writes: bool = False) -> Location:
     """Return where choices are kept."""
     from safetune.store.location import locate
 
     return locate(Settings.current(), writes=writes)
+
+
+def _network(where: Location) -> dict[str, str]:
+    return {"network": where.network, "shared": display_url(where.shared(Settings.current()))}
 
 
 def check_writable() -> None:
@@ -172,55 +258,41 @@ def shared_directory(writes: bool = False) -> Directory | None:
     return Directory(choices)
 
 
-def open_store() -> Store:
-    """Return the store, or an empty one where there is no database.
+def open_store(writes: bool = False) -> Store:
+    """Return the store, or an empty one where there is no database, unless it is written to.
 
     With the choices of all nodes, where the cache directory is on a network.
     """
-    store = _open_database(located().database)
-    if shared := shared_directory():
+    from safetune.store.local.store import Store
+
+    database = located(writes).database
+    try:
+        is_there = writes or (database is not None and bool(database.stat()))
+    except FileNotFoundError:
+        is_there = False
+    except OSError:
+        is_there = True  # opening the store reports the error
+    store = Store.open(database.parent) if database and is_there else Store.in_memory()
+    if shared := shared_directory(writes):
         from safetune.store.shared import local_copy
 
         local_copy.copy_all(store.connection, shared)
     return store
 
 
-def _open_database(database: Path | None) -> Store:
-    from safetune.store.local.store import Store
-
-    if database is None:
-        return Store.in_memory()
-    try:
-        database.stat()
-    except FileNotFoundError:
-        return Store.in_memory()
-    except OSError:
-        pass  # opening the store reports the error
-    return Store.open(database.parent)
-
-
 def _latest(trials: list[TrialRecord]) -> list[TrialRecord]:
     """The trial of the highest generation for each config, in the order of the first ones."""
-    latest: dict[str, TrialRecord] = {}
-    for trial in sorted(trials, key=lambda trial: trial.generation):
-        latest[trial.config_digest] = trial
-    return list(latest.values())
+    ordered = sorted(trials, key=lambda trial: trial.generation)
+    return list({trial.config_digest: trial for trial in ordered}.values())
 
 
 def _choice_data(entry: StoredChoice) -> dict[str, Any]:
-    key, choice = entry.key, entry.choice
+    of_key, of_choice = vars(entry.key), vars(entry.choice)
     return {
-        "kernel": key.kernel_name,
-        **{name: getattr(key, name) for name in ("call", "device", "toolchain")},
-        **{
-            name: getattr(choice, name)
-            for name in ("config", "median_ms", "generation", "created", "marks")
-        },
+        "kernel": entry.key.kernel_name,
+        **{name: of_key[name] for name in ("call", "device", "toolchain")},
+        **{n: of_choice[n] for n in ("config", "median_ms", "generation", "created", "marks")},
     }
-
-
-def _kernel_and_device(entry: StoredChoice) -> tuple[str, str]:
-    return entry.key.kernel_name, entry.key.device["name"]
 
 
 def print_json(data: Any) -> None:

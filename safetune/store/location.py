@@ -60,81 +60,6 @@ _LOCAL_FUSE = re.compile(
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where choices are kept.
-
-    Attributes:
-        directory: of the database; None for memory.
-        network: the file system of the cache directory, if it is a network's.
-        choices: the cache directory, where it is the shared store by default.
-        problem: why it is not, though it is on a network.
-    """
-
-    directory: Path | None
-    network: str = ""
-    choices: Path | None = None
-    problem: str = ""
-
-    @property
-    def database(self) -> Path | None:
-        """The path of the database."""
-        return self.directory and self.directory / DATABASE_NAME
-
-    def shared(self, settings: Settings) -> str:
-        """Return the URL of the shared store; empty for none."""
-        by_default = f"file://{quote(os.fsencode(self.choices))}" if self.choices else ""
-        return settings.shared or by_default
-
-    def warning(self, settings: Settings) -> str:
-        """Return what to tell of a cache directory on a network; empty if it is not."""
-        if not self.network:
-            return ""
-        where = f"the database is in {self.directory}, on this node"
-        if self.directory is None:
-            where = f"no other directory is on a local disk (${', $'.join(_VARIABLES)}, /tmp), and "
-            where += "choices are kept in memory"
-        shared = f"; {settings.cache_dir} is the shared store of all nodes" if self.choices else ""
-        return (
-            f"{settings.cache_dir} is on a network file system ({self.network}), where SQLite is "
-            f"not safe: {where}{shared}{self.problem}. To choose other directories, set "
-            "SAFETUNE_CACHE_DIR to one on a local disk, and SAFETUNE_SHARED"
-        )
-
-
-def locate(settings: Settings, *, writes: bool = True) -> Location:
-    """Return where choices are kept; makes the cache directory if it is the shared store.
-
-    Args:
-        writes: False to make nothing.
-    """
-    cache = settings.cache_dir
-    if cache.parts[0].startswith("~") or not (network := network_of(cache)):
-        return Location(cache)
-    name = f"safetune-{os.getuid()}-{encoding.digest(str(cache))[:16]}"
-    named = [os.environ[name] for name in _VARIABLES if os.environ.get(name)]
-    disks = [disk for disk in map(Path, [*named, "/tmp"]) if _is_own(disk)]
-    directory = disks[0] / name if disks else None
-    if settings.shared:
-        return Location(directory, network)
-    try:
-        with contextlib.suppress(OSError):  # the shared store says that it cannot be written
-            if writes:
-                db_files.make_directory(cache / DATABASE_NAME)
-            elif cache.exists():
-                db_files.check(cache / DATABASE_NAME)
-            else:
-                return Location(directory, network)
-    except StoreError as error:
-        return Location(directory, network, problem=f"; choices are not shared: {error}")
-    return Location(directory, network, choices=cache)
-
-
-def _is_own(disk: Path) -> bool:
-    """Whether a directory is on a disk of this node, and this user can write to it."""
-    return disk.is_absolute() and os.access(disk, os.W_OK | os.X_OK) and not network_of(disk)
-
-
 def network_of(
     path: Path, type_of: Callable[[Path], int | None] | None = None, mounts: Path = _MOUNTS
 ) -> str:
@@ -177,3 +102,78 @@ def _mounted(path: Path, mounts: Path) -> str:
         if mount.split()[2:3] == [number]:
             found = source.split()[0]
     return found
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where choices are kept.
+
+    Attributes:
+        directory: of the database; None for memory.
+        network: the file system of the cache directory, if it is a network's.
+        choices: the cache directory, where it is the shared store by default.
+        problem: why it is not, though it is on a network.
+    """
+
+    directory: Path | None
+    network: str = ""
+    choices: Path | None = None
+    problem: str = ""
+
+    @property
+    def database(self) -> Path | None:
+        """The path of the database."""
+        return self.directory and self.directory / DATABASE_NAME
+
+    def shared(self, settings: Settings) -> str:
+        """Return the URL of the shared store; empty for none."""
+        by_default = f"file://{quote(os.fsencode(self.choices))}" if self.choices else ""
+        return settings.shared or by_default
+
+    def warning(self, settings: Settings) -> str:
+        """Return what to tell of a cache directory on a network; empty if it is not."""
+        if not self.network:
+            return ""
+        where = f"the database is in {self.directory}, on this node"
+        if self.directory is None:
+            where = f"no other directory is on a local disk (${', $'.join(_VARIABLES)}, /tmp), and "
+            where += "choices are kept in memory"
+        shared = f"; {settings.cache_dir} is the shared store of all nodes" if self.choices else ""
+        return (
+            f"{settings.cache_dir} is on a network file system ({self.network}), where SQLite is "
+            f"not safe: {where}{shared}{self.problem}. To choose other directories, set "
+            "SAFETUNE_CACHE_DIR to one on a local disk, and SAFETUNE_SHARED"
+        )
+
+
+def locate(
+    settings: Settings, is_on: Callable[[Path], str] | None = None, *, writes: bool = True
+) -> Location:
+    """Return where choices are kept; makes the cache directory if it is the shared store.
+
+    Args:
+        is_on: returns the network file system of a path: `network_of` if None.
+        writes: False to make nothing.
+    """
+    cache, is_on = settings.cache_dir, is_on or network_of
+    if cache.parts[0].startswith("~") or not (network := is_on(cache)):
+        return Location(cache)
+    name = f"safetune-{os.getuid()}-{encoding.digest(str(cache))[:16]}"
+    named = [os.environ[variable] for variable in _VARIABLES if os.environ.get(variable)]
+    directory = None
+    for disk in map(Path, ["/tmp", *reversed(named)]):
+        if disk.is_absolute() and os.access(disk, os.W_OK | os.X_OK) and not is_on(disk):
+            directory = disk / name
+    if settings.shared:
+        return Location(directory, network)
+    try:
+        with contextlib.suppress(OSError):  # the shared store says that it cannot be written
+            if writes:
+                db_files.make_directory(cache / DATABASE_NAME)
+            elif cache.exists():
+                db_files.check(cache / DATABASE_NAME)
+            else:
+                return Location(directory, network)
+    except StoreError as error:
+        return Location(directory, network, problem=f"; choices are not shared: {error}")
+    return Location(directory, network, choices=cache)

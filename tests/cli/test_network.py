@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from safetune.cli import main
 from safetune.settings import Settings
 from safetune.store import location, lookup
-from tests.store.shared.conftest import SPACE, tuned
+from safetune.store.shared.directory import Directory
+from tests.store.shared.conftest import SPACE, stored, tuned
 
 Run = Callable[..., Any]
 
@@ -95,3 +96,13 @@ def test_what_is_imported_reaches_the_other_nodes(
     (tmp_path / "another").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "another"))
     assert [entry["config"] for entry in run("list")] == [{"BLOCK": 64}]
+
+
+def test_a_choice_is_not_new_whose_later_generation_another_node_has_shared(
+    home: Path, run: Run, tmp_path: Path
+) -> None:
+    run("export", str(tmp_path / "packs"))
+    Directory(home).publish(SPACE, [stored(1, 128, generation=2)])
+    done = run("import", str(tmp_path / "packs"))
+    assert (done["new"], done["older"]) == (0, 1)
+    assert [entry["config"] for entry in run("list")] == [{"BLOCK": 128}]

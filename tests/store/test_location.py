@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,49 +182,54 @@ class TestNodeLocalDirectory:
     def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("home", "job", "tmp"):
             (tmp_path / name).mkdir()
-        monkeypatch.setattr(
-            location, "network_of", lambda path: "NFS" * path.is_relative_to(tmp_path / "home")
-        )
         monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "job"))
         monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
-    def test_is_the_one_of_the_job_if_it_is_there_and_local(
+    @pytest.fixture
+    def directory_of(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[[Path], Path | None]:
+        """Where the database is of a cache directory, while `home` is on a network."""
+
+        def directory_of(cache: Path) -> Path | None:
+            settings = settings_of(monkeypatch, cache)
+            home = tmp_path / "home"
+            return locate(settings, lambda path: "NFS" * path.is_relative_to(home)).directory
+
+        return directory_of
+
+    def test_is_the_one_of_the_job_if_it_is_there_and_local(
+        self,
+        directory_of: Callable[[Path], Path | None],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        settings = settings_of(monkeypatch, tmp_path / "home")
-        first = locate(settings).directory
+        first = directory_of(tmp_path / "home")
         assert first is not None
         assert first.parent == tmp_path / "job"
         (tmp_path / "job").rmdir()
-        second = locate(settings).directory
+        second = directory_of(tmp_path / "home")
         assert second is not None
         assert (second.parent, second.name) == (tmp_path / "tmp", first.name)
         monkeypatch.setenv("TMPDIR", str(tmp_path / "home"))
-        assert locate(settings).directory == Path("/tmp") / first.name
+        assert directory_of(tmp_path / "home") == Path("/tmp") / first.name
 
     def test_differs_between_cache_directories(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, directory_of: Callable[[Path], Path | None], tmp_path: Path
     ) -> None:
-        names = (tmp_path / "home" / "a", tmp_path / "home" / "b")
-        found = {locate(settings_of(monkeypatch, name)).directory for name in names}
+        found = {directory_of(tmp_path / "home" / name) for name in ("a", "b")}
         assert len(found) == 2
 
-    def test_of_another_user_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if os.geteuid() != 0:
-            pytest.skip("only root can give files to another user")
-        from safetune.store.lookup import open_lookup
 
-        settings = settings_of(monkeypatch, tmp_path / "home")
-        directory = locate(settings).directory
-        assert directory is not None
-        directory.mkdir()
-        os.chown(directory, 12345, 12345)
-        with pytest.warns(UserWarning, match="network|another user") as caught:
-            opened = open_lookup(settings)
-        assert opened.store.path is None
-        assert opened.store.shared is not None
-        texts = [str(each.message) for each in caught]
-        assert "belongs to another user" in texts[1]
-        assert (len(texts), list(directory.iterdir())) == (2, [])
+def test_a_directory_of_another_user_on_the_disk_of_a_node_is_refused(cluster: Cluster) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files to another user")
+    directory = Path(cluster.run("one")[0]).parent
+    shutil.rmtree(directory)
+    directory.mkdir()
+    os.chown(directory, 12345, 12345)
+    path, _, told = cluster.run("one", "tune")
+    assert path == "None"
+    assert list(cluster.home.rglob("*.json")), "the shared store is used all the same"
+    assert "belongs to another user" in told[1]
+    assert (len(told), list(directory.iterdir())) == (2, [])
