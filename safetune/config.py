@@ -70,6 +70,8 @@ def check_configs(
 ) -> list[Config]:
     """Return the configs to try, without duplicates; for an empty list Triton's default config.
 
+    A list that can stay as it is stays the caller's, who may add to it later.
+
     Raises:
         InvalidConfig: an entry is not a `triton.Config`, or sets something that is neither a
             parameter of the kernel nor an option of an installed back end.
@@ -99,6 +101,8 @@ def check_configs(
             )
             continue
         checked.append(config)
+    if isinstance(configs, list) and len(checked) == len(configs) > 0:
+        return configs
     return checked or [Config({}, num_warps=4, num_stages=3, num_ctas=1)]
 
 

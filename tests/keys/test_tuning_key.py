@@ -13,10 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
+from safetune.keys import encoding
 from safetune.keys import tuning_key as key_module
+from safetune.keys.kernel_digest import kernel_identity
 from safetune.keys.tuning_key import KernelIdentity, readable_key, triton_key, tuning_key
 from tests.backends import FakeBackend, launching_on
 
@@ -150,3 +153,19 @@ def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
     key_module._detected.cache_clear()
     assert first is again
     assert (changed[0], changed[1] == first[1]) == (first[0], False)
+
+
+def test_functions_of_one_factory_are_one_value_of_a_key() -> None:
+    """By module and name, as every process writes it: they share a choice, not a binary."""
+
+    def adder(amount: float) -> JITFunction:
+        amount = tl.constexpr(amount)
+
+        def add(value):
+            return value + amount
+
+        return JITFunction(add)
+
+    one, two = adder(1.0), adder(2.0)
+    assert encoding.encode(one) == encoding.encode(two)
+    assert kernel_identity(one).digest != kernel_identity(two).digest

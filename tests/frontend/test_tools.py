@@ -1,0 +1,84 @@
+"""What programs and tools do with a tuner beside launches: as with Triton's, or as documented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import autotuner as triton_autotuner
+
+import safetune
+
+
+@triton.jit
+def add_kernel(x, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offsets, tl.load(x + offsets, mask=offsets < N) + 1, mask=offsets < N)
+
+
+def configs(*blocks: int) -> list[triton.Config]:
+    return [triton.Config({"BLOCK": block}) for block in blocks]
+
+
+def same_time(launch: Callable[[], object], quantiles: Any) -> list[float]:
+    launch()
+    return [1.0, 1.0, 1.0]
+
+
+def grid(meta: dict[str, Any]) -> tuple[int]:
+    return (triton.cdiv(meta["N"], meta["BLOCK"]),)
+
+
+@pytest.mark.parametrize("tune", [triton.autotune, safetune.safetune], ids=["triton", "safetune"])
+def test_a_config_that_is_appended_to_the_list_is_tried_for_the_next_key(tune: Any) -> None:
+    """Regression: the decorator kept a copy of the list."""
+    given = configs(32, 64)
+    kernel = tune(given, ["N"], do_bench=same_time)(add_kernel)
+    kernel[grid](torch.zeros(100), 100)
+    assert len(kernel.configs_timings) == 2
+    given += configs(128)
+    kernel[grid](torch.zeros(101), 101)
+    assert len(kernel.configs_timings) == 3
+
+
+def test_a_tool_that_replaces_run_sees_launches_of_the_class_whose_run_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """safetune's tuner has a `run` of its own, as a library's subclass of Triton's may have."""
+    seen: list[str] = []
+
+    def watch(owner: type[Any], name: str) -> None:
+        run = owner.run
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return run(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, "run", watched)
+
+    kernel = safetune.safetune(configs(32, 64), ["N"], do_bench=same_time)(add_kernel)
+    watch(triton_autotuner.Autotuner, "triton's")
+    kernel[grid](torch.zeros(100), 100)
+    assert seen == []
+    watch(safetune.Autotuner, "safetune's")
+    for _ in range(3):  # known launches too
+        kernel[grid](torch.zeros(100), 100)
+    assert seen == ["safetune's"] * 3
+
+
+def test_the_arguments_of_a_launch_are_given_and_not_left_on_the_tuner() -> None:
+    """Triton sets `nargs` for the time of a launch; another thread may launch meanwhile."""
+    seen: list[tuple[bool, bool]] = []
+
+    def asked(meta: dict[str, Any]) -> tuple[int]:
+        seen.append((hasattr(kernel, "nargs"), "x" in meta))
+        return grid(meta)
+
+    kernel = safetune.safetune(configs(32), ["N"])(add_kernel)
+    for n in (100, 101, 100):
+        kernel[asked](torch.zeros(n), n)
+    assert seen == [(False, True)] * 3
