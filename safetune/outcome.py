@@ -72,6 +72,7 @@ class Mark(str, Enum):
     UNOWNED: the kernel wrote bytes of a storage that no argument covers.
     DISPUTED: configs disagree about the result, and nothing shows which are right.
     OUTVOTED: of configs that disagree, the choice was made among others.
+    SAME_AS: compiled to the same code as another config, which was run for both.
     """
 
     CONTENDED = "contended"
@@ -79,6 +80,7 @@ class Mark(str, Enum):
     UNOWNED = "unowned"
     DISPUTED = "disputed"
     OUTVOTED = "outvoted"
+    SAME_AS = "same_as"
 
     def of(self, reason: str) -> str:
         """Return this mark with a reason."""
@@ -88,6 +90,24 @@ class Mark(str, Enum):
         """Return the reason of this mark among others; empty where it is not among them."""
         found = (text.partition(": ") for text in marks)
         return next((reason or name for name, _, reason in found if name == self.value), "")
+
+
+#: Marks that say nothing of the time.
+_OF_RESULTS = (Mark.UNOWNED, Mark.DISPUTED, Mark.OUTVOTED, Mark.SAME_AS)
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What the disk cache says of a compiled config.
+
+    Attributes:
+        shared_bytes: the shared memory that a launch needs.
+        digest: two of one digest do the same on the same grid. Empty for one that needs too much
+            shared memory: it was not compiled to the end.
+    """
+
+    shared_bytes: int
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,7 +245,7 @@ class Outcome:
     def shareable(self) -> bool:
         """Whether its time holds on other nodes, too; not if it has a mark that is unknown here."""
         names = {text.partition(":")[0] for text in self.marks}
-        return names <= {Mark.UNOWNED.value, Mark.DISPUTED.value, Mark.OUTVOTED.value}
+        return names <= {mark.value for mark in _OF_RESULTS}
 
     def with_marks(self, marks: Iterable[str]) -> Outcome:
         """Return the outcome with more marks; those that it has already are not repeated."""

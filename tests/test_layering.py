@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: own layer, not in that of its folder; a new folder or top-level module needs a layer here.
 LAYERS: list[list[str]] = [
     ["collection", "errors", "forks", "outcome", "settings"],
-    ["triton_internals", "triton_launch"],
+    ["triton_compile", "triton_internals", "triton_launch"],
     # What a device and a child are to every other module: both have no imports but those above.
     [
         *("isolation.backend", "isolation.cuda", "isolation.cuda_driver"),
@@ -272,6 +272,7 @@ NAMES_CUDA = {
     "safetune.triton_internals": "torch's name for NVIDIA and AMD devices",
     "safetune.isolation.cuda_driver": "that driver's library",
     "safetune.isolation.byte_kernels": "the target of the kernels that ship as PTX",
+    "safetune.triton_compile": "the compiler whose layout of shared memory is known",
     "safetune.triton_launch": "the launcher of Triton's that is known",
     "safetune.launch.fast_path": "it launches past Triton only where the launcher is known",
     "safetune.launch.fast_path_codegen": "a tensor's own attribute is the quickest to ask",

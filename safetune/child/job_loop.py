@@ -15,10 +15,9 @@ import select
 import socket
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from safetune import triton_internals
+from safetune import triton_compile, triton_internals
 from safetune.child import failures
 from safetune.inputs import kernel_pickle
 from safetune.isolation import protocol
@@ -70,7 +69,7 @@ class _Worker:
             case Prepare():
                 return self._prepare(job, fds), b""
             case protocol.Compile():
-                return self._compile(job.spec), b""
+                return self._compile(job), b""
             case protocol.Specify() if self._session is not None:
                 return self._session.spec_of(job.config)
             case protocol.Measure() if self._session is not None:
@@ -89,33 +88,16 @@ class _Worker:
             return Answer(failures.of_launch(error))
         return DONE
 
-    def _compile(self, spec: bytes) -> Answer:
+    def _compile(self, job: protocol.Compile) -> Answer:
         """Compile a config into Triton's disk cache."""
         try:
             if self._jit is None:
                 self._jit = kernel_pickle.unpack(self._kernel)
-            return replace(DONE, shared_bytes=_shared_bytes(self._jit, spec))
+            spec = kernel_pickle.unpack(job.spec)
+            binary = triton_compile.compiled_binary(self._jit, spec, job.most_shared)
+            return replace(DONE, binary=binary)
         except BaseException as error:
             return Answer(failures.of_compile(error))
-
-
-def _shared_bytes(jit: Any, spec: bytes) -> int:
-    """Compile a config, and return the bytes of shared memory that a launch needs."""
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as triton_compile
-    from triton.runtime import driver
-
-    signature, constexprs, attrs, options, target = kernel_pickle.unpack(spec)
-    # In place of the driver: kernels may ask what they are compiled for.
-    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-    source_type = ASTSource
-    if jit.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source_type = GluonASTSource
-    source = source_type(jit, signature, constexprs, attrs)
-    compiled = triton_compile(source, target=target, options=options)
-    return int(compiled.metadata.shared)
 
 
 def _take_over(job: Start) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triton.runtime.jit import JITFunction
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from triton.runtime.autotuner import Config
 
     from safetune.inputs.call import Call
+    from safetune.outcome import Binary
 
 
 def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) -> bytes:
@@ -32,7 +33,10 @@ def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) ->
 
     Nothing is compiled, loaded or launched.
     """
-    spec = triton_internals.compile_arguments(jit, launch, device)
+    return _packed(jit, triton_internals.compile_arguments(jit, launch, device))
+
+
+def _packed(jit: JITFunction, spec: tuple[Any, ...]) -> bytes:
     return kernel_pickle.pack(spec, f"the constants of {jit.__name__}", by_value=[jit.fn])
 
 
@@ -40,22 +44,34 @@ class CallerSpecs:
     """The specs of a call's configs, made in the caller if they are certain to be the child's.
 
     The caller's own objects are not changed, because other threads may be launching them.
+
+    Args:
+        most_shared: see `triton_compile.compiled_binary`.
     """
 
-    def __init__(self, call: Call, has_arguments: bool = True) -> None:
+    def __init__(self, call: Call, has_arguments: bool = True, most_shared: int = 0) -> None:
         self._call = call
+        self._most_shared = most_shared
         self._kernel, self._jit = triton_internals.private_copy(call.kernel)
         self._usable = has_arguments and self._jit is not None and _plain(call, self._jit)
 
-    def spec_of(self, config: Config) -> bytes | None:
-        """Return what `capture_spec` returns in the measuring child; None if only the child can."""
+    def spec_of(self, config: Config) -> Binary | bytes | None:
+        """Return the binary of a config if it is in the disk cache, else what `capture_spec`
+        returns in the measuring child; None if only the child can tell.
+        """
         jit = self._jit
         if not self._usable or jit is None or config.pre_hook is not None:
             return None
         args, pinned = self._call.pinned()
         kwargs = {**pinned, **config.all_kwargs(), "grid": (1,), "warmup": False}
+        from safetune import triton_compile  # no kernel of the interpreter comes here
+
         try:
-            return capture_spec(jit, lambda: self._kernel.run(*args, **kwargs), self._call.index)
+            spec = triton_internals.compile_arguments(
+                jit, lambda: self._kernel.run(*args, **kwargs), self._call.index
+            )
+            cached = triton_compile.cached_binary(jit, spec, self._most_shared)
+            return cached or _packed(jit, spec)
         except Exception as error:  # the child reports what is wrong with it
             if from_signal_handler(error):
                 raise

@@ -23,7 +23,7 @@ from safetune.isolation import protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import plain_server
 from safetune.isolation.protocol import Answer, Compile, Release
-from safetune.outcome import Outcome, Verdict
+from safetune.outcome import Binary, Outcome, Verdict
 
 _PURPOSE = "compiles"
 
@@ -41,11 +41,11 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Compiled:
-    """One config's compilation: its outcome and, if that is ok, the shared memory that it needs."""
+    """One config's compilation: its outcome and, if that is ok, what it has left."""
 
     config: int
     outcome: Outcome
-    shared_bytes: int = 0
+    binary: Binary | None = None
 
 
 @dataclass
@@ -77,16 +77,23 @@ class CompilePool:
         size: the most children; by default one for each core, less one where there are enough for
             the measuring child to have its own.
         memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
+        most_shared: see `triton_compile.compiled_binary`.
     """
 
     def __init__(
-        self, kernel: bytes, timeout_s: float, size: int | None = None, memory_bytes: int = 0
+        self,
+        kernel: bytes,
+        timeout_s: float,
+        size: int | None = None,
+        memory_bytes: int = 0,
+        most_shared: int = 0,
     ) -> None:
         cpus = usable_cpus()
         self._kernel = kernel
         self._timeout_s = timeout_s
         self._size = size or (cpus - 1 if cpus >= 4 else cpus)
         self._memory_bytes = memory_bytes
+        self._most_shared = most_shared
         self._specs: dict[int, bytes] = {}
         self._waiting: deque[int] = deque()
         self._slots: dict[int, _Slot] = {}
@@ -145,7 +152,8 @@ class CompilePool:
         if not slot.jobs:
             slot.deadline = time.monotonic() + self._timeout_s
         slot.jobs.append(config)
-        slot.child.send(Compile(self._specs[config]), timeout_s=self._timeout_s)
+        job = Compile(self._specs[config], self._most_shared)
+        slot.child.send(job, timeout_s=self._timeout_s)
 
     def _collect(self) -> list[Compiled]:
         poll = select.poll()
@@ -189,7 +197,7 @@ class CompilePool:
             self._killed.add(config)  # perhaps for want of memory: once more, after the others
             self._waiting.append(config)
         elif config is not None:
-            return Compiled(config, outcome, answer.shared_bytes)
+            return Compiled(config, outcome, answer.binary)
         elif not alive and not slot.used:
             self._size = len(self._slots)
             if not self._size:

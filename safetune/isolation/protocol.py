@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from safetune.errors import from_signal_handler
-from safetune.outcome import Effects, Group, Outcome, OutputReport, Verdict
+from safetune.outcome import Binary, Effects, Group, Outcome, OutputReport, Verdict
 
 #: A child without work exits after this time, so that its context does not occupy the caller's
 #: device memory. The parent stops reusing it a little earlier.
@@ -144,9 +144,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class Compile:
-    """Compile a config from what `Specify` answers with."""
+    """Compile a config from what `Specify` answers with.
+
+    `most_shared`: see `triton_compile.compiled_binary`.
+    """
 
     spec: bytes
+    most_shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,12 +168,12 @@ class Answer:
     Attributes:
         outcome: ok, or what went wrong.
         report: of a `Measure` with groups, if the outcome is ok.
-        shared_bytes: of a `Compile`, the shared memory that a launch needs.
+        binary: of a `Compile`, if the outcome is ok.
     """
 
     outcome: Outcome
     report: OutputReport | None = None
-    shared_bytes: int = 0
+    binary: Binary | None = None
 
 
 #: The answer to a job that has been done and has no result.

@@ -31,7 +31,7 @@ from safetune.launch.key_state import Reason
 from safetune.miss import candidates, reporting, retry
 from safetune.outcome import Mark, Outcome, OutputReport
 from safetune.store.local.store import Store
-from safetune.tuning.bench import LaunchBench
+from safetune.tuning.bench import LaunchBench, Ready
 from safetune.tuning.requests import TuningRequest, TuningResult
 from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
@@ -108,7 +108,7 @@ class BackgroundBench(LaunchBench):
             self._entered = True
             self.__exit__(None)
 
-    def compiled(self, /, *args: Any, **kwargs: Any) -> Iterator[tuple[int, Outcome | None]]:
+    def compiled(self, /, *args: Any, **kwargs: Any) -> Iterator[Ready]:
         """Yield as `LaunchBench` does, until the process ends."""
         for found in super().compiled(*args, **kwargs):
             _worker.check()

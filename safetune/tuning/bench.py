@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.runtime.errors import OutOfResources
 
@@ -20,7 +20,7 @@ from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild
-from safetune.isolation.protocol import Budget, Prepare
+from safetune.isolation.protocol import DONE, Budget, Prepare
 from safetune.keys.effects import effects_of
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.outcome import Group, Mark, Outcome, OutputReport, Verdict
@@ -41,6 +41,17 @@ def device_lock(index: int) -> threading.RLock:
 
 
 forks.register("tuning", after_in_child=_device_locks.clear)
+
+
+class Ready(NamedTuple):
+    """A config that can be launched, or the outcome of one that cannot.
+
+    `same` is one that came before, and whose launch does the same to the last bit.
+    """
+
+    config: int
+    failure: Outcome | None = None
+    same: int | None = None
 
 
 class LaunchBench:
@@ -120,20 +131,28 @@ class LaunchBench:
             self._child.replace()
         self._exit.close()
 
-    def compiled(
-        self, configs: Sequence[int], timeout_s: float
-    ) -> Iterator[tuple[int, Outcome | None]]:
-        """Yield each config once it can be launched, or with the outcome of one that cannot."""
+    def compiled(self, configs: Sequence[int], timeout_s: float) -> Iterator[Ready]:
+        """Yield each config once it can be launched, or is known to fail."""
+        firsts: dict[Any, int] = {}
+        for result in self._results(configs, timeout_s):
+            failure = self._failure(result)
+            launch = None if failure else self._launch_of(result)
+            first = result.config if launch is None else firsts.setdefault(launch, result.config)
+            same = None if first == result.config else first
+            yield Ready(result.config, failure and failure.with_marks(self._marks), same)
+
+    def _results(self, configs: Sequence[int], timeout_s: float) -> Iterator[Compiled]:
+        """Yield each config with what came of compiling it, if it was to be compiled."""
         for index in configs:
             if index in self._failures:
-                yield index, self._failures[index].with_marks(self._marks)
+                yield Compiled(index, self._failures[index])
         alive = [index for index in configs if index not in self._failures]
         if self.interpreted:
             for index in alive:
-                yield index, None
+                yield Compiled(index, DONE.outcome)
             return
         memory_bytes = self._request.limits.compile_memory_bytes
-        pool = CompilePool(self._kernel, timeout_s, memory_bytes=memory_bytes)
+        pool = CompilePool(self._kernel, timeout_s, None, memory_bytes, self._most_shared)
         self._exit.push(pool)
         yield from self._resolved(alive, pool)
         results = pool.results()
@@ -142,43 +161,67 @@ class LaunchBench:
                 result = next(results, None)
             if result is None:
                 return
-            failure = self._failure(result)
-            yield result.config, failure and failure.with_marks(self._marks)
+            yield result
 
-    def _resolved(self, configs: Sequence[int], pool: CompilePool) -> Iterator[tuple[int, Outcome]]:
-        """Give the pool each config that resolves; yield the others."""
-        unknown = []
+    def _resolved(self, configs: Sequence[int], pool: CompilePool) -> Iterator[Compiled]:
+        """Give the pool each config that is to be compiled; yield the others."""
+        unknown, cached = [], []
         with self.phases("resolve"):
-            in_caller = compile_spec.CallerSpecs(self._request.call, self._has_arguments)
+            in_caller = compile_spec.CallerSpecs(
+                self._request.call, self._has_arguments, self._most_shared
+            )
             for index in configs:
                 spec = in_caller.spec_of(self._request.configs[index])
                 if spec is None:
                     unknown.append(index)
-                else:
+                elif isinstance(spec, bytes):
                     pool.add(index, spec)
+                else:
+                    cached.append(Compiled(index, DONE.outcome, spec))
+        yield from cached
         for index in unknown:
             self.wait()
             with self.phases("resolve"):
-                outcome, spec = self._child.spec_of(index)
+                outcome, blob = self._child.spec_of(index)
                 if outcome.ok:
-                    pool.add(index, spec)
+                    pool.add(index, blob)
             if not outcome.ok:
-                yield index, outcome.with_marks(self._marks)
+                yield Compiled(index, outcome)
+
+    @property
+    def _most_shared(self) -> int:
+        """The shared memory that a launch may have; 0, no limit, with a post hook: that expects the
+        exception of the launch.
+        """
+        hook = self._request.call.hooks.post_hook
+        return self._request.key.device.shared_memory_bytes if hook is None else 0
 
     def _failure(self, result: Compiled) -> Outcome | None:
-        """Return why a config cannot be launched: it did not compile, or needs too much memory.
-
-        With a post hook, which expects the exception of the launch, the launch takes place.
-        """
+        """Return why a config cannot be launched: it did not compile, or needs too much memory."""
         if not result.outcome.ok:
             return result.outcome
-        shared, limit = result.shared_bytes, self._request.key.device.shared_memory_bytes
-        if shared <= limit or self._request.call.hooks.post_hook is not None:
+        limit, binary = self._most_shared, result.binary
+        if binary is None or not limit or binary.shared_bytes <= limit:
             return None
-        error = OutOfResources(shared, limit, "shared memory")
+        error = OutOfResources(binary.shared_bytes, limit, "shared memory")
         return Outcome(
             Verdict.OUT_OF_RESOURCES, detail=type(error).__name__, message=str(error).strip()
         )
+
+    def _launch_of(self, result: Compiled) -> Any:
+        """Return what decides all that the launch of a config does; None where hooks, or values
+        that the config passes to the kernel, decide it too.
+        """
+        call, config = self._request.call, self._request.configs[result.config]
+        hooks, binary = call.hooks, result.binary
+        if binary is None or not binary.digest:
+            return None
+        if any((hooks.pre_hook, hooks.post_hook, hooks.do_bench, config.pre_hook)):
+            return None
+        jit, _ = base_function(call.kernel)
+        passed = {parameter.name for parameter in jit.params if not parameter.is_constexpr}
+        own = {*config.all_kwargs(), *inner_heuristics(call.kernel)}
+        return None if passed & own else (binary.digest, self.grids[result.config])
 
     def measure(
         self, index: int, budget: Budget | None, groups: Sequence[Group] | None = None

@@ -77,6 +77,7 @@ class _Tuning:
         judged: of each other config that is ok the size of the group in which it was judged.
         outcomes: of each config that has one; it grows while the phases run, as do the others.
         candidates: the configs with the result that is taken for right; all until that is known.
+        same: of each config whose launch is that of another one, which was run for both, that one.
         measured: the configs that were compiled or launched in this tuning.
         notes: see `TuningResult`.
         total: how many configs are to be measured.
@@ -95,6 +96,7 @@ class _Tuning:
     total: int
     phases: Phases
     candidates: set[int] = field(default_factory=set)
+    same: dict[int, int] = field(default_factory=dict)
     votes: Votes = field(default_factory=Votes)
     measured: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -119,6 +121,14 @@ class _Tuning:
         self.measured.add(config)
         self.keep(config, outcome)
         self.announce(config, stage, outcome)
+
+    def settle_as(self, config: int, same: int, stage: str = "screen") -> None:
+        """Settle a config whose launch is that of another one, to the last bit."""
+        self.same[config] = same
+        if (report := self.votes.reports.get(same)) is not None:
+            self.votes.add(config, replace(report, new_group=None))
+        mark = Mark.SAME_AS.of(config_text(self.request.configs[same]))
+        self.settle(config, self.outcomes[same].with_marks([mark]), stage)
 
     def keep(self, config: int, outcome: Outcome) -> None:
         """Store the outcome of a config; it is not ok there before it has been judged."""
@@ -214,10 +224,13 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
 def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
     """Run each config once it is compiled: its outputs are checked, and it gets a first time."""
     timeout_s = tuning.request.limits.compile_timeout_s
-    for config, failure in bench.compiled(configs, timeout_s):
+    for config, failure, same in bench.compiled(configs, timeout_s):
         tuning.announce(config, "screen")
         if failure is not None:
             tuning.settle(config, failure)
+            continue
+        if same is not None:
+            tuning.settle_as(config, same)
             continue
         best_ms = min((timing.median_ms for timing in tuning.timings().values()), default=None)
         outcome, report = bench.measure(config, Budget(best_ms=best_ms), tuning.votes.groups())
@@ -239,7 +252,7 @@ def _examine(
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run configs that are timed already once more, to compare what they compute."""
-    for config, failure in bench.compiled(configs, tuning.request.limits.compile_timeout_s):
+    for config, failure, _ in bench.compiled(configs, tuning.request.limits.compile_timeout_s):
         outcome, report = failure, None
         if outcome is None:
             outcome, report = bench.measure(config, None, tuning.votes.groups())
@@ -309,7 +322,8 @@ def _race(tuning: _Tuning, bench: LaunchBench) -> None:
     """Measure the finalists again, in rounds."""
     timings = tuning.timings()
     incumbent = tuning.incumbent if tuning.incumbent in timings else None
-    finalists = race.finalists(timings, tuning.new, incumbent)
+    raced = {config: timing for config, timing in timings.items() if config not in tuning.same}
+    finalists = race.finalists(raced, tuning.new, incumbent)
     if len(finalists) < 2:
         return
 
@@ -326,6 +340,9 @@ def _race(tuning: _Tuning, bench: LaunchBench) -> None:
         tuning.settle(config, replace(tuning.outcomes[config], timing=timing), stage="final")
     for config, outcome in failed.items():
         tuning.settle(config, outcome, stage="final")
+    for config, same in tuning.same.items():
+        if same in finals or same in failed:
+            tuning.settle_as(config, same, stage="final")
 
 
 def _best(tuning: _Tuning) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -18,23 +17,16 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune.child.arguments import Arguments
 from safetune.child.session import ConfigLaunch
-from safetune.errors import KernelNotTransferable
-from safetune.inputs import compile_spec, kernel_pickle
+from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.compile_spec import CallerSpecs, capture_spec
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation import child_handle
-from safetune.keys.kernel_digest import base_function, kernel_identity
-from safetune.keys.tuning_key import Device, Toolchain, TuningKey
-from safetune.outcome import Outcome, Verdict
-from safetune.tuning.bench import LaunchBench
-from safetune.tuning.requests import TuningRequest
+from safetune.keys.kernel_digest import base_function
 from tests.backends import FakeBackend, launching_on
 
 pytestmark = pytest.mark.internals
@@ -220,7 +212,7 @@ def test_the_caller_resolves_as_the_child_does(name: str) -> None:
 
     spec = CallerSpecs(call).spec_of(config)
 
-    assert spec is not None
+    assert isinstance(spec, bytes)
     assert {key: (id(value), repr(value)) for key, value in vars(jit).items()} == before
     assert compiled_from(call, spec) == compiled_from(call, of_child(call, config))
 
@@ -229,7 +221,9 @@ def test_each_config_gets_its_own_spec() -> None:
     call = call_of(CASES["heuristics"])
     in_caller = CallerSpecs(call)
     specs = [in_caller.spec_of(triton.Config({}, num_warps=warps)) for warps in (1, 2, 4)]
-    options = [kernel_pickle.unpack(spec)[3]["num_warps"] for spec in specs if spec]
+    options = [
+        kernel_pickle.unpack(spec)[3]["num_warps"] for spec in specs if isinstance(spec, bytes)
+    ]
     assert options == [1, 2, 4]
 
 
@@ -276,77 +270,3 @@ def test_interrupts_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     call = replace(call, kernel=heuristic(call.kernel, FLAG=interrupted))
     with pytest.raises(KeyboardInterrupt):
         CallerSpecs(call).spec_of(triton.Config({"BLOCK": 64}))
-
-
-def matmul(x, y, out, BLOCK: tl.constexpr):
-    a = tl.arange(0, BLOCK)
-    square = a[:, None] * BLOCK + a[None, :]
-    tl.store(out + square, tl.dot(tl.load(x + square), tl.load(y + square)))
-
-
-@pytest.fixture
-def bench(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., LaunchBench]]:
-    """A function that starts a bench for a kernel that is compiled, for an H100."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-
-    def start(
-        kernel: Any,
-        args: tuple[Any, ...],
-        blocks: tuple[int, ...],
-        shared: int,
-        hooks: Hooks | None = None,
-    ) -> Any:
-        call = replace(
-            call_of(CASES["positional"]),
-            kernel=kernel,
-            arg_names=tuple(kernel.arg_names),
-            args=args,
-            hooks=hooks or Hooks(),
-        )
-        device = Device("a card", "90", 132, shared)
-        toolchain = Toolchain(triton.__version__, "backend", "cuda-90-32")
-        key = TuningKey(kernel_identity(kernel), (), (), (), device, toolchain)
-        configs = tuple(triton.Config({"BLOCK": block}) for block in blocks)
-        return LaunchBench(TuningRequest(key, call, configs, "declared"))
-
-    yield start
-    child_handle.idle.drop()
-
-
-def test_a_config_that_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
-    """By the compiler's figure alone: there is no device here on which it could be."""
-    args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
-    with bench(JITFunction(matmul), args, (16, 128), shared=20_000) as made:
-        results = dict(made.compiled([0, 1], 60.0))
-        assert results[0] is None
-        refused = results[1]
-        assert refused is not None
-        (needed,) = map(int, re.findall(r"Required: (\d+)", refused.message))
-        assert needed > 20_000
-        message = str(OutOfResources(needed, 20_000, "shared memory"))
-        assert refused == Outcome(
-            Verdict.OUT_OF_RESOURCES, detail="OutOfResources", message=message
-        )
-        phases = made.phases.seconds()
-        assert phases.keys() == {"wait", "transfer", "resolve", "compile"}, "no start of a child"
-        assert all(seconds > 0 for seconds in phases.values())
-        with pytest.raises(KernelNotTransferable, match="could not rebuild the call"):
-            made.wait()  # for the child that had begun meanwhile: there is no device for it
-
-
-def test_a_config_that_cannot_fit_is_launched_for_a_post_hook(
-    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As triton.autotune does: the hook gets what the launch raises."""
-    monkeypatch.setattr(compile_spec, "_plain", lambda call, jit: True)  # no child to resolve in
-    args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
-    hooks = Hooks(post_hook=lambda arguments, exception: None)
-    with bench(JITFunction(matmul), args, (16, 128), shared=20_000, hooks=hooks) as made:
-        assert dict(made.compiled([0, 1], 60.0)) == {0: None, 1: None}
-    with bench(JITFunction(matmul), args, (16, 128), shared=20_000) as made:
-        refused = dict(made.compiled([0, 1], 60.0))[1]
-        assert refused is not None, "without the hook"
-        assert refused.verdict is Verdict.OUT_OF_RESOURCES

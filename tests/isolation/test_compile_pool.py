@@ -174,7 +174,7 @@ def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:
     for number in kinds:
         made, options = source("ok", number)
         compiled = triton.compile(made, target=TARGET, options=options)
-        assert results[number].shared_bytes == compiled.metadata.shared
+        assert results[number].binary.shared_bytes == compiled.metadata.shared
     assert pool.files() == before, "not one file is new, or written again"
     assert pool.seen() == compilations
 

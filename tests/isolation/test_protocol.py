@@ -26,6 +26,7 @@ from safetune.isolation.protocol import (
     Start,
 )
 from safetune.outcome import (
+    Binary,
     Effects,
     Group,
     GroupDifference,
@@ -112,6 +113,7 @@ def test_garbage_is_named_as_such(pipe, data):
         protocol.receive(theirs, 10)
 
 
+BINARY = Binary(7, "digest")
 TIMING = Timing(median_ms=2.0, p20_ms=1.5, p80_ms=3.0, count=7, stage="screen")
 
 
@@ -129,14 +131,14 @@ REPORT = OutputReport(
 
 def header(outcome: Outcome) -> dict[str, Any]:
     """Return an answer as the parent gets it."""
-    return json.loads(json.dumps(protocol.answer_header(Answer(outcome, REPORT, 7), number=1)))
+    return json.loads(json.dumps(protocol.answer_header(Answer(outcome, REPORT, BINARY), number=1)))
 
 
 def test_an_answer_survives_the_pipe() -> None:
     outcome = Outcome(
         Verdict.OK, timing=TIMING, message="m", gpu_uuid="u", marks=(Mark.UNOWNED.of("x"),)
     )
-    assert protocol.answer_of(header(outcome), 1) == Answer(outcome, REPORT, 7)
+    assert protocol.answer_of(header(outcome), 1) == Answer(outcome, REPORT, BINARY)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def answered(**changes: Any) -> dict[str, Any]:
         answered(marks=None),
         answered() | {"number": 2},
         answered() | {"outcome": None},
-        answered() | {"shared_bytes": "many"},
+        answered() | {"binary": {"shared_bytes": "many", "digest": ""}},
         answered() | {"report": 3.0},
         *(
             answered() | {"report": asdict(REPORT) | {name: 3.0}}

@@ -1,0 +1,147 @@
+"""What Triton's compiler and its disk cache do for a tuning, and what the cache says of a config.
+
+Like `triton_internals`, which has the rest, this reaches behind Triton's public face.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from safetune.outcome import Binary
+
+#: Options of which all that a launch sees is the code that they make.
+_ONLY_CODE = ("hash", "num_stages", "maxnreg")
+#: In an entry of the disk cache that has no code: the shared memory that a launch would need.
+_SHARED_BYTES = "safetune.shared_bytes"
+
+
+def cached_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Binary | None:
+    """Return what `compiled_binary` would, if the disk cache has it."""
+    from triton import knobs
+
+    if knobs.compilation.always_compile:
+        return None
+    with contextlib.suppress(OSError, ValueError, LookupError):  # the compiler writes it again
+        source, entry, backend = _entry(jit, spec)
+        if most_shared and (note := entry.get_file(_SHARED_BYTES)):
+            shared_bytes = int(Path(note).read_text())
+            if shared_bytes > most_shared:
+                return Binary(shared_bytes)
+        name = source.name[:150]  # as Triton does, for the sake of file systems
+        if files := entry.get_group(f"{name}.json"):
+            metadata = json.loads(Path(files[f"{name}.json"]).read_text())
+            seen = {key: value for key, value in metadata.items() if key not in _ONLY_CODE}
+            digest = hashlib.sha256(json.dumps(seen, sort_keys=True).encode())
+            digest.update(Path(files[f"{name}.{backend.binary_ext}"]).read_bytes())
+            return Binary(int(metadata["shared"]), digest.hexdigest())
+    return None
+
+
+def compiled_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Binary:
+    """Compile what `compile_arguments` returned into Triton's disk cache, in a compile child.
+
+    Not to the end where a launch would need more than `most_shared` bytes of shared memory, if that
+    is not 0.
+    """
+    from triton.compiler import compile as triton_compile
+    from triton.runtime import driver
+    from triton.runtime.errors import OutOfResources
+
+    *_, options, target = spec
+    # In place of the driver: kernels may ask what they are compiled for.
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    if found := cached_binary(jit, spec, most_shared):
+        return found
+    source, entry, _ = _entry(jit, spec)
+    try:
+        with _within(most_shared if target.backend == "cuda" else 0):
+            compiled = triton_compile(source, target=target, options=options)
+    except OutOfResources as error:
+        entry.put(str(error.required), _SHARED_BYTES, binary=False)
+        return Binary(error.required)
+    return cached_binary(jit, spec) or Binary(int(compiled.metadata.shared))
+
+
+def _entry(jit: Any, spec: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Return the source that Triton compiles, its entry in the disk cache, and the back end."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    from triton.runtime import cache
+
+    signature, constexprs, attrs, options, target = spec
+    source_type = ASTSource
+    if jit.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    source = source_type(jit, signature, constexprs, attrs)
+    backend = make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    key = cache.get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars())
+    entry = cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return source, entry, backend
+
+
+@contextlib.contextmanager
+def _within(most_shared: int) -> Iterator[None]:
+    """Have Triton raise `OutOfResources` once it has laid out more shared memory than this.
+
+    LLVM and the assembler come after that. They take most of the time of a compilation, and the
+    most for the largest tiles, which no launch could have.
+    """
+    if not most_shared:
+        yield
+        return
+    from triton._C.libtriton import ir, nvidia
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.errors import OutOfResources
+
+    passes, lower = nvidia.passes.ttgpuir, CUDABackend.make_llir
+    lay_out = passes.add_allocate_shared_memory_nv
+
+    class LaidOut(Exception):
+        """The passes up to the one that lays out shared memory have run."""
+
+    def lay_out_alone(trial: Any, manager: Any, *options: Any) -> None:
+        lay_out(manager, *options)
+        manager.run(trial, "shared memory")
+        raise LaidOut
+
+    def checked(backend: Any, module: Any, *options: Any) -> Any:
+        needed = 0
+        with contextlib.suppress(RuntimeError):  # of a module that cannot be read again
+            trial = _copy_of(module, ir)
+            passes.add_allocate_shared_memory_nv = functools.partial(lay_out_alone, trial)
+            try:
+                lower(backend, trial, *options)
+            except LaidOut:
+                needed = trial.get_int_attr("ttg.shared") or 0
+            finally:
+                passes.add_allocate_shared_memory_nv = lay_out
+        if needed > most_shared:
+            raise OutOfResources(needed, most_shared, "shared memory")
+        return lower(backend, module, *options)
+
+    CUDABackend.make_llir = checked
+    try:
+        yield
+    finally:
+        CUDABackend.make_llir = lower
+
+
+def _copy_of(module: Any, ir: Any) -> Any:
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(str(module))
+        file.flush()
+        copied = ir.parse_mlir_module(file.name, module.context)
+    copied.context = module.context
+    return copied

@@ -1,0 +1,218 @@
+"""Which configs of a tuning are compiled, which are launched, and which only take a result over."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import _runtime as _imported_interpreted  # noqa: F401
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+from safetune.errors import KernelNotTransferable
+from safetune.inputs import compile_spec
+from safetune.inputs.call import Call, Hooks
+from safetune.isolation import child_handle
+from safetune.isolation.compile_pool import CompilePool
+from safetune.keys.kernel_digest import kernel_identity
+from safetune.keys.tuning_key import Device, Toolchain, TuningKey
+from safetune.outcome import Outcome, Verdict
+from safetune.tuning.bench import LaunchBench
+from safetune.tuning.requests import TuningRequest
+from tests.backends import FakeBackend, launching_on
+
+pytestmark = pytest.mark.internals
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def h100() -> Iterator[None]:
+    """Triton's launch path asks for the device, stream and target; there is no driver here."""
+    made = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGET,
+    )
+    with launching_on(FakeBackend(), "cuda", active=made):
+        yield
+
+
+def matmul(x, y, out, BLOCK: tl.constexpr):
+    a = tl.arange(0, BLOCK)
+    square = a[:, None] * BLOCK + a[None, :]
+    tl.store(out + square, tl.dot(tl.load(x + square), tl.load(y + square)))
+
+
+SMALL_AND_LARGE = (triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 128}))
+
+
+@pytest.fixture
+def bench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., LaunchBench]]:
+    """A function that starts a bench for a kernel that is compiled, for an H100."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+
+    def start(
+        kernel: Any = matmul,
+        configs: Sequence[triton.Config] = SMALL_AND_LARGE,
+        shared: int = 20_000,
+        hooks: Hooks | None = None,
+    ) -> LaunchBench:
+        jit = JITFunction(kernel)
+        args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
+        call = Call(
+            kernel=jit,
+            arg_names=tuple(jit.arg_names),
+            args=args,
+            kwargs={},
+            grid=(1,),
+            pins={},
+            hooks=hooks or Hooks(),
+            index=0,
+        )
+        device = Device("a card", "90", 132, shared)
+        toolchain = Toolchain(triton.__version__, "backend", "cuda-90-32")
+        key = TuningKey(kernel_identity(jit), (), (), (), device, toolchain)
+        return LaunchBench(TuningRequest(key, call, tuple(configs), "declared"))
+
+    yield start
+    child_handle.idle.drop()
+
+
+def failures(made: LaunchBench) -> dict[int, Outcome | None]:
+    found = made.compiled([0, 1], 60.0)
+    return {config: failure for config, failure, _ in found}
+
+
+def test_a_config_that_cannot_fit_is_not_launched(bench: Callable[..., Any]) -> None:
+    """By the compiler's figure alone: there is no device here on which it could be."""
+    with bench() as made:
+        results = failures(made)
+        assert results[0] is None
+        refused = results[1]
+        assert refused is not None
+        (needed,) = map(int, re.findall(r"Required: (\d+)", refused.message))
+        assert needed > 20_000
+        message = str(OutOfResources(needed, 20_000, "shared memory"))
+        assert refused == Outcome(
+            Verdict.OUT_OF_RESOURCES, detail="OutOfResources", message=message
+        )
+        phases = made.phases.seconds()
+        assert phases.keys() == {"wait", "transfer", "resolve", "compile"}, "no start of a child"
+        assert all(seconds > 0 for seconds in phases.values())
+        with pytest.raises(KernelNotTransferable, match="could not rebuild the call"):
+            made.wait()  # for the child that had begun meanwhile: there is no device for it
+
+
+def test_a_config_that_cannot_fit_is_launched_for_a_post_hook(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As triton.autotune does: the hook gets what the launch raises."""
+    monkeypatch.setattr(compile_spec, "_plain", lambda call, jit: True)  # no child to resolve in
+    hooks = Hooks(post_hook=lambda arguments, exception: None)
+    with bench(hooks=hooks) as made:
+        assert failures(made) == {0: None, 1: None}
+    with bench() as made:
+        refused = failures(made)[1]
+        assert refused is not None, "without the hook"
+        assert refused.verdict is Verdict.OUT_OF_RESOURCES
+
+
+class Given:
+    """The configs that compile children were given, in the disk cache's own directory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.configs: list[int] = []
+        add = CompilePool.add
+
+        def given(pool: CompilePool, config: int, spec: bytes) -> None:
+            self.configs.append(config)
+            add(pool, config, spec)
+
+        monkeypatch.setattr(CompilePool, "add", given)
+
+    def files(self, suffix: str) -> list[Path]:
+        return list(Path(os.environ["TRITON_CACHE_DIR"]).rglob(f"*{suffix}"))
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+    return Given(monkeypatch)
+
+
+def test_what_is_in_the_disk_cache_is_given_to_no_compile_child(
+    bench: Callable[..., Any], given: Given
+) -> None:
+    """What cannot fit is known from there, too, though it has not been compiled to the end."""
+    with bench() as made:
+        first = failures(made)
+    assert given.configs == [0, 1]
+    assert len(given.files(".cubin")) == 1, "LLVM and the assembler have seen the small one alone"
+    with bench() as made:
+        assert failures(made) == first
+    assert given.configs == [0, 1]
+    with bench(shared=200_000) as made:
+        assert failures(made) == {0: None, 1: None}
+    assert given.configs == [0, 1, 1], "on a device with more it is compiled"
+    assert len(given.files(".cubin")) == 2
+
+
+def test_the_shared_memory_that_is_known_early_is_that_of_the_binary(
+    bench: Callable[..., Any],
+) -> None:
+    """Else a config that fits would be refused, or one that does not be compiled for nothing."""
+    needs = []
+    for shared in (20_000, 0):
+        with bench(configs=SMALL_AND_LARGE[1:], shared=shared) as made:
+            (found,) = made._results([0], 60.0)
+            needs.append(found.binary.shared_bytes)
+    assert needs[0] == needs[1] > 20_000
+
+
+def unread(x, y, out, BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE=16):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offset, tl.load(x + offset) + tl.load(y + offset) + SIZE)
+
+
+@pytest.mark.parametrize(
+    ("names", "same"),
+    [
+        ({"num_stages": (2, 3)}, 0),  # there is no loop to pipeline
+        ({"GROUP": (1, 8)}, 0),
+        ({"num_warps": (2, 4)}, None),
+        ({"SIZE": (16, 32)}, None),  # passed to the same code
+        ({"BLOCK": (32, 64)}, None),
+    ],
+    ids=str,
+)
+def test_configs_that_compile_to_the_same_code_are_told(
+    bench: Callable[..., Any], names: Mapping[str, Sequence[int]], same: int | None
+) -> None:
+    ((name, values),) = names.items()
+    configs = []
+    for value in values:
+        options = {
+            "BLOCK": 64,
+            "GROUP": 1,
+            "num_warps": 2,
+            "num_stages": 2,
+            name: value,
+        }
+        warps, stages = options.pop("num_warps"), options.pop("num_stages")
+        configs.append(triton.Config(options, num_warps=warps, num_stages=stages))
+    with bench(unread, configs) as made:
+        found = list(made.compiled([0, 1], 60.0))
+    assert [each.failure for each in found] == [None, None]
+    assert [each.same for each in found] == [None, None if same is None else found[0].config]
