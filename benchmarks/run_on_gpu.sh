@@ -6,6 +6,7 @@
 #   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up, store
 #   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
 #   OUT=results benchmarks/run_on_gpu.sh norms         the shipped kernels; Liger and FLA beside them
+#   OUT=results benchmarks/run_on_gpu.sh norms_small   the same on few rows, beside torch.compile
 #   OUT=results benchmarks/run_on_gpu.sh unmodified    FLA's layers; needs fla-core
 #
 # tests/gpu/test_unmodified.py, which takes minutes, is in none of these: `make test-gpu` has it.
@@ -25,10 +26,10 @@ root=$PWD
 mode=${1:-checks}
 case $mode in
     checks | integrations | bench) ;;
-    tuning_time | choice_quality | startup | store | norms | unmodified) ;;
+    tuning_time | choice_quality | startup | store | norms | norms_small | unmodified) ;;
     *)
         echo "usage: $0 [checks | integrations | bench |" \
-            "(tuning_time | choice_quality | startup | store | norms | unmodified) [OPTION...]]" >&2
+            "(tuning_time | choice_quality | startup | store | norms | norms_small | unmodified) [OPTION...]]" >&2
         exit 2
         ;;
 esac

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from safetune.errors import InvalidOperand
 from safetune.kernels.grid_policy import GridPlan
 from safetune.kernels.launches import (
     BackwardOutputs,
+    Launch,
     backward_launch,
     backward_plan,
     finalize_launch,
@@ -60,7 +61,7 @@ def layer_norm_fwd(
     check_options(eps, num_groups)
     check_dtypes(out_dtype=out_dtype, residual_dtype=residual_dtype)
     options = (out_dtype, residual_dtype, is_rms_norm, num_groups)
-    return forward_rows(x, weight, bias, eps, residual, *options, deterministic=deterministic)
+    return forward_rows(x, weight, bias, eps, residual, *options, deterministic=deterministic)[0]
 
 
 def forward_rows(
@@ -76,8 +77,11 @@ def forward_rows(
     shape: Sequence[int] | None = None,
     *,
     deterministic: bool | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return what `layer_norm_fwd` returns; y and a stored residual_out are of `shape`."""
+) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor], Launch]:
+    """Return what `layer_norm_fwd` returns, and the launch.
+
+    y and a stored residual_out are of `shape`.
+    """
     check_operands(x, num_groups, {"residual": residual}, {"weight": weight, "bias": bias})
     check_device(x)
     x, weight, bias, residual = _contiguous(x, weight, bias, residual)
@@ -87,7 +91,7 @@ def forward_rows(
         with torch.cuda.device_of(x):
             run_launch(layer_norm_forward_kernel, launch, is_pinned(deterministic))
     normalized = x if outputs.residual is None else outputs.residual
-    return outputs.y, outputs.mean, outputs.rstd, normalized
+    return (outputs.y, outputs.mean, outputs.rstd, normalized), launch
 
 
 def layer_norm_bwd(
@@ -116,6 +120,36 @@ def layer_norm_bwd(
     """
     check_tensors(dy=dy, x=x)
     check_dtypes(x_dtype=x_dtype)
+    operands = (dy, x, weight, bias, mean, rstd, dres)
+    options = (has_residual, is_rms_norm, x_dtype, recompute_output, num_groups)
+    return backward_rows(*operands, *options, deterministic=deterministic)[0]
+
+
+class BackwardLaunches(NamedTuple):
+    """What a backward pass launched; `sums` is None where there are no parameters."""
+
+    plan: GridPlan
+    rows: Launch
+    sums: Launch | None
+
+
+def backward_rows(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    dres: Tensor | None,
+    has_residual: bool,
+    is_rms_norm: bool,
+    x_dtype: torch.dtype | None,
+    recompute_output: bool,
+    num_groups: int,
+    *,
+    deterministic: bool | None,
+) -> tuple[tuple[Any, ...], BackwardLaunches]:
+    """Return what `layer_norm_bwd` returns, and the launches."""
     check_operands(
         x,
         num_groups,
@@ -133,10 +167,11 @@ def layer_norm_bwd(
     with torch.cuda.device_of(x):
         if x.numel():
             run_launch(layer_norm_backward_kernel, launch, pinned)
-        dw, db = _finalize(plan, outputs, weight, bias, pinned)
+        (dw, db), sums = _finalize(plan, outputs, weight, bias, pinned)
     dres_in = outputs.x if has_residual and outputs.residual is None else outputs.residual
     gradients = (outputs.x, dw, db, dres_in)
-    return (*gradients, outputs.y) if recompute_output else gradients
+    launches = BackwardLaunches(plan, launch, sums)
+    return (*gradients, outputs.y) if recompute_output else gradients, launches
 
 
 def _checked_statistics(mean: Tensor | None, rstd: Tensor | None, is_rms_norm: bool) -> Tensor:
@@ -155,17 +190,17 @@ def _finalize(
     weight: Tensor | None,
     bias: Tensor | None,
     pinned: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dw, db): the partial sums of all programs, added up."""
+) -> tuple[tuple[Tensor | None, Tensor | None], Launch | None]:
+    """Return (dw, db), the partial sums of all programs added up, and what was launched for it."""
     if weight is None and bias is None:
-        return None, None
+        return (None, None), None
     if not outputs.x.numel():
         dw, db = (None if p is None else torch.zeros_like(p) for p in (weight, bias))
-        return dw, db
+        return (dw, db), None
     partials = (outputs.weight_partials, outputs.bias_partials)
     gradients, launch = finalize_launch(plan, *partials, weight, bias)
     run_launch(layer_norm_finalize_kernel, launch, pinned)
-    return gradients
+    return gradients, launch
 
 
 def _contiguous(*operands: Tensor | None) -> tuple[Any, ...]:

@@ -12,37 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from safetune.kernels.functional import layer_norm_bwd
+from safetune.kernels.calls import call_of
 from safetune.kernels.launches import is_pinned
 from safetune.kernels.operands import (
     check_options,
     check_tensors,
-    in_shape,
     is_transformed,
     launches_directly,
     refuse_transforms,
     stores_residual,
     with_offset,
 )
-from safetune.kernels.ops import norm_gradients, norm_rows, refuse
+from safetune.kernels.ops import norm_gradients, refuse
 
 
 class LayerNormFunction(torch.autograd.Function):
-    """Normalizes over the last dimension, or over each of `num_groups` parts of it."""
+    """Normalizes over the last dimension, or over each of the parts of it, as a `NormCall` says."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, eps, prenorm, residual_in_fp32, *options):
-        """Return y, and residual_out after it if `prenorm`."""
-        y, mean, rstd, normalized = norm_rows(
-            x, weight, bias, residual, eps, None, residual_in_fp32, *options
-        )
+    def forward(ctx, x, weight, bias, residual, call):
+        """Return y, and residual_out after it if the call is a prenorm."""
+        y, mean, rstd, normalized = call.forward(x, weight, bias, residual)
         ctx.save_for_backward(normalized, mean, rstd, weight, bias)
-        ctx.rows = (rstd.shape[0], x.shape[-1] // options[1])
-        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
-        ctx.is_rms_norm, ctx.num_groups, ctx.deterministic = options
+        ctx.call = call
         # An output that nothing reads has no gradient, rather than one full of zeros.
         ctx.set_materialize_grads(False)
-        return (y, in_shape(normalized, x.shape)) if prenorm else y
+        return (y, normalized) if call.prenorm else y
 
     @staticmethod
     def backward(
@@ -53,34 +48,17 @@ class LayerNormFunction(torch.autograd.Function):
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dy, dres)
 
 
+#: Without what `Function.apply` does for transforms of `torch.func`, a third of its host time; but
+#: an input of a transform that is over is to be unwrapped.
+_apply = super(torch.autograd.Function, LayerNormFunction).apply
+_unwrapped = torch._C._functorch.unwrap_if_dead
+
+
 def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what `norm_gradients` returns, with less work on the host."""
     if dy is None or is_transformed(dy):
-        x, *others = ctx.saved_tensors
-        saved = (in_shape(x, ctx.shape), *others)
-        return *norm_gradients(ctx, saved, dy, dres)[:4], *(None,) * 6
-    x, mean, rstd, weight, bias = ctx.saved_tensors
-    dx, dw, db, dres_in = layer_norm_bwd(
-        in_shape(dy, ctx.rows),
-        in_shape(x, ctx.rows),
-        weight,
-        bias,
-        mean,
-        rstd,
-        None if dres is None else in_shape(dres, ctx.rows),
-        ctx.has_residual,
-        ctx.is_rms_norm,
-        x_dtype=ctx.x_dtype,
-        num_groups=ctx.num_groups,
-        deterministic=ctx.deterministic,
-    )
-    shaped = in_shape(dx, ctx.shape)
-    if dres_in is dx:
-        # One object: with two, autograd would assume separate memory, and add to each in place.
-        dres_in = shaped
-    elif dres_in is not None:
-        dres_in = in_shape(dres_in, ctx.shape)
-    return shaped, dw, db, dres_in, None, None, None, None, None, None
+        return *norm_gradients(ctx.call, ctx.saved_tensors, dy, dres)[:4], None
+    return *ctx.call.backward(dy, dres, *ctx.saved_tensors), None
 
 
 def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -143,16 +121,22 @@ def group_norm(
         InvalidOperand: a shape, dtype or device does not match `x`, or a row is too long.
         TracingError: in forward-mode AD, and under `torch.func.grad` and its like.
     """
-    direct = launches_directly(x, weight, bias, residual)
-    if not direct:
-        given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        check_tensors(**{name: o for name, o in given.items() if name == "x" or o is not None})
+    if launches_directly(x, weight, bias, residual):
+        refuse_transforms(x, weight, bias, residual)
+        x = _unwrapped(x)
+        weight = None if weight is None else _unwrapped(weight)
+        weight = with_offset(weight, weight_offset)
+        bias = None if bias is None else _unwrapped(bias)
+        residual = None if residual is None else _unwrapped(residual)
+        flags = (eps, prenorm, residual_in_fp32, is_rms_norm, num_groups, deterministic)
+        call = call_of(x, weight, bias, residual, *flags)
+        return _apply(x, weight, bias, residual, call)
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    check_tensors(**{name: o for name, o in given.items() if name == "x" or o is not None})
     check_options(eps, num_groups)
     refuse_transforms(x, weight, bias, residual)
     operands = (x, with_offset(weight, weight_offset), bias, residual)
     options = (residual_in_fp32, is_rms_norm, num_groups)
-    if direct:
-        return LayerNormFunction.apply(*operands, eps, prenorm, *options, deterministic)
     y, residual_out, _, _ = torch.ops.safetune.layer_norm(
         *operands, eps, None, *options, is_pinned(deterministic)
     )

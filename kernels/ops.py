@@ -25,7 +25,7 @@ from safetune.kernels.operands import as_rows, check_operands, residual_rows, st
 def norm_rows(
     x, weight, bias, residual, eps, out_dtype, residual_in_fp32, is_rms_norm, num_groups, pinned
 ) -> tuple[Any, ...]:
-    """Return (y, mean, rstd, residual_out) of `layer_norm_fwd` for `x` of any shape and layout.
+    """Return (y, mean, rstd, residual_out) as `layer_norm_fwd`, for any `x`, and the launch.
 
     y is of the shape of `x`; so is residual_out, if it is stored.
     """
@@ -49,7 +49,7 @@ def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *o
 
     residual_out is empty if it would be `x`; mean is empty for RMS norm.
     """
-    y, mean, rstd, normalized = norm_rows(
+    (y, mean, rstd, normalized), _ = norm_rows(
         x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options
     )
     stored = stores_residual(x, residual, residual_in_fp32)

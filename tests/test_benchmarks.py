@@ -511,6 +511,15 @@ NORM_HOST_ROWS = [
 ]
 
 
+NORM_SMALL_ROWS = [
+    {"part": f"{norm}-{shape}", "op": op, "system": system, "microseconds": us}
+    for norm in ("ln", "rms")
+    for shape in ("450x256", "1x4096", "8x4096", "64x4096")
+    for op, ours in (("forward", 3.0), ("backward", 6.0))
+    for system, us in (("ours", ours), ("compile_max", 4.0))
+]
+
+
 def test_figures_of_the_norms() -> None:
     """32768 x 1024 in bf16 is 64 MiB: in 100 us, 1.34 TB/s forward and 2.01 backward."""
     found = importlib.import_module("norms").figures(NORM_ROWS)
@@ -528,6 +537,13 @@ def test_figures_of_the_norms_host_time() -> None:
     assert found["host_us_forward_ours_ln"] == 9.0
     assert found["host_backward_vs_fla_rms"] == 2.0
     assert "host_forward_vs_torch_ln" not in found
+
+
+def test_figures_of_norms_on_few_rows() -> None:
+    found = importlib.import_module("norms_small").figures(NORM_SMALL_ROWS)
+    assert found["forward_vs_max_autotune_1x4096_rms"] == 0.75
+    assert found["backward_vs_max_autotune_1x4096_rms"] == 1.5
+    assert found["vs_max_autotune_1x4096_rms"] == 1.5
 
 
 def test_a_later_command_measures_the_missing_systems() -> None:
@@ -561,6 +577,7 @@ SAMPLE_ROWS = {
     "norms_max_autotune": NORM_ROWS,
     "norms_residual_max_autotune": with_a_residual(NORM_ROWS),
     "norms_host": NORM_HOST_ROWS,
+    "norms_small": NORM_SMALL_ROWS,
     "tuning_time": TUNING_ROWS,
     "startup": STARTUP_ROWS,
     "choice_quality": CHOICE_ROWS,
@@ -598,9 +615,9 @@ def test_a_bar_says_whether_small_or_great_is_good(bars: ModuleType) -> None:
     assert found["share_within_2pct"].verdict(0.94) == "missed"
     assert found["share_within_2pct"].verdict(None) == "absent"
     assert found["share_within_1pct"].verdict(0.5) == "no bar"
-    assert found["backward_share_D1024_rms"].bar == 0.80
+    assert found["backward_share_D32768_rms"].bar == 0.80
     assert found["backward_vs_best_peer_D32768_ln"].bar == 0.85
-    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * (4 + 4 + 2 + 2) + 4
+    assert sum(bar.group == "norms" for bar in bars.load()) == 8 * 2 * (4 + 4 + 2 + 2) + 8 + 8
 
 
 def write_figures(folder: Path, bench: str, **figures: float) -> None:

@@ -64,7 +64,7 @@ class FastPath:
     ) -> None:
         self._tuner = tuner
         self._shape = shape
-        self._single = source.single
+        self._source = source
         defaults = {parameter.name: parameter.default for parameter in jit.params}
         self._absent = {name: defaults[name] for name in source.absent}
         self._jit = jit
@@ -76,7 +76,7 @@ class FastPath:
         self._as_made = [{**each, "values": {**each["values"]}} for each in self._heuristics]
         set_below = {name: f for each in self._as_made for name, f in each["values"].items()}
         self._set = [*set_below]
-        names = {
+        names = self._names = {
             **_names(tuner, jit),
             "known": self._known,
             "chosen": self._chosen,
@@ -118,7 +118,7 @@ class FastPath:
         choice = None if self.in_the_way() else self._choice_key(args, kwargs)
         if choice is None:
             return None
-        return choice, None if self._single else self._shape.key(args, kwargs)
+        return choice, None if self._source.single else self._shape.key(args, kwargs)
 
     def remember(self, key: Key, launched: Launched) -> None:
         """Launch this kernel for such calls from now on, if that can be done without Triton.
@@ -131,10 +131,10 @@ class FastPath:
             return
         if config.pre_hook is not None or self.in_the_way():
             return
-        if (len(tuner.configs) == 1) is not self._single:
+        if (len(tuner.configs) == 1) is not self._source.single:
             return  # configs were added or removed in place
         choice, memory_key = key
-        if not self._single and tuner.states.hits.get(memory_key) is not config:
+        if not self._source.single and tuner.states.hits.get(memory_key) is not config:
             return  # for this call only: another one was rejected, or a graph captured it
         options = config.all_kwargs()
         if options != launched.options:  # changed by what the launch called
@@ -165,6 +165,26 @@ class FastPath:
             parts = (part for value in values.values() for part in (value, value.__class__))
             choice = (choice, *parts)
         self._known[choice] = (*guard, binary, how.run, how.head, how.together, rest, kernel)
+
+    def bind(
+        self,
+        grid: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        watched: Callable[[], Any],
+    ) -> Callable[..., Any] | None:
+        """Return a launch that is known as a function of its first arguments, tensors or None.
+
+        The function takes arguments up to the last tensor, and launches what this call launches, on
+        the same grid. The caller answers for it that they have the dtypes and the device of the
+        first ones. It returns None where `watched` does, or anything else that a launch depends on
+        has changed, an address is not a multiple of 16, or another device is current.
+        """
+        if not self._source.can_be_bound:
+            return None
+        if "bind" not in self._names:
+            exec(_compiled(self._source.bound_text()), self._names)
+        return self._names["bind"](grid, args, kwargs, watched)  # type: ignore[no-any-return]
 
     def _by_triton(
         self,

@@ -27,6 +27,10 @@ _DEVICE = (
     "    device = own_driver.get_current_device()",
 )
 
+#: What is known of a launch; the first of them only where no heuristics are below the tuner.
+_LAUNCHED = "config, settings, as_launched, "
+_FOUND = "binary, run, head, together, rest, kernel"
+
 
 class Source:
     """Writes the code of a fast path. Parameter i is `v{i}` there, and its address `p{i}`."""
@@ -73,14 +77,8 @@ class Source:
 
     def text(self) -> str:
         """Return the code."""
-        arguments = "".join(f"{self._argument(i)}, " for i in range(len(self._names)))
-        absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
+        launched = "" if self._heuristics else _LAUNCHED
         in_the_way = triton_launch.in_the_way()
-        compiled = f"{triton_launch.COMPILED} is kernel"
-        known = compiled if self._heuristics else f"{compiled} and not ({self._changed})"
-        others = [f"read{i}(argument{i}) is not value{i}" for i in range(len(self.facts))]
-        refused = " or ".join([triton_launch.REFUSED, *others])
-        launched = "" if self._heuristics else "config, settings, as_launched, "
         return f"""
 def in_the_way():
     return bool({in_the_way})
@@ -92,7 +90,7 @@ def choice_key(a, k):
 def launch(grid, a, k):
     if {in_the_way}:
         return None
-    if {refused}:
+    if {self._refused}:
         return None
 {self._unpack()}
     key = {self._key()}
@@ -100,10 +98,10 @@ def launch(grid, a, k):
     found = known.get(key)
     if found is None:
         {self._missed}
-    {launched}binary, run, head, together, rest, kernel = found
-    if not ({known}):
+    {launched}{_FOUND} = found
+    if not ({self._still_known}):
         {self._missed}
-    {f"{absent}= rest" if absent else ""}
+    {self._rest}
     stream = own_driver.get_current_stream(device)
     state["best_config"] = config
 {self._grid()}
@@ -111,15 +109,89 @@ def launch(grid, a, k):
     y = grid[1] if dimensions > 1 else 1
     z = grid[2] if dimensions > 2 else 1
     if together:
-        run(grid[0], y, z, stream, *head, ({arguments}))
+        run(grid[0], y, z, stream, *head, ({self._arguments}))
     else:
-        run(grid[0], y, z, stream, *head, {arguments})
+        run(grid[0], y, z, stream, *head, {self._arguments})
     return kernel
 """
 
+    def bound_text(self) -> str:
+        """Return the code of `bind`: see `FastPath.bind`."""
+        # Those after the last tensor are None, as in every call of this kind.
+        given = ", ".join(f"v{i}" for i in range(max(self._tensors) + 1))
+        addresses = "\n".join(f"            p{i} = v{i}.data_ptr()" for i in self._tensors)
+        device = "\n".join(f"        {line}" for line in _DEVICE)
+        every = " | ".join(f"p{i}" for i in self._tensors)
+        return f"""
+def bind(grid, a, k, watched):
+{self._unpack()}
+    found = known.get({self._key()})
+    if found is None or ({every}) & 15:
+        return None
+    {_LAUNCHED}{_FOUND} = found
+    {self._rest}
+    if grid.__class__ is not tuple:
+        if not learn(grid):
+            return None
+        grid = grid({{{self._named}}})
+    x, y, z = sizes(grid)
+    launches, own_device = state["_launches"], device
+
+    def launch({given}, *absent):
+        if {triton_launch.in_the_way()}:
+            return None
+        if {self._refused} or state["_launches"] is not launches or watched():
+            return None
+        try:
+{addresses}
+        except RuntimeError:  # one of torch.vmap's
+            return None
+{device}
+        if device != own_device or ({every}) & 15 or not ({self._still_known}):
+            return None
+        stream = own_driver.get_current_stream(device)
+        state["best_config"] = config
+        if together:
+            run(x, y, z, stream, *head, ({self._arguments}))
+        else:
+            run(x, y, z, stream, *head, {self._arguments})
+        return kernel
+
+    return launch
+"""
+
+    @property
+    def can_be_bound(self) -> bool:
+        """Whether nothing has to be asked at each launch but where its tensors are."""
+        return bool(self._tensors) and not (self._heuristics or self._pinned)
+
+    @property
+    def _arguments(self) -> str:
+        return "".join(f"{self._argument(i)}, " for i in range(len(self._names)))
+
+    @property
+    def _named(self) -> str:
+        return ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
+
+    @property
+    def _rest(self) -> str:
+        """Write what a config or a default has set."""
+        absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
+        return f"{absent}= rest" if absent else ""
+
+    @property
+    def _refused(self) -> str:
+        others = [f"read{i}(argument{i}) is not value{i}" for i in range(len(self.facts))]
+        return " or ".join([triton_launch.REFUSED, *others])
+
+    @property
+    def _still_known(self) -> str:
+        compiled = f"{triton_launch.COMPILED} is kernel"
+        return compiled if self._heuristics else f"{compiled} and not ({self._changed})"
+
     def _grid(self) -> str:
         """Write the call of a grid function."""
-        named = ", ".join(f"{name!r}: v{i}" for i, name in enumerate(self._names))
+        named = self._named
         put_back = "".join(f"meta[{self._names[i]!r}] = " for i in self._pinned)
         return f"""
     if grid.__class__ is not tuple:

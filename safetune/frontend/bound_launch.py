@@ -1,0 +1,29 @@
+"""Known launches as functions of their tensors, for a caller that checks what those are itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from safetune.frontend import observers
+from safetune.frontend.autotuner import Autotuner
+
+_RUN = Autotuner.run
+
+
+def bound_launch(
+    tuner: Autotuner, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """Return what `tuner[grid](*args, **kwargs)` launches as a function: see `FastPath.bind`.
+
+    None if the launch is not known: it was never launched, or always needs Triton's own path.
+    """
+
+    def watched() -> bool:
+        return bool(observers.active or tuner.__class__.run is not _RUN)
+
+    state = vars(tuner)
+    if "run" in state:  # one that is set later has every launch forgotten
+        return None
+    launch = state["_launches"].get((*map(type, args), *kwargs, *map(type, kwargs.values())))
+    return launch and launch.fast_path.bind(grid, args, kwargs, watched)  # type: ignore[no-any-return]

@@ -1,0 +1,163 @@
+"""A call like one before gives what that gave, with no check repeated; any other is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from safetune import InvalidOperand
+from safetune.kernels import calls, group_norm, layer_norm, rms_norm
+
+pytestmark = pytest.mark.usefixtures("loops")
+
+Tensor = torch.Tensor
+
+
+class Bound:
+    """Stands for a bound launch, by the tuner: the interpreter's launches are never known.
+
+    Attributes:
+        made: how many launches were bound, each after the checks of a call.
+        launched: how many of them were launched.
+        valid: whether they may still be launched.
+    """
+
+    def __init__(self) -> None:
+        self.made = self.launched = 0
+        self.valid = True
+
+    def launch(self, kernel: Any, grid: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+        self.made += 1
+
+        def launch(*tensors: Any) -> Any:
+            if not self.valid:
+                return None
+            self.launched += 1
+            kernel[grid](*tensors, *args[len(tensors) :], **kwargs)
+            return kernel
+
+        return launch
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
+    made = Bound()
+    monkeypatch.setattr(calls, "bound_launch", made.launch)
+    monkeypatch.setattr(calls, "_calls", {})
+    return made
+
+
+def both_passes(call: Callable[..., Any], leaves: list[Any]) -> list[Tensor]:
+    found = call(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    incoming = [torch.ones_like(output) for output in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, wanted, incoming)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_rms_norm": True},
+        {"num_groups": 2, "prenorm": True},
+        {"prenorm": True, "residual_in_fp32": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("given", ["weight bias residual", "weight", "bias", "residual", ""])
+def test_the_second_call_gives_what_the_first_gave(
+    bound: Bound, random: Any, options: Any, given: str
+) -> None:
+    def leaves() -> list[Any]:
+        x = random(2, 3, 16, dtype=torch.bfloat16)
+        weight, bias, residual = (
+            random(*shape) if name in given.split() else None
+            for name, shape in (("weight", (16,)), ("bias", (16,)), ("residual", (2, 3, 16)))
+        )
+        return [x, weight, bias, residual]
+
+    def call(*leaves: Any) -> Any:
+        return group_norm(*leaves, **options)
+
+    both_passes(call, leaves())
+    made, again = bound.made, leaves()
+    assert made == (3 if "weight" in given or "bias" in given else 2)
+    assert bound.launched == 0
+    found = both_passes(call, again)
+    assert (bound.made, bound.launched) == (made, made)
+    bound.valid = False
+    right = both_passes(call, again)
+    for mine, theirs in zip(found, right, strict=True):
+        assert mine.shape == theirs.shape
+        assert mine.is_contiguous()
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_another_kind_of_operand_is_checked(bound: Bound, random: Any) -> None:
+    x, weight = random(4, 16), random(16)
+    layer_norm(x, weight, None)
+    for other in (random(5, 16), random(4, 32)[:, ::2], random(4, 16).half(), random(2, 2, 16)):
+        made = bound.made
+        layer_norm(other, weight, None)
+        assert bound.launched == 0
+        assert bound.made == made + other.is_contiguous()
+    with pytest.raises(InvalidOperand, match="weight has shape"):
+        layer_norm(x, random(8), None)
+    with pytest.raises(InvalidOperand, match=r"num_groups=1\.0"):
+        layer_norm(x, weight, None, num_groups=1.0)
+
+
+def test_a_weight_that_is_elsewhere_since_is_checked_in_backward(bound: Bound, random: Any) -> None:
+    x, weight = random(4, 16), torch.nn.Parameter(random(16).detach())
+    y = layer_norm(x, weight, None)
+    (right,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    dy = torch.ones_like(y)
+    for _ in range(2):
+        torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert bound.launched == 2
+    weight.data = weight.data.repeat_interleave(2)[::2]
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert bound.launched == 2
+    assert torch.equal(dx, right)
+
+
+def test_a_pinned_call_is_not_bound(bound: Bound, random: Any) -> None:
+    x = random(4, 16)
+    rms_norm(x, None, None, deterministic=True)
+    assert bound.made == 0
+    rms_norm(x, None, None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        both_passes(rms_norm, [x, None, None])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (bound.made, bound.launched) == (1, 0)
+
+
+def test_no_rows_are_not_launched(bound: Bound, random: Any) -> None:
+    for _ in range(2):
+        dx, dw = both_passes(rms_norm, [random(0, 16), random(16), None])[1:]
+        assert (dx.shape, dw.tolist()) == ((0, 16), [0.0] * 16)
+    assert bound.made == 0
+
+
+def test_an_input_of_a_transform_that_is_over_is_unwrapped(bound: Bound, random: Any) -> None:
+    kept: list[Tensor] = []
+    rows = random(4, 16, grad=False)
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(rows)
+    for _ in range(2):
+        assert torch.equal(rms_norm(kept[0], None, None), rms_norm(rows, None, None))
+    assert bound.launched == 3
+
+
+def test_calls_are_forgotten_before_they_are_too_many(
+    bound: Bound, random: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MOST_CALLS", 3)
+    for rows in range(1, 8):
+        rms_norm(random(rows, 16), None, None)
+        assert len(calls._calls) <= 3

@@ -1,0 +1,133 @@
+"""A bound launch launches what a call would, until what a launch depends on has changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+
+from safetune.frontend import observers
+from safetune.frontend.autotuner import Autotuner
+from safetune.frontend.bound_launch import bound_launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.launch.conftest import Machine, Tuned
+
+pytestmark = pytest.mark.internals
+
+CONFIGS = [triton.Config({"BLOCK": block}) for block in (16, 32)]
+X, Y, OUT = torch.zeros(64), torch.ones(64), torch.zeros(64)
+REST = (32, 0.5)
+
+
+def grid(meta: dict[str, Any]) -> tuple[int]:
+    return (meta["n"] // meta["BLOCK"],)
+
+
+@pytest.fixture
+def kernel(machine: Machine, tuned: type[Tuned], kernels: Any) -> Tuned:
+    return tuned(machine.kernel_of(kernels.annotated), CONFIGS, key=["n"])
+
+
+@pytest.fixture
+def bound(kernel: Tuned) -> Callable[..., Any]:
+    kernel.tuner[grid](X, OUT, *REST)
+    found = bound_launch(kernel.tuner, grid, (X, OUT, *REST), {})
+    assert found is not None
+    return found
+
+
+def test_it_launches_what_the_call_does(
+    kernel: Tuned, machine: Machine, bound: Callable[..., Any]
+) -> None:
+    kernel.tuner[grid](Y, OUT, *REST)
+    machine.stream = 7
+    assert bound(Y, OUT) is not None
+    by_call, by_bound = machine.launches[-2:]
+    assert by_bound == (*by_call[:2], 7, *by_call[3:])
+
+
+def test_a_launch_that_is_not_known_is_not_bound(kernel: Tuned) -> None:
+    assert bound_launch(kernel.tuner, grid, (X, OUT, *REST), {}) is None
+    kernel.tuner[grid](X, OUT, *REST)
+    assert bound_launch(kernel.tuner, grid, (X, OUT, 48, 0.5), {}) is None
+    assert bound_launch(kernel.tuner, grid, (X[1:], OUT, *REST), {}) is None
+    changes = lambda meta: (meta["x"].zero_().numel() // 16,)  # noqa: E731
+    assert bound_launch(kernel.tuner, changes, (X, OUT, *REST), {}) is None
+
+
+def another_choice(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    cache = kernel.tuner.cache
+    ((key, config),) = cache.items()
+    cache[key] = next(each for each in CONFIGS if each is not config)
+
+
+def a_setting_in_place(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    monkeypatch.setitem(kernel.tuner.best_config.kwargs, "BLOCK", 64)
+
+
+def a_hook(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    hook = monkeypatch.context
+    chain = knobs.runtime.launch_enter_hook
+    monkeypatch.setattr(chain, "calls", [hook])
+
+
+def an_observer(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    monkeypatch.setattr(observers, "active", (observers.Observer(),))
+
+
+def another_run(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Autotuner, "run", lambda *args, **kwargs: None)
+
+
+def a_run_of_its_own(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    kernel.tuner.run = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+
+def another_device(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    machine.device = 1
+
+
+def a_binary_that_triton_forgot(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
+    kernel.jit.device_caches.clear()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        another_choice,
+        a_setting_in_place,
+        a_hook,
+        an_observer,
+        another_run,
+        a_run_of_its_own,
+        another_device,
+        a_binary_that_triton_forgot,
+    ],
+)
+def test_it_launches_nothing_once_something_has_changed(
+    kernel: Tuned,
+    machine: Machine,
+    bound: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[..., None],
+) -> None:
+    assert bound(X, OUT) is not None
+    before = len(machine.launches)
+    change(kernel, machine, monkeypatch)
+    assert bound(X, OUT) is None
+    assert len(machine.launches) == before
+
+
+def test_it_launches_nothing_on_an_address_that_is_not_aligned(
+    machine: Machine, bound: Callable[..., Any]
+) -> None:
+    before = len(machine.launches)
+    assert bound(X[1:], OUT) is None
+    assert bound(X, OUT[1:]) is None
+    assert len(machine.launches) == before
