@@ -218,6 +218,8 @@ def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) ->
     from safetune.tuning.tuner import tune
 
     index = abstract.call.index
+    if index >= 0:
+        active_driver()  # which starts the driver: the data goes to the device
     on_device = functools.partial(arrays.tensor, index=index)
     grid = {"grid": abstract.call.grid}
     concrete = Miss(

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from safetune import triton_internals
 from safetune.errors import BackendError
+from safetune.isolation import cuda_driver
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,17 @@ def current() -> Backend | None:
     name = triton_internals.target_name()
     found = None if name is None else _find(name)
     return None if isinstance(found, BackendError) else found
+
+
+def asker_elsewhere() -> Callable[[int], cuda_driver.Description] | None:
+    """Return a function that has another process describe a device; None where this one can.
+
+    A process that has not used a GPU may fork workers that do, as long as its driver is not
+    started.
+    """
+    if triton_internals.active_driver() is not None:
+        return None
+    return cuda_driver.described_elsewhere if cuda_driver.may_start() else None
 
 
 def capture_under_way() -> int:

@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from safetune.errors import BackendError
 
@@ -23,6 +25,29 @@ _NON_BLOCKING = 1
 _PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE = 1, 1, 1
 _READ, _READ_WRITE = 1, 3
 _OUT_OF_MEMORY = 2
+_NOT_INITIALIZED, _DEINITIALIZED = 3, 4
+_SM_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
+_SHARED_MEMORY, _OVERSIZED_SHARED_MEMORY = 97, 150
+
+#: Python's own folder for `-c`, the working directory, is not searched.
+_DESCRIBE = """
+import sys
+sys.path[:] = [*filter(None, sys.path), sys.argv[2]]
+import json
+from safetune.isolation import cuda_driver
+print(json.dumps(cuda_driver.load().describe(int(sys.argv[1]))))
+"""
+_DESCRIBE_S = 60.0
+
+
+class Description(NamedTuple):
+    """A device as Triton describes it: `capability` is 90 for 9.0."""
+
+    target: str
+    name: str
+    capability: int
+    sm_count: int
+    shared_memory_bytes: int
 
 
 class DriverError(BackendError):
@@ -74,6 +99,32 @@ def load() -> Driver:
         raise BackendError(f"the CUDA driver's library cannot be loaded ({error})") from error
 
 
+def may_start() -> bool:
+    """Whether this process could initialise the driver, and nothing in it has."""
+    try:
+        return not load().has_started()
+    except BackendError:
+        return False
+
+
+def described_elsewhere(index: int) -> Description:
+    """Have another process describe a device: after cuInit no fork of this one could use CUDA.
+
+    Raises `BackendError` where that process finds no such device.
+    """
+    import json
+    import subprocess
+
+    program = [sys.executable, "-c", _DESCRIBE, str(index), str(Path(__file__).parents[2])]
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, timeout=_DESCRIBE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendError(f"no process could be asked about device {index}: {error}") from error
+    if done.returncode:
+        raise BackendError((done.stderr.strip() or str(done.returncode)).splitlines()[-1])
+    return Description(*json.loads(done.stdout))
+
+
 class Driver:
     """What is asked of libcuda, or of what answers in its place."""
 
@@ -95,6 +146,25 @@ class Driver:
         return text.value.decode() if text.value else f"error {error}"
 
     # Devices and contexts
+
+    def has_started(self) -> bool:
+        """Whether this process has initialised the driver."""
+        count = ctypes.byref(ctypes.c_int())
+        return not self.call("cuDeviceGetCount", count, known={_NOT_INITIALIZED, _DEINITIALIZED})
+
+    def describe(self, index: int) -> Description:
+        """Return what Triton's driver tells of a device, without a context on it."""
+        name = ctypes.create_string_buffer(256)
+        self.call("cuDeviceGetName", name, len(name), self.device(index))
+        major, minor = (self.attribute(a, index) for a in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR))
+        shared = _OVERSIZED_SHARED_MEMORY if (major, minor) == (10, 7) else _SHARED_MEMORY
+        return Description(
+            "cuda",
+            name.value.decode(),
+            10 * major + minor,
+            self.attribute(_SM_COUNT, index),
+            self.attribute(shared, index),
+        )
 
     def device(self, index: int) -> int:
         """Return the handle of a device of this process; initialises the driver."""

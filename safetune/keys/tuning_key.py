@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from safetune import triton_internals
-from safetune.errors import InvalidSetting, NoDevice
+from safetune.errors import BackendError, InvalidSetting, NoDevice
 from safetune.isolation import backend
 from safetune.keys import encoding
 
@@ -278,21 +278,33 @@ def detect(index: int) -> tuple[Device, Toolchain]:
 def _detected(index: int, switches: tuple[tuple[str, str], ...]) -> tuple[Device, Toolchain]:
     import triton
 
-    active = active_driver()
-    target = _target(active, index)
+    ask = backend.asker_elsewhere()
+    target, device = _described(index) if ask is None else _told(ask, index)
     toolchain = Toolchain(
         triton=triton.__version__,
         backend=triton_internals.backend_hash(target),
         target=f"{target.backend}:{target.arch}:{target.warp_size}",
         environment=switches,
     )
-    return _device(active, target, index), toolchain
+    return device, toolchain
 
 
-def _device(active: Any, target: Any, index: int) -> Device:
+def _told(ask: Callable[[int], Sequence[Any]], index: int) -> tuple[Any, Device]:
+    from triton.backends.compiler import GPUTarget
+
+    try:
+        target, name, capability, *sizes = ask(index)
+    except BackendError as error:
+        raise _no_device(error) from error
+    return GPUTarget(target, capability, 32), Device(name, str(capability), *sizes)
+
+
+def _described(index: int) -> tuple[Any, Device]:
+    active = active_driver()
+    target = _target(active, index)
     properties = active.utils.get_device_properties(index)
     found = backend.current()
-    return Device(
+    return target, Device(
         name=f"{target.backend}:{target.arch}" if found is None else found.device_name(index),
         capability=str(target.arch),
         sm_count=int(properties["multiprocessor_count"]),
@@ -307,15 +319,19 @@ def active_driver() -> Any:
     try:
         return driver.active
     except RuntimeError as error:
-        raise NoDevice(
-            f"Triton finds no GPU ({error}). Set TRITON_INTERPRET=1 before the kernel is "
-            "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to tune nothing."
-        ) from error
+        raise _no_device(error) from error
+
+
+def _no_device(error: Exception) -> NoDevice:
+    return NoDevice(
+        f"Triton finds no GPU ({error}). Set TRITON_INTERPRET=1 before the kernel is "
+        "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to tune nothing."
+    )
 
 
 def current_index() -> int:
     """Return the index of the device that Triton launches on now; raises `NoDevice`."""
-    return int(active_driver().get_current_device())
+    return int(active_driver().get_current_device()) if backend.asker_elsewhere() is None else 0
 
 
 def _target(active: Any, index: int) -> Any:

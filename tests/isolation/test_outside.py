@@ -166,7 +166,9 @@ os.environ["PYTHONPATH"] += ":."
 _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-sys.path[:0] = [pathlib.Path("/tmp"), b"/tmp", None, 3]
+sys.path[:0] = [pathlib.Path("/tmp"), None, 3]
+if sys.version_info >= (3, 11):  # an older one cannot import with bytes in its path
+    sys.path.insert(0, b"/tmp")
 sys.path += ["/nonexistent/" + "x" * 200 + str(number) for number in range(1500)]
 os.chdir(folder / "shared")
 known = 0
