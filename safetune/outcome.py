@@ -128,12 +128,13 @@ class Effects:
 
 @dataclass(frozen=True)
 class Group:
-    """Configs whose results agree. The result of the first of them is in the file of results.
+    """Configs whose results agree. The result of the first of them is kept (`child.results`).
 
     Attributes:
         number: the first config.
-        slot: its place in the file.
+        slot: its place, in the file if it is small.
         blocks: the storages that it has written.
+        sums: for each of these the checksum of what it holds then.
         writes: for each compared tensor, which of a sample of its elements the first config writes,
             as bytes in hexadecimal digits; empty where that is not known.
     """
@@ -142,6 +143,7 @@ class Group:
     slot: int
     blocks: tuple[int, ...]
     writes: tuple[str, ...] = ()
+    sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

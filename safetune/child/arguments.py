@@ -7,19 +7,20 @@ is kept twice and put back: the rest of the arguments is on the device once.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import itertools
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from safetune.child import compare
-from safetune.inputs import random_inputs
-from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Layout, TensorSpec, view_of
+from safetune.child import memory
+from safetune.child.tolerance import places
+from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Layout, TensorSpec, itemsize
+from safetune.isolation.device_bytes import Run, View
 
 #: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
 #: within it, and the bands of many small arguments stay small.
@@ -27,30 +28,47 @@ _MIN_GUARD = 1 << 16
 _MAX_GUARD = 1 << 21
 #: Harmless in every type: tiny as a float, far from a valid index as an integer.
 _GUARD_BYTE = 0xA5
-#: What an output holds before a launch that should overwrite it: a float that every type has, or
-#: bytes, in tensors that nothing reads.
-_POISON = 1.5
+#: What an output holds before a launch that should overwrite it: 1.5, which every float type has,
+#: or bytes, in tensors that nothing reads.
+_POISON = {"float64": 0x3FF8 << 48, "float32": 0x3FC00000, "float16": 0x3E00, "bfloat16": 0x3FC0}
+_NARROW_POISON = {"float8_e4m3fn": 0x3C, "float8_e4m3fnuz": 0x44, "float8_e5m2": 0x3E}
+_POISON |= {**_NARROW_POISON, "float8_e5m2fnuz": 0x42}
 _POISON_BYTE = 0x5A
 _PROBES = 64
-#: Words of 8 bytes that are weighted at once: the product takes as much memory again.
-_CHUNK = 1 << 20
-_MULTIPLIER = 0x9E3779B97F4A7C1 | 1
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A run of bytes in memory that it keeps."""
+
+    memory: Any
+    run: Run
+
+    @classmethod
+    def like(cls, spec: BlockSpec, allocate: Callable[[int], Any], guard: int = 0) -> Copy:
+        """Return memory for a block's bytes, aligned alike, with room around them."""
+        held = allocate(spec.size + 2 * guard + ALIGNMENT)
+        start = guard + (spec.misalignment - held.address - guard) % ALIGNMENT
+        return cls(held, Run(held.address + start, spec.size))
 
 
 class Block:
     """One storage, or several that overlap: its live bytes, and how to restore the caller's."""
 
-    def __init__(self, spec: BlockSpec, file_bytes: torch.Tensor) -> None:
+    def __init__(self, spec: BlockSpec, file: Run) -> None:
         guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
-        memory, start = _aligned_memory(spec, spec.device, guard)
         self.spec = spec
-        self.live = memory[start : start + spec.size]
-        self.guards = {"before": memory[:start], "after": memory[start + spec.size :]}
+        self.bytes = memory.bytes_on(spec.device)
+        self.live = Copy.like(spec, self.bytes.allocate, guard)
+        held, (start, size) = self.live.memory, self.live.run
+        self.guards = {
+            "before": Run(held.address, start - held.address),
+            "after": Run(start + size, held.address + held.size - start - size),
+        }
         for band in self.guards.values():
-            band.fill_(_GUARD_BYTE)
-        self._file_bytes = file_bytes
-        self._pristine: torch.Tensor | None = None
+            self.bytes.set_bytes(band, _GUARD_BYTE)
+        self._file = file
+        self._pristine: Copy | None = None
         self.written = False
         self._load(self.live)
 
@@ -59,207 +77,257 @@ class Block:
         if self._pristine is None:
             self._load(self.live)
         else:
-            self.live.copy_(self._pristine)
+            self.bytes.copy(self.live.run.address, self._pristine.run.address, self.spec.size)
 
     def keep_pristine(self) -> None:
         """Keep a copy of the caller's bits: on the device, or pinned if that is full."""
         self.written = True
-        if self.spec.device == "cpu":
-            return  # the memory file is as fast
-        self._pristine = self._load(self.another())
+        if self.spec.device != memory.HOST:  # else the memory file is as fast
+            self._pristine = self.pristine()
 
-    def pristine(self) -> torch.Tensor:
+    def pristine(self) -> Copy:
         """Return the caller's bits, on the device if they fit."""
-        return self._load(self.another()) if self._pristine is None else self._pristine
+        return self._pristine or self._load(self.another())
 
-    def another(self) -> torch.Tensor:
+    def another(self) -> Copy:
         """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
-        try:
-            memory, start = _aligned_memory(self.spec, self.spec.device)
-        except torch.OutOfMemoryError:
-            memory, start = _aligned_memory(self.spec, "cpu", pinned=True)
-        return memory[start : start + self.spec.size]
+        return Copy.like(self.spec, self.bytes.allocate_anywhere)
 
-    def _load(self, target: torch.Tensor) -> torch.Tensor:
+    def spare(self) -> Copy | None:
+        """Return memory as `another` does, on the device if that leaves enough; None if not."""
+        if not self.bytes.has_room(self.spec.size):
+            return None
+        return Copy.like(self.spec, self.bytes.allocate)
+
+    def put(self, target: Copy, source: int) -> None:
+        """Copy this block's bytes from pageable memory of the host."""
+        if target.memory.pinned:
+            ctypes.memmove(target.run.address, source, self.spec.size)
+        else:
+            self.bytes.load(target.run.address, source, self.spec.size)
+
+    def _load(self, target: Copy) -> Copy:
         """Return `target`, filled with the caller's bits."""
-        spec = self.spec
-        if spec.noise is None:
-            return target.copy_(self._file_bytes[spec.offset : spec.offset + spec.size])
-        random_inputs.draw(target, spec.noise, spec.device)
+        if self.spec.noise is None:
+            self.put(target, self._file.address + self.spec.offset)
+        else:
+            memory.draw(self.bytes, target.memory, target.run, self.spec.noise)
         return target
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The elements `index` of a tensor's `bits`, which hold `poison` for one launch."""
+    """Some elements of a view, which hold `poison` for one launch."""
 
     block: Block
-    bits: torch.Tensor
-    index: tuple[torch.Tensor, ...]
-    values: torch.Tensor
+    view: View
+    numbers: list[int]
+    values: list[int]
     poison: int
 
 
 class Arguments:
-    """The tensors of a call, which can be put back to the caller's bits."""
+    """The tensors of a call, which can be put back to the caller's bits.
+
+    Attributes:
+        sums: the checksums of the blocks, as `find_written` has found them last.
+        pristine_sums: those of the caller's bits.
+    """
 
     def __init__(self, layout: Layout, fd: int) -> None:
         size = os.fstat(fd).st_size
         # A private mapping: what a config writes on the CPU stays in this process.
-        memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
+        self._file = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         os.close(fd)
-        file_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.blocks = [Block(spec, file_bytes) for spec in layout.blocks]
+        file = Run(ctypes.addressof(ctypes.c_char.from_buffer(self._file)), size)
+        self.blocks = [Block(spec, file) for spec in layout.blocks]
         self.views = layout.tensors
-        self.tensors = [view_of(self.blocks[view.block].live, view) for view in self.views]
-        self._sums = checksums([block.live for block in self.blocks])
+        self.pristine_sums = self._checksums()
+        self.sums = self.pristine_sums
+        self._known = False
+
+    @functools.cached_property
+    def tensors(self) -> list[Any]:
+        """The arguments as tensors."""
+        return [self.tensor(self.blocks[v.block].live, i) for i, v in enumerate(self.views)]
+
+    def tensor(self, held: Copy, index: int) -> Any:
+        """Return the tensor of this number, over a copy of its block."""
+        from safetune.inputs import spans
+
+        view = self.views[index]
+        block = self.blocks[view.block]
+        return spans.view_of(block.bytes.tensor(held.memory, held.run), view)
+
+    def elements(self, index: int, held: Copy | None = None) -> View:
+        """Return where the elements of a tensor are, in its block or in a copy of that."""
+        view = self.views[index]
+        start = (held or self.blocks[view.block].live).run.address
+        address = start + view.byte_offset
+        return View.of(address, itemsize(view.dtype), view.shape, view.stride)
 
     def restore(self) -> None:
         """Put every byte back to what the caller had when tuning began."""
-        for index in self.find_written():
-            self.blocks[index].restore()
+        if not self._known:
+            self.find_written()
+        for block, now, pristine in zip(self.blocks, self.sums, self.pristine_sums, strict=True):
+            if now != pristine:
+                block.restore()
+        self._known = False
 
     def find_written(self) -> list[int]:
         """Return the blocks that something has written since the beginning."""
-        unwritten = [index for index, block in enumerate(self.blocks) if not block.written]
-        sums = checksums([self.blocks[index].live for index in unwritten])
-        for index, now in zip(unwritten, sums, strict=True):
-            if now != self._sums[index]:
-                self.blocks[index].keep_pristine()
+        self.sums = self._checksums()
+        for block, now, pristine in zip(self.blocks, self.sums, self.pristine_sums, strict=True):
+            if now != pristine and not block.written:
+                block.keep_pristine()
+        self._known = True
         return [index for index, block in enumerate(self.blocks) if block.written]
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Begin in here with the caller's bits; what the blocks hold is put back at the end."""
+        sums = self.sums
+        kept = {index: block.another() for index, block in enumerate(self.blocks) if block.written}
+        for index, copy in kept.items():
+            block = self.blocks[index]
+            block.bytes.copy(copy.run.address, block.live.run.address, block.spec.size)
+        self.restore()
+        yield
+        self.restore()
+        for index, copy in kept.items():
+            block = self.blocks[index]
+            block.bytes.copy(block.live.run.address, copy.run.address, block.spec.size)
+        self.sums, self._known = sums, True
 
     def poison(self, tensors: Iterable[int]) -> None:
         """Overwrite these tensors."""
+        self._known = False
         for index in tensors:
-            _bits(self.tensors[index]).fill_(_poison_bits(self.tensors[index].dtype))
+            self.where(index).fill(self.elements(index), _poison_bits(self.views[index].dtype))
 
-    def overwritten(self, index: int) -> torch.Tensor:
-        """Return which elements of a tensor no longer hold the poison."""
-        tensor = self.tensors[index]
-        return _bits(tensor) != _poison_bits(tensor.dtype)
+    def overwritten(self, tensors: Iterable[int]) -> dict[int, int]:
+        """Return how many elements of these tensors no longer hold the poison."""
+        wanted = list(tensors)
+        found = self._on_each([(self.views[index].block, index) for index in wanted], self._unlike)
+        return dict(zip(wanted, found, strict=True))
+
+    def sample_overwritten(self, index: int) -> str:
+        """Return which of a sample of a tensor's elements no longer hold the poison, as bytes in
+        hexadecimal digits.
+        """
+        view = self.elements(index)
+        values = self.where(index).gather(view, places(view.count))
+        poison = _poison_bits(self.views[index].dtype)
+        return bytes(value != poison for value in values).hex()
 
     def plant_probes(self, tensors: Iterable[int]) -> list[Probe]:
         """Overwrite a few elements of each of these that is not known as written."""
         probes = []
         for index in tensors:
-            tensor, view = self.tensors[index], self.views[index]
-            block = self.blocks[view.block]
-            repeats = 0 in view.stride or 0 in view.shape
-            if repeats or block.written:
+            spec, view = self.views[index], self.elements(index)
+            block = self.blocks[spec.block]
+            if 0 in spec.stride or 0 in spec.shape or block.written:
                 continue
-            bits = _bits(tensor).view(tensor.shape or (1,))
-            flat = torch.linspace(0, bits.numel() - 1, _PROBES, device=bits.device).long()
-            elements = compare.unravelled(flat, bits.shape)
-            poison = _poison_bits(tensor.dtype)
-            probes.append(Probe(block, bits, elements, bits[elements], poison))
+            last = view.count - 1
+            numbers = sorted({last * probe // (_PROBES - 1) for probe in range(_PROBES)})
+            values = block.bytes.gather(view, numbers)
+            probes.append(Probe(block, view, numbers, values, _poison_bits(spec.dtype)))
+        self._known = False
         for probe in probes:
-            probe.bits[probe.index] = probe.poison
+            probe.block.bytes.scatter(
+                probe.view, probe.numbers, [probe.poison] * len(probe.numbers)
+            )
         return probes
 
     def collect_probes(self, probes: Sequence[Probe]) -> None:
         """Restore the probed elements; a tensor in which one was overwritten is an output."""
         for probe in reversed(probes):
-            overwritten = probe.bits[probe.index] != probe.poison
-            if not probe.block.written and bool(overwritten.any()):
+            held = probe.block.bytes.gather(probe.view, probe.numbers)
+            if not probe.block.written and any(value != probe.poison for value in held):
                 probe.block.keep_pristine()
-            probe.bits[probe.index] = probe.values
+            probe.block.bytes.scatter(probe.view, probe.numbers, probe.values)
 
     def breached(self) -> list[tuple[int, str]]:
         """Return (block, `before` or `after`) for each guard band that has been written."""
         sides = [(i, side) for i, block in enumerate(self.blocks) for side in block.guards]
-        bands = [self.blocks[index].guards[side] for index, side in sides]
-        touched = _values([(band != _GUARD_BYTE).any() for band in bands])
+
+        def count(where: Any, some: Sequence[tuple[int, str]]) -> list[int]:
+            runs = [self.blocks[index].guards[side] for index, side in some]
+            views = [View.of(run.address, 1, (run.size,), (1,)) for run in runs]
+            return where.unlike([(view, _GUARD_BYTE) for view in views])
+
+        touched = self._on_each([(index, (index, side)) for index, side in sides], count)
         return list(itertools.compress(sides, touched))
 
     def unowned(self) -> list[int]:
-        """Return the written blocks in which bytes have changed that no tensor covers."""
+        """Return the written blocks in which bytes have changed that no tensor covers.
+
+        What tensors cover is overwritten where some bytes are not covered.
+        """
         written = [index for index, block in enumerate(self.blocks) if block.written]
         return [index for index in written if self._gap_changed(index)]
 
     def _gap_changed(self, index: int) -> bool:
         block = self.blocks[index]
-        views = [view for view in self.views if view.block == index]
-        if any(_is_dense(view, block.spec.size) for view in views):
+        views = [i for i, view in enumerate(self.views) if view.block == index]
+        if any(_is_dense(self.views[i], block.spec.size) for i in views):
             return False
-        uncovered = torch.ones(block.spec.size, dtype=torch.bool)
-        for view in views:
-            itemsize = getattr(torch, view.dtype).itemsize
-            stride = (*(step * itemsize for step in view.stride), 1)
-            if 0 not in view.shape:
-                elements = uncovered.as_strided((*view.shape, itemsize), stride, view.byte_offset)
-                elements.fill_(False)
-        changed = block.live != block.pristine().to(block.live.device)
-        return bool((changed & uncovered.to(changed.device)).any())
+        sums = []
+        for _ in ("now", "before"):
+            for i in views:
+                view = self.elements(i)
+                zeros = _narrow(view) if view.width > 8 else view
+                block.bytes.fill(zeros, 0)
+            sums += block.bytes.checksums([block.live.run])
+            block.restore()
+        return sums[0] != sums[1]
+
+    def where(self, index: int) -> Any:
+        """Return what works on the bytes of a tensor."""
+        return self.blocks[self.views[index].block].bytes
+
+    def _unlike(self, where: Any, tensors: Sequence[int]) -> list[int]:
+        poisons = [_poison_bits(self.views[index].dtype) for index in tensors]
+        return where.unlike(list(zip(map(self.elements, tensors), poisons, strict=True)))
+
+    def _checksums(self) -> list[int]:
+        """Return the checksum of each block."""
+        runs = [(index, block.live.run) for index, block in enumerate(self.blocks)]
+        return self._on_each(runs, lambda where, some: where.checksums(some))
+
+    def _on_each(
+        self, items: Sequence[tuple[int, Any]], ask: Callable[[Any, list[Any]], list[int]]
+    ) -> list[int]:
+        """Return what `ask` finds for each (block, item), with one wait for each device."""
+        found: dict[int, int] = {}
+        places: dict[str, list[int]] = {}
+        for place, (block, _) in enumerate(items):
+            places.setdefault(self.blocks[block].spec.device, []).append(place)
+        for here in places.values():
+            where = self.blocks[items[here[0]][0]].bytes
+            found.update(zip(here, ask(where, [items[place][1] for place in here]), strict=True))
+        return [found[place] for place in range(len(items))]
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as integers of the same size: torch indexes and compares those of every size."""
-    return tensor.detach().view(_BITS[tensor.itemsize])
+def _narrow(view: View) -> View:
+    """The elements of 16 bytes as pairs of 8."""
+    inner = tuple((size, 2 * step) for size, step in view.inner)
+    return View(view.address, 8, 2 * view.count, ((2, 1), *inner), 2 * view.step)
 
 
-def _poison_bits(dtype: torch.dtype) -> int:
-    if str(dtype).removeprefix("torch.") not in FLOATS:
-        return int.from_bytes(bytes([_POISON_BYTE] * dtype.itemsize), "little")
-    poison = torch.tensor([_POISON], dtype=dtype)
-    return int(_bits(poison).item())
-
-
-def _aligned_memory(
-    spec: BlockSpec, device: str, guard: int = 0, pinned: bool = False
-) -> tuple[torch.Tensor, int]:
-    """Return memory around a block's bytes, and where they begin in it."""
-    size = spec.size + 2 * guard + ALIGNMENT
-    memory = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-    return memory, guard + (spec.misalignment - memory.data_ptr() - guard) % ALIGNMENT
+def _poison_bits(dtype: str) -> int:
+    if dtype not in FLOATS:
+        return int.from_bytes(bytes([_POISON_BYTE] * itemsize(dtype)), "little")
+    return _POISON[dtype]
 
 
 def _is_dense(view: TensorSpec, size: int) -> bool:
     """Whether a view covers a whole block; its elements are not looked at one by one."""
-    itemsize = getattr(torch, view.dtype).itemsize
     expected = 1
     for length, step in sorted(zip(view.shape, view.stride, strict=True), key=lambda pair: pair[1]):
         if length != 1:
             if step != expected:
                 return False
             expected *= length
-    return expected * itemsize == size
-
-
-def checksums(runs: Sequence[torch.Tensor]) -> list[int]:
-    """Return a checksum for each run of bytes (`uint8`, one dimension, any device).
-
-    Bytes are weighted by position, so a permutation is a change, too. A changed run keeps its
-    checksum with a probability of 2^-32 or less.
-    """
-    return _values([_checksum(run) for run in runs])
-
-
-def _values(numbers: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the values of scalar tensors on any devices, with one wait for each device."""
-    found: dict[int, Any] = {}
-    for device in {number.device for number in numbers}:
-        here = [index for index, number in enumerate(numbers) if number.device == device]
-        values = torch.stack([numbers[index] for index in here]).tolist()
-        found.update(zip(here, values, strict=True))
-    return [found[index] for index in range(len(numbers))]
-
-
-def _checksum(run: torch.Tensor) -> torch.Tensor:
-    head = min(-(run.storage_offset()) % 8, run.numel())
-    words = (run.numel() - head) // 8 * 8
-    total = _weighted(run[:head].long()) + 3 * _weighted(run[head + words :].long())
-    body = run[head : head + words]
-    for chunk in body.view(torch.int64).split(_CHUNK) if words else ():
-        total = total * _MULTIPLIER + _weighted(chunk)
-    return total
-
-
-def _weighted(words: torch.Tensor) -> torch.Tensor:
-    return (words * _weights(words.device)[: words.numel()]).sum()
-
-
-@functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers, so that no change of a single word is lost to an overflow."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator) * 2 + 1).to(device)
+    return expected * itemsize(view.dtype) == size

@@ -8,22 +8,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
+from safetune.child.tolerance import Difference, places, share_of
 from safetune.inputs.spans import FLOATS
-
-#: How far apart two right results may be, as a share of an element plus the same share of its
-#: typical size. Each is a small multiple of the resolution of the type, as split-K sums of 16 to
-#: 32 terms kept in it need; float32 allows for tf32 products (10 bits).
-TOLERANCE = {
-    torch.float64: 1e-6,
-    torch.float32: 2e-3,
-    torch.float16: 2e-2,
-    torch.bfloat16: 8e-2,
-}
-_NARROW_TOLERANCE = 0.3  # the types of 8 bits and less
 
 #: A quantised value may round the other way: 1 apart, in one of this many elements at most, and in
 #: a tensor whose values span more than this range. A mask of 0 and 1 is not quantised.
@@ -31,27 +20,12 @@ _QUANTISED = (torch.int8, torch.uint8)
 _ROUNDED_SHARE = 16
 _ROUNDED_RANGE = 8
 
-#: The order of a sum of n terms of size 1 changes it by about sqrt(n) times the resolution; the
-#: factor covers sums whose partial sums are larger than the result.
-_ROUNDING_FACTOR = 32
-#: Inputs of a larger size are masks such as -1e9, or memory that nothing has written.
-_LARGEST_INPUT = 1e4
-
 _SLICE = 1 << 22
 _SAMPLES = 4096
 _LINE_SAMPLES = 16
 _SHORT_LINE = 8
 #: The types of 1, 2, 4 and 8 bytes first.
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8)
-
-
-class Difference(NamedTuple):
-    """How two tensors differ: `excess` beyond the tolerance, over the typical size, and in how many
-    `elements`. Both are 0 where they agree.
-    """
-
-    excess: float = 0.0
-    elements: int = 0
 
 
 def typical_size(tensor: torch.Tensor) -> float:
@@ -67,21 +41,6 @@ def typical_size(tensor: torch.Tensor) -> float:
 def sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return some elements, in one dimension: of the same places for every tensor of a shape."""
     return _picked(tensor, _SAMPLES)
-
-
-def rounding(inputs: dict[float, int], elements: int, dtype: torch.dtype) -> float:
-    """Return how far apart two sums over the inputs may be by rounding alone, however small the
-    result is.
-
-    Args:
-        inputs: the number of elements of the float inputs, by their typical size.
-        elements: of the result.
-        dtype: of the result; sums of the narrow types are taken in float32.
-    """
-    sizes = [size for size in inputs if size <= _LARGEST_INPUT]
-    terms = max(1.0, sum(inputs.values()) / max(1, elements))
-    eps = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
-    return _ROUNDING_FACTOR * eps * math.sqrt(terms) * max(sizes, default=0.0)
 
 
 def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> float:
@@ -135,7 +94,7 @@ def _difference(
             size = min(typical_size(mine), typical_size(theirs))
         limit: torch.Tensor | float = 0.0
         if a.is_floating_point():
-            share = TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _NARROW_TOLERANCE)
+            share = share_of(str(dtype).removeprefix("torch."))
             limit = share * b.abs() + (share * size + noise)
             if bool(_beyond(distance, limit).any()):  # a row or column may have a scale of its own
                 lines = [_line_sizes(part, tensor) for part, tensor in ((a, mine), (b, theirs))]
@@ -211,12 +170,7 @@ def _picked(tensor: torch.Tensor, count: int, dimensions: int | None = None) -> 
 @functools.lru_cache(64)
 def _places(shape: tuple[int, ...], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the indices of at most this many elements, in no order."""
-    total = math.prod(shape)
-    if total > count:
-        flat = torch.randint(0, total, (count,), generator=torch.Generator().manual_seed(0))
-    else:
-        flat = torch.arange(total)
-    return unravelled(flat.to(device), shape)
+    return unravelled(torch.tensor(places(math.prod(shape), count), device=device), shape)
 
 
 def unravelled(flat: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:

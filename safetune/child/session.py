@@ -44,7 +44,8 @@ class Session:
         self._timer: Timer = Timer() if call.interpreted else DeviceTimer()
         names = owners_of(self._named, self._arguments.tensors)
         self._outputs = OutputCheck(
-            self._arguments, names, call.hooks.scratch, job.effects, results_fd
+            *(self._arguments, names, call.hooks.scratch, job.effects, results_fd),
+            relaunch=lambda config: self._finished(self._launch_of(config)),
         )
         if call.hooks.reference is not None:
             self._outputs.expect(
@@ -67,9 +68,7 @@ class Session:
 
     def measure(self, job: Measure) -> Answer:
         """Run a config from the caller's bits, check what it wrote and, with a budget, time it."""
-        launch = ConfigLaunch(
-            self._call, self._configs[job.config], self._grids[job.config], self._restored
-        )
+        launch = self._launch_of(job.config)
         report: OutputReport | None = None
         timing: Timing | None = None
         try:
@@ -89,6 +88,9 @@ class Session:
         except BaseException as error:
             return Answer(failures.of_launch(error))
         return Answer(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid), report)
+
+    def _launch_of(self, config: int) -> ConfigLaunch:
+        return ConfigLaunch(self._call, self._configs[config], self._grids[config], self._restored)
 
     def _finished(self, launch: ConfigLaunch) -> None:
         def checked() -> None:

@@ -1,16 +1,21 @@
-"""The bytes behind tensors: where they are in memory, in a memory file and in a child."""
+"""The bytes behind tensors: where they are in memory, in a memory file and in a child.
+
+A child that needs no torch reads layouts, so torch is imported where a tensor is asked for.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from safetune.errors import KernelNotTransferable
 from safetune.isolation import backend
+
+if TYPE_CHECKING:
+    import torch
 
 #: The float types that torch can fill.
 FLOATS = (
@@ -102,6 +107,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a type, by the name that torch gives it."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
 def aligned(size: int) -> int:
     """Return a size in bytes, rounded up to `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -174,6 +185,8 @@ def tensor_spec(tensor: torch.Tensor, merged: Sequence[Span]) -> TensorSpec:
 
 def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return a tensor as its view of a block's bytes."""
+    import torch
+
     view = torch.empty(0, dtype=getattr(torch, spec.dtype), device=block_bytes.device)
     offset, rest = divmod(block_bytes.storage_offset() + spec.byte_offset, view.itemsize)
     if rest:
@@ -183,6 +196,8 @@ def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage behind a tensor, as bytes; no copy."""
+    import torch
+
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

@@ -13,11 +13,14 @@ import contextlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from safetune import triton_internals
 from safetune.errors import BackendError
 from safetune.isolation import cuda_driver
+
+if TYPE_CHECKING:
+    from safetune.isolation.device_bytes import DeviceBytes
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,9 @@ class Backend(Protocol):
 
     def release_unused(self, index: int) -> None:
         """Give the unused memory of torch's allocator back to the device."""
+
+    def bytes_of(self, index: int) -> DeviceBytes:
+        """Return what works on memory of a device without torch."""
 
     def synchronize(self) -> None:
         """Wait for everything that this process has launched on its current device."""

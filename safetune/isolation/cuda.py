@@ -16,6 +16,8 @@ from typing import Any
 
 from safetune.errors import BackendError
 from safetune.isolation.backend import Memory
+from safetune.isolation.cuda_driver import Driver
+from safetune.isolation.device_bytes import DeviceBytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -79,6 +81,7 @@ class Cuda:
         self._library = library
         self._mps_directory = mps_directory
         self._side_streams: dict[int, int] = {}
+        self._bytes: dict[int, DeviceBytes] = {}
 
     def launch_stream(self) -> int:
         """Return the handle of torch's current stream; 0, the default one, where torch has none."""
@@ -197,6 +200,11 @@ class Cuda:
 
         with contextlib.suppress(RuntimeError), self.relaxed_capture(), torch.cuda.device(index):
             torch.cuda.empty_cache()
+
+    def bytes_of(self, index: int) -> DeviceBytes:
+        if index not in self._bytes:
+            self._bytes[index] = DeviceBytes(Driver(self._library), index, f"cuda:{index}")
+        return self._bytes[index]
 
     def synchronize(self) -> None:
         import torch

@@ -62,10 +62,9 @@ class DriverError(BackendError):
         self.function = function
         self.code = code
 
-    @property
-    def lacks_memory(self) -> bool:
-        """Whether memory was short, which may pass."""
-        return self.code == _OUT_OF_MEMORY
+
+class LacksMemory(DriverError, MemoryError):
+    """A call of the CUDA driver failed for want of memory, which may pass."""
 
 
 class _Location(ctypes.Structure):
@@ -136,7 +135,8 @@ class Driver:
         """Call the driver and return its error, 0 or one of `known`; others are raised."""
         error = int(getattr(self._library, function)(*map(_wide, arguments)))
         if error and error not in known:
-            raise DriverError(function, error, self.name_of(error))
+            kind = LacksMemory if error == _OUT_OF_MEMORY else DriverError
+            raise kind(function, error, self.name_of(error))
         return error
 
     def name_of(self, error: int) -> str:
@@ -232,8 +232,8 @@ class Driver:
         self.call("cuMemFreeHost", address)
 
     def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
-        """Queue a copy on a device."""
-        self.call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+        """Queue a copy between memory of the device and pinned memory."""
+        self.call("cuMemcpyAsync", target, source, size, stream)
 
     def copy_in(self, target: int, source: int, size: int, stream: int = 0) -> None:
         """Queue a copy from host memory, which was read on return unless it is pinned."""

@@ -6,6 +6,8 @@ default stream of the context that is current in this thread, and a result is wa
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import math
 import re
@@ -13,9 +15,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune.isolation.cuda_driver import Driver
+
+if TYPE_CHECKING:
+    import torch
 
 _PTX = Path(__file__).with_name("byte_kernels.ptx")
 _HEADER = re.compile(r"//! (\w+) parameters=(\d+) shared=(\d+) block=(\d+)\n")
@@ -23,6 +28,8 @@ _THREADS = 128
 #: Enough programs to fill any GPU; each takes several blocks.
 _MOST_PROGRAMS = 2048
 _ALL = (1 << 64) - 1
+#: What is left to launches where memory is taken that could be done without.
+_MARGIN = 1 << 29
 #: Results that are fetched at once.
 _SLOTS = 1024
 
@@ -86,14 +93,109 @@ def _kernels() -> dict[str, _Kernel]:
     }
 
 
-class DeviceBytes:
-    """What is done with bytes of one device, whose context is current in this thread."""
+class DeviceMemory:
+    """Memory of one device that nothing else uses; it is freed with this object.
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    Args:
+        pinned: memory of the host instead, which the device copies as fast as the bus is.
+    """
+
+    def __init__(self, driver: Driver, index: int, size: int, pinned: bool = False) -> None:
+        self._driver, self._index = driver, index
+        self._free = driver.free_host if pinned else driver.free
+        self._address = 0
+        self.size, self.pinned = size, pinned
+        with driver.on(index):
+            allocate = driver.allocate_host if pinned else driver.allocate
+            self._address = allocate(max(1, size))
+
+    @property
+    def address(self) -> int:
+        """Its first byte."""
+        return self._address
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self._address, False)
+        return {"shape": (self.size,), "typestr": "|u1", "data": data, "version": 3}
+
+    def __del__(self) -> None:
+        if self._address:
+            with contextlib.suppress(Exception), self._driver.on(self._index):
+                self._free(self._address)
+
+
+class DeviceBytes:
+    """What is done with bytes of one device, in its primary context.
+
+    Args:
+        name: of the device, as torch has it.
+    """
+
+    def __init__(self, driver: Driver, index: int, name: str) -> None:
+        self.name = name
+        self._driver, self._index = driver, index
         self._functions: dict[str, int] = {}
-        self._dims: dict[tuple[tuple[int, int], ...], int] = {}
-        self._slots = driver.allocate(8 * _SLOTS)
+        self._dims: dict[tuple[tuple[int, int], ...], DeviceMemory] = {}
+        self._slots = self.allocate(8 * _SLOTS)
+
+    def allocate(self, size: int) -> DeviceMemory:
+        """Return new memory; raises `MemoryError` where the device has not as much left."""
+        return DeviceMemory(self._driver, self._index, size)
+
+    def allocate_anywhere(self, size: int) -> DeviceMemory:
+        """Return new memory: on the device, or pinned memory of the host if that is full."""
+        try:
+            return self.allocate(size)
+        except MemoryError:
+            return DeviceMemory(self._driver, self._index, size, pinned=True)
+
+    def tensor(self, memory: DeviceMemory, run: Run) -> torch.Tensor:
+        """Return a run of bytes as a tensor, without a copy."""
+        import torch
+
+        begin = run.address - memory.address
+        if memory.pinned:
+            held = (ctypes.c_ubyte * memory.size).from_address(memory.address)
+            held.owner = memory  # type: ignore[attr-defined]
+            whole = torch.frombuffer(held, dtype=torch.uint8)
+        else:
+            whole = torch.as_tensor(memory, device=self.name)
+        return whole[begin : begin + run.size]
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copy bytes between memory of the device and pinned memory."""
+        if size:
+            with self._driver.on(self._index):
+                self._driver.copy(target, source, size)
+
+    def load(self, target: int, source: int, size: int) -> None:
+        """Copy bytes from pageable memory of the host."""
+        if size:
+            with self._driver.on(self._index):
+                self._driver.copy_in(target, source, size)
+
+    def unload(self, target: int, source: int, size: int) -> None:
+        """Copy bytes to pageable memory of the host."""
+        if size:
+            with self._driver.on(self._index):
+                self._driver.call("cuMemcpyDtoH_v2", target, source, size)
+
+    def has_room(self, size: int) -> bool:
+        """Whether this leaves the device with enough for what a launch may ask for."""
+        with self._driver.on(self._index):
+            return self._driver.memory()[0] >= size + _MARGIN
+
+    def set_bytes(self, run: Run, value: int) -> None:
+        """Set every byte of a run."""
+        if run.size:
+            with self._driver.on(self._index):
+                self._driver.fill(run.address, value, run.size)
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return bytes."""
+        with self._driver.on(self._index):
+            return self._driver.read(address, size) if size else b""
 
     def checksums(self, runs: Sequence[Run]) -> list[int]:
         """Return 64 bits for each run of bytes; any change of bytes or of their places shows.
@@ -122,80 +224,70 @@ class DeviceBytes:
 
     def gather(self, view: View, numbers: Sequence[int]) -> list[int]:
         """Return the bits of some elements."""
-        memory = self._some(numbers)
-        try:
-            self._pick("gather", view, len(numbers), memory)
-            held = self._driver.read(memory + 8 * len(numbers), 8 * len(numbers))
-        finally:
-            self._driver.free(memory)
+        memory = self._pick("gather", view, numbers, [0] * len(numbers))
+        held = self.read(memory.address + 8 * len(numbers), 8 * len(numbers))
         return list(struct.unpack(f"<{len(numbers)}Q", held))
 
     def scatter(self, view: View, numbers: Sequence[int], values: Sequence[int]) -> None:
         """Set the bits of some elements."""
-        memory = self._some(numbers)
-        try:
-            data = struct.pack(f"<{len(values)}Q", *values)
-            self._driver.write(memory + 8 * len(numbers), data)
-            self._pick("scatter", view, len(numbers), memory)
-        finally:
-            self._driver.free(memory)
+        self._pick("scatter", view, numbers, values)
 
     def draw(self, dtype: str, run: Run, width: int, seed: int, limits: Sequence[float]) -> None:
-        """Set floats to normal values of a mean and a deviation, cut to a lowest and a highest."""
+        """Set floats to normal values: `limits` are mean, deviation, lowest and highest."""
         count = run.size // width
         self._launch(f"draw_{dtype}", count, (run.address, count, seed, *limits))
 
     def _view(self, view: View) -> tuple[int, ...]:
-        return view.address, self._uploaded(view.inner), len(view.inner), view.step, view.count
+        dims = self._uploaded(view.inner) if view.inner else 0
+        return view.address, dims, len(view.inner), view.step, view.count
 
     def _uploaded(self, inner: tuple[tuple[int, int], ...]) -> int:
-        if inner and inner not in self._dims:
-            data = struct.pack(f"<{2 * len(inner)}q", *(number for dim in inner for number in dim))
-            self._dims[inner] = self._driver.allocate(len(data))
-            self._driver.write(self._dims[inner], data)
-        return self._dims.get(inner, 0)
+        if inner not in self._dims:
+            self._dims[inner] = self._written("q", [number for dim in inner for number in dim])
+        return self._dims[inner].address
 
-    def _some(self, numbers: Sequence[int]) -> int:
-        """Return memory that holds the numbers of elements, with room for as many values."""
-        memory = self._driver.allocate(max(1, 16 * len(numbers)))
-        self._driver.write(memory, struct.pack(f"<{len(numbers)}q", *numbers))
+    def _written(self, kind: str, numbers: Sequence[int]) -> DeviceMemory:
+        memory = self.allocate(8 * len(numbers))
+        with self._driver.on(self._index):
+            self._driver.write(memory.address, struct.pack(f"<{len(numbers)}{kind}", *numbers))
         return memory
 
-    def _pick(self, kernel: str, view: View, count: int, memory: int) -> None:
-        address, *rest, _ = self._view(view)
-        arguments = (address, *rest, count, memory, memory + 8 * count)
-        self._launch(f"{kernel}_{view.width}", count, arguments)
+    def _pick(
+        self, kernel: str, view: View, numbers: Sequence[int], values: Sequence[int]
+    ) -> DeviceMemory:
+        """Launch a kernel on elements; return memory with their numbers and then their values."""
+        count = len(numbers)
+        memory = self._written("Q", [*numbers, *values])
+        places = (memory.address, memory.address + 8 * count)
+        self._launch(f"{kernel}_{view.width}", count, (*self._view(view)[:4], count, *places))
+        return memory
 
     def _results(self, launches: Sequence[tuple[str, int, tuple[Any, ...]]]) -> list[int]:
         """Launch kernels that add to a result each, and return the results."""
         results: list[int] = []
+        slots = self._slots.address
         for begin in range(0, len(launches), _SLOTS):
             some = launches[begin : begin + _SLOTS]
-            self._driver.fill(self._slots, 0, 8 * len(some))
+            self.set_bytes(Run(slots, 8 * len(some)), 0)
             for slot, (name, count, arguments) in enumerate(some):
-                self._launch(name, count, (*arguments, self._slots + 8 * slot))
-            held = self._driver.read(self._slots, 8 * len(some))
-            results += struct.unpack(f"<{len(some)}Q", held)
+                self._launch(name, count, (*arguments, slots + 8 * slot))
+            results += struct.unpack(f"<{len(some)}Q", self.read(slots, 8 * len(some)))
         return results
 
     def _launch(self, name: str, count: int, arguments: Sequence[int | float]) -> None:
         if count == 0:
             return
         kernel = _kernels()[name]
-        if name not in self._functions:
-            module = self._driver.module(kernel.text + b"\0")
-            self._functions[name] = self._driver.function(module, name)
         # Picking takes one block a program; the others go on until all elements are done.
         programs = -(-count // kernel.block)
         most = programs if name.startswith(("gather", "scatter")) else _MOST_PROGRAMS
         scratch = [0] * (kernel.parameters - len(arguments))
-        self._driver.launch(
-            self._functions[name],
-            min(programs, most),
-            _THREADS,
-            (*arguments, *scratch),
-            kernel.shared,
-        )
+        with self._driver.on(self._index):
+            if name not in self._functions:
+                module = self._driver.module(kernel.text + b"\0")
+                self._functions[name] = self._driver.function(module, name)
+            function, grid = self._functions[name], min(programs, most)
+            self._driver.launch(function, grid, _THREADS, (*arguments, *scratch), kernel.shared)
 
 
 def _words(run: Run) -> tuple[int, tuple[int, ...]]:

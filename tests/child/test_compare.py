@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safetune.child import compare
-from safetune.child.arguments import checksums
+from safetune.child.memory import HostBytes
+from safetune.child.tolerance import rounding
+from safetune.isolation.device_bytes import Run
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -77,11 +79,11 @@ def test_a_huge_element_hides_no_other(huge: float, dtype: torch.dtype) -> None:
 
 def test_the_noise_of_a_sum_over_the_inputs_does_not_count() -> None:
     inputs = torch.randn(4096)
-    noise = compare.rounding({compare.typical_size(inputs): 4096}, 1, torch.float32)
+    noise = rounding({compare.typical_size(inputs): 4096}, 1, "float32")
     assert same(torch.tensor([4e-5]), torch.tensor([-2e-5]), noise=noise)
     assert not same(torch.tensor([4e-3]), torch.tensor([-2e-5]), noise=noise)
-    assert compare.rounding({3e38: 4096}, 1, torch.float32) == 0, "a mask is not a scale"
-    elementwise = compare.rounding({1.0: 4096}, 4096, torch.float32)
+    assert rounding({3e38: 4096}, 1, "float32") == 0, "a mask is not a scale"
+    elementwise = rounding({1.0: 4096}, 4096, "float32")
     assert not same(torch.full((9,), 1e-4), torch.zeros(9), noise=elementwise)
 
 
@@ -163,6 +165,10 @@ def test_every_slice_is_compared() -> None:
     assert same(one.transpose(0, 2).clone(), one.transpose(0, 2), slice_size=10)
 
 
+def checksums(runs: list[torch.Tensor]) -> list[int]:
+    return HostBytes().checksums([Run(run.data_ptr(), run.numel()) for run in runs])
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_a_checksum_sees_every_change(data: st.DataObject) -> None:
@@ -182,6 +188,7 @@ def test_a_checksum_sees_a_swap_of_rows() -> None:
     before = checksums([rows.view(-1).view(torch.uint8)])
     swapped = rows[[1, 0, 2]].contiguous()
     assert checksums([swapped.view(-1).view(torch.uint8)]) != before
+    assert checksums([(rows ^ (1 << 63) - (1 << 64)).view(-1).view(torch.uint8)]) != before
     assert checksums([rows.clone().view(-1).view(torch.uint8)]) == before
 
 

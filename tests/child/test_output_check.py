@@ -6,18 +6,22 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from safetune.child import output_check as output_check_module
+from safetune.child import results
 from safetune.child.arguments import Arguments
-from safetune.child.output_check import MIN_KEPT, OutOfBounds, OutputCheck, WrongResult
+from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
+from safetune.child.results import MIN_KEPT
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation import protocol
+from safetune.isolation import cuda, protocol
+from safetune.isolation.device_bytes import DeviceBytes, DeviceMemory, Run
 from safetune.outcome import Effects, Group, Outcome, OutputReport, Verdict
+from tests.backends import launching_on
+from tests.libcuda import stub
 
 N = 100
 PLAIN = Effects()
@@ -26,9 +30,13 @@ PLAIN = Effects()
 class Trial:
     """A child's view of a call with `out`, `x` and `part`; its launches are plain functions."""
 
+    device = "cpu"
+
     def __init__(self, *tensors: torch.Tensor, effects: Effects = PLAIN, scratch=()) -> None:
         snapshot = Snapshot(tensors)
-        self.arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
+        blocks = [replace(block, device=self.device) for block in snapshot.layout.blocks]
+        layout = replace(snapshot.layout, blocks=tuple(blocks))
+        self.arguments = Arguments(layout, os.dup(snapshot.fd))
         snapshot.close()
         self.file = os.memfd_create("results")
         self.names = ["out", "x", "part"][: len(tensors)]
@@ -51,6 +59,24 @@ class Trial:
         if report.new_group is not None:
             self.groups.append(report.new_group)
         return report
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The arguments are on the host, or on a device whose memory is that of the host."""
+    if request.param == "host":
+        yield
+        return
+
+    def tensor(where: DeviceBytes, memory: DeviceMemory, run: Run) -> torch.Tensor:
+        held = (ctypes.c_ubyte * run.size).from_address(run.address)
+        held.owner = memory
+        return torch.frombuffer(held, dtype=torch.uint8) if run.size else torch.empty(0).byte()
+
+    monkeypatch.setattr(DeviceBytes, "tensor", tensor)
+    monkeypatch.setattr(Trial, "device", "cuda:0")
+    with launching_on(cuda.Cuda(stub.library()), "cuda"):
+        yield
 
 
 @pytest.fixture
@@ -205,7 +231,7 @@ class TestResults:
         def full(fd: int, offset: int, size: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(output_check_module.os, "posix_fallocate", full)
+        monkeypatch.setattr(results.os, "posix_fallocate", full)
         assert trial.run(double) == OutputReport(group=None)
 
 

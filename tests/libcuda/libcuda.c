@@ -142,7 +142,7 @@ Result cuPointerGetAttribute(void *data, int attribute, Address address) { retur
         memmove((void *)to, (void *)from, size);                \
         return OK;                                              \
     }
-COPY(cuMemcpyDtoDAsync_v2, void *stream)
+COPY(cuMemcpyAsync, void *stream)
 COPY(cuMemcpyHtoDAsync_v2, void *stream)
 COPY(cuMemcpyDtoHAsync_v2, void *stream)
 COPY(cuMemcpyDtoH_v2)

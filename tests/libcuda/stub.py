@@ -30,10 +30,15 @@ def folder() -> Path:
     return made
 
 
+def library() -> ctypes.CDLL:
+    """Return the library in this process; its devices are the same for all that load it."""
+    return ctypes.CDLL(str(folder() / "libcuda.so.1"))
+
+
 @pytest.fixture
 def driver() -> Iterator[Driver]:
     """A driver that has made the context of its first device current in this thread."""
-    made = Driver(ctypes.CDLL(str(folder() / "libcuda.so.1")))
+    made = Driver(library())
     with made.on(0):
         yield made
 

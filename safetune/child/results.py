@@ -1,0 +1,150 @@
+"""The results of one config for each group of configs that agree, to compare others with.
+
+Small ones are in a file of results, which outlives a child. Large ones stay where they were made,
+and a child that finds none launches their config once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from safetune.child import memory
+from safetune.child.arguments import Arguments, Block, Copy
+from safetune.inputs.spans import aligned
+from safetune.outcome import Group
+
+#: Results up to this size in bytes go through the file.
+_IN_FILE_BYTES = 1 << 26
+#: There is a place for at least this many, and for more while they are within `kept_bytes`.
+MIN_KEPT = 8
+
+
+class Results:
+    """The results that have been kept, by the number of their group.
+
+    Args:
+        fd: the file of results, which grows as results are kept in it.
+        kept_bytes: up to this size it holds more results than `MIN_KEPT`.
+        relaunch: runs a config once more, by its number; without it all results are in the file.
+    """
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        fd: int,
+        kept_bytes: int,
+        relaunch: Callable[[int], object] | None,
+    ) -> None:
+        self._arguments = arguments
+        self._fd = fd
+        self._kept_bytes = kept_bytes
+        self._relaunch = relaunch
+        self._held: dict[tuple[int, int], Copy] = {}
+        sizes = [aligned(block.spec.size) for block in arguments.blocks]
+        *self._offsets, self._slot = accumulate(sizes, initial=0)
+
+    def keep(self, config: int, groups: Sequence[Group], written: Sequence[int]) -> Group | None:
+        """Keep the live result as that of a new group; None where there is no place for it."""
+        taken = {group.slot for group in groups}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        if slot >= max(MIN_KEPT, self._kept_bytes // max(1, self._slot)):
+            return None
+        sums = self._arguments.sums
+        group = Group(config, slot, tuple(written), sums=tuple(sums[n] for n in written))
+        for key in [key for key in self._held if key[0] == config]:  # of an earlier group
+            del self._held[key]
+        if self._is_in_file(group):
+            return group if self._store(group) else None
+        self._hold(group, Block.spare)
+        return group
+
+    def same(self, group: Group, number: int) -> bool:
+        """Whether a block holds, to the bit, what it does in a group's result."""
+        pristine = self._arguments.pristine_sums[number]
+        theirs = dict(zip(group.blocks, group.sums, strict=True)).get(number, pristine)
+        return self._arguments.sums[number] == theirs
+
+    def bits(self, group: Group, number: int) -> Copy:
+        """Return one block of a group's result."""
+        block = self._block(number)
+        if number not in group.blocks:
+            return block.pristine()
+        if (group.number, number) not in self._held:
+            if self._is_in_file(group):
+                return self._fetched(group, number)
+            self._make_again(group)
+        return self._held[group.number, number]
+
+    def _is_in_file(self, group: Group) -> bool:
+        blocks = [self._block(number) for number in group.blocks]
+        on_host = any(block.spec.device == memory.HOST for block in blocks)
+        small = sum(block.spec.size for block in blocks) <= _IN_FILE_BYTES
+        return small or on_host or self._relaunch is None
+
+    def _make_again(self, group: Group) -> None:
+        """Launch a group's config once more; the live result stays what it is."""
+        assert self._relaunch is not None
+        with self._arguments.set_aside():
+            self._relaunch(group.number)
+            self._hold(group, Block.another)
+
+    def _store(self, group: Group) -> bool:
+        """Write the live result to the file; False where that cannot hold it."""
+        end = (group.slot + 1) * self._slot
+        try:
+            if os.fstat(self._fd).st_size < end:
+                os.ftruncate(self._fd, end)
+            for number in group.blocks:
+                # Memory that a mapping lacks is a SIGBUS; this fails before.
+                size = max(1, self._block(number).spec.size)
+                os.posix_fallocate(self._fd, self._place(group, number), size)
+        except OSError:
+            return False
+        if group.blocks:
+            with self._mapping() as address:
+                for number in group.blocks:
+                    live, where = self._block(number).live.run, self._block(number).bytes
+                    where.unload(address + self._place(group, number), live.address, live.size)
+        return True
+
+    def _fetched(self, group: Group, number: int) -> Copy:
+        """Return a block of a result in the file, and hold it if there is room for that."""
+        block = self._block(number)
+        held = block.another()
+        with self._mapping() as address:
+            block.put(held, address + self._place(group, number))
+        total = sum(other.run.size for other in self._held.values())
+        if total + block.spec.size <= _IN_FILE_BYTES:
+            self._held[group.number, number] = held
+        return held
+
+    def _hold(self, group: Group, memory_for: Callable[[Block], Any]) -> None:
+        """Keep the live result where there is memory for it."""
+        for number in group.blocks:
+            block = self._block(number)
+            room = memory_for(block)
+            if room is not None:
+                block.bytes.copy(room.run.address, block.live.run.address, block.spec.size)
+                self._held[group.number, number] = room
+
+    @contextlib.contextmanager
+    def _mapping(self) -> Iterator[int]:
+        """Yield the address of the file in here."""
+        with mmap.mmap(self._fd, 0) as mapped:
+            first = ctypes.c_char.from_buffer(mapped)
+            try:
+                yield ctypes.addressof(first)
+            finally:
+                del first  # the mapping cannot be closed under it
+
+    def _place(self, group: Group, number: int) -> int:
+        return group.slot * self._slot + self._offsets[number]
+
+    def _block(self, number: int) -> Block:
+        return self._arguments.blocks[number]

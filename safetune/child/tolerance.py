@@ -1,0 +1,95 @@
+"""How far apart two right results may be, and a first comparison where they are, without torch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from safetune.isolation.device_bytes import FLOATS, View
+
+#: How far apart two right results may be, as a share of an element plus the same share of its
+#: typical size. Each is a small multiple of the resolution of the type, as split-K sums of 16 to
+#: 32 terms kept in it need; float32 allows for tf32 products (10 bits).
+_SHARES = {"float64": 1e-6, "float32": 2e-3, "float16": 2e-2, "bfloat16": 8e-2}
+_NARROW_SHARE = 0.3  # the types of 8 bits and less
+
+#: The order of a sum of n terms of size 1 changes it by about sqrt(n) times the resolution; the
+#: factor covers sums whose partial sums are larger than the result.
+_ROUNDING_FACTOR = 32
+#: Inputs of a larger size are masks such as -1e9, or memory that nothing has written.
+_LARGEST_INPUT = 1e4
+
+_SAMPLES = 4096
+_FORMATS = {"float64": "d", "float32": "f", "float16": "e", "bfloat16": "f"}
+
+
+class Difference(NamedTuple):
+    """How two tensors differ: `excess` beyond the tolerance, over the typical size, and in how many
+    `elements`. Both are 0 where they agree.
+    """
+
+    excess: float = 0.0
+    elements: int = 0
+
+
+def share_of(dtype: str) -> float:
+    """Return the share of an element that does not count."""
+    real = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+    return _SHARES.get(real.get(dtype, dtype), _NARROW_SHARE)
+
+
+def rounding(inputs: Mapping[float, int], elements: int, dtype: str) -> float:
+    """Return how far apart two sums over the inputs may be by rounding alone, however small the
+    result is.
+
+    Args:
+        inputs: the number of elements of the float inputs, by their typical size.
+        elements: of the result.
+        dtype: of the result; sums of the narrow types are taken in float32.
+    """
+    sizes = [size for size in inputs if size <= _LARGEST_INPUT]
+    terms = max(1.0, sum(inputs.values()) / max(1, elements))
+    eps = 2.0 ** (-52 if dtype == "float64" else -23)
+    return _ROUNDING_FACTOR * eps * math.sqrt(terms) * max(sizes, default=0.0)
+
+
+@functools.lru_cache(64)
+def places(count: int, most: int = _SAMPLES) -> list[int]:
+    """Return the numbers of some of `count` elements: always the same ones."""
+    return list(range(count)) if count <= most else random.Random(0).choices(range(count), k=most)
+
+
+def typical_size(where: Any, view: View, dtype: str) -> float:
+    """Return the median magnitude of the finite elements that are not 0; 0 without any.
+
+    Unlike a mean it is the same whether or not one element is huge.
+    """
+    bits = where.gather(view, places(view.count))
+    sizes = sorted(s for s in map(abs, _floats(bits, dtype)) if 0 < s < math.inf)
+    return sizes[(len(sizes) - 1) // 2] if sizes else 0.0
+
+
+def are_close(where: Any, mine: View, theirs: View, dtype: str, noise: float) -> bool:
+    """Whether every element is as near as its type allows, for all that one pass shows.
+
+    Where it is not, `compare.difference` has the last word. Both are on one device.
+    """
+    if dtype not in FLOATS:
+        return False
+    size = min(typical_size(where, mine, dtype), typical_size(where, theirs, dtype))
+    share = share_of(dtype)
+    return where.beyond(dtype, mine, theirs.address, share, share * size + noise) == 0
+
+
+def _floats(bits: Sequence[int], dtype: str) -> Sequence[float]:
+    width = 8 if dtype == "float64" else 4
+    if dtype == "bfloat16":
+        bits = [value << 16 for value in bits]
+    if dtype == "float16":
+        width = 2
+    raw = b"".join(value.to_bytes(width, "little") for value in bits)
+    return struct.unpack(f"<{len(bits)}{_FORMATS[dtype]}", raw)
