@@ -41,6 +41,7 @@ class Trial:
         self.file = os.memfd_create("results")
         self.names = ["out", "x", "part"][: len(tensors)]
         self.groups: list[Group] = []
+        self.launches: dict[int, Callable[..., None]] = {}
         self.settings = (effects, scratch)
         self.kept_bytes = 1 << 20
         self.count = 0
@@ -50,10 +51,16 @@ class Trial:
         """Go on as another child would."""
         effects, scratch = self.settings
         given = (self.arguments, self.names, scratch, effects, os.dup(self.file))
-        self.check = OutputCheck(*given, kept_bytes=self.kept_bytes)
+        self.launched: list[int] = []
+        self.check = OutputCheck(*given, kept_bytes=self.kept_bytes, relaunch=self.relaunch)
+
+    def relaunch(self, config: int) -> None:
+        self.launched.append(config)
+        self.launches[config](*self.arguments.tensors)
 
     def run(self, launch: Callable[..., None]) -> OutputReport:
         run = functools.partial(launch, *self.arguments.tensors)
+        self.launches[self.count] = launch
         report = self.check.examine(run, self.groups, self.count)
         self.count += 1
         if report.new_group is not None:
@@ -153,6 +160,37 @@ class TestResults:
         assert other.difference == "out differs by up to 1"
         trial.fresh()
         assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 2
+
+    def test_results_too_large_for_the_file_are_made_again_by_another_child(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only where they differ: the same bits are known by their checksum."""
+        monkeypatch.setattr(results, "_IN_FILE_BYTES", 0)
+        trial = Trial(torch.zeros(N), torch.randn(N))
+        kept = trial.device == "cpu"  # there the file is as good
+
+        def near(out: torch.Tensor, x: torch.Tensor) -> None:
+            out.copy_(2 * x + 1e-6)
+
+        def more(out: torch.Tensor, x: torch.Tensor) -> None:
+            out.copy_(2 * x + 1)
+
+        assert trial.run(double).group == 0
+        assert trial.run(near).group == 0
+        assert trial.run(more).group == 2
+        assert trial.launched == []
+        trial.fresh()
+        assert trial.run(double).group == 0
+        assert trial.launched == []
+        assert trial.run(near).group == 0
+        assert trial.launched == ([] if kept else [0])
+        assert trial.run(more).group == 2
+        report = trial.run(lambda out, x: out.copy_(2 * x + 9))
+        assert [d.elements for d in report.differences] == [(N, 0), (N, 0)]
+        assert trial.launched == ([] if kept else [0, 2])
+        assert trial.run(double).group == 0
+        trial.arguments.restore()
+        assert not trial.arguments.tensors[0].any()
 
     def test_a_launch_that_writes_nothing_has_another_result(self, trial: Trial) -> None:
         trial.run(double)

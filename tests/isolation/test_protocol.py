@@ -119,7 +119,7 @@ TIMING = Timing(median_ms=2.0, p20_ms=1.5, p80_ms=3.0, count=7, stage="screen")
 
 REPORT = OutputReport(
     1,
-    Group(1, 0, (0, 2)),
+    Group(1, 0, (0, 2), sums=(0, 2**64 - 1)),
     (GroupDifference(0, (1.5, 0.0), (3, 0)),),
     (0.0, 0.5),
     (0, 5),
