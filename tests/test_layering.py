@@ -166,7 +166,7 @@ def test_no_other_folder_imports_child() -> None:
 
 def test_a_child_shares_only_the_protocol_and_the_back_end_with_its_parent() -> None:
     """What both need as code is in the folders below both: inputs, launch, keys."""
-    shared = {"safetune.isolation.protocol", "safetune.isolation.backend"}
+    shared = {f"safetune.isolation.{name}" for name in ("protocol", "backend", "device_bytes")}
     closed = ("safetune.isolation", "safetune.tuning", "safetune.miss", "safetune.store")
     importing = [
         f"{module.path.relative_to(ROOT)}: imports {name}"
