@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +47,7 @@ class Session:
         names = owners_of(self._named, self._arguments.tensors)
         self._outputs = OutputCheck(
             *(self._arguments, names, call.hooks.scratch, job.effects, results_fd),
-            relaunch=lambda config: self._finished(self._launch_of(config)),
+            relaunch=functools.partial(Session._relaunch, weakref.proxy(self)),
         )
         if call.hooks.reference is not None:
             self._outputs.expect(
@@ -88,6 +90,9 @@ class Session:
         except BaseException as error:
             return Answer(failures.of_launch(error))
         return Answer(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid), report)
+
+    def _relaunch(self, config: int) -> None:
+        self._finished(self._launch_of(config))
 
     def _launch_of(self, config: int) -> ConfigLaunch:
         return ConfigLaunch(self._call, self._configs[config], self._grids[config], self._restored)

@@ -33,6 +33,9 @@ _MARGIN = 1 << 29
 #: Results that are fetched at once.
 _SLOTS = 1024
 
+#: The checksum of two words that hold 0 and 1.
+_OF_0_AND_1 = 0x68CB58C5E6430EDE
+
 #: The float types that `beyond` and `draw` know.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -93,7 +96,19 @@ def _kernels() -> dict[str, _Kernel]:
     }
 
 
-class DeviceMemory:
+class Bytes:
+    """`size` bytes of a device, as torch takes them from other libraries."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.address, self.size = address, size
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        return {"shape": (self.size,), "typestr": "|u1", "data": data, "version": 3}
+
+
+class DeviceMemory(Bytes):
     """Memory of one device that nothing else uses; it is freed with this object.
 
     Args:
@@ -101,28 +116,18 @@ class DeviceMemory:
     """
 
     def __init__(self, driver: Driver, index: int, size: int, pinned: bool = False) -> None:
+        super().__init__(0, size)
         self._driver, self._index = driver, index
         self._free = driver.free_host if pinned else driver.free
-        self._address = 0
-        self.size, self.pinned = size, pinned
+        self.pinned = pinned
         with driver.on(index):
             allocate = driver.allocate_host if pinned else driver.allocate
-            self._address = allocate(max(1, size))
-
-    @property
-    def address(self) -> int:
-        """Its first byte."""
-        return self._address
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        data = (self._address, False)
-        return {"shape": (self.size,), "typestr": "|u1", "data": data, "version": 3}
+            self.address = allocate(max(1, size))
 
     def __del__(self) -> None:
-        if self._address:
+        if self.address:
             with contextlib.suppress(Exception), self._driver.on(self._index):
-                self._free(self._address)
+                self._free(self.address)
 
 
 class DeviceBytes:
@@ -138,6 +143,11 @@ class DeviceBytes:
         self._functions: dict[str, int] = {}
         self._dims: dict[tuple[tuple[int, int], ...], DeviceMemory] = {}
         self._slots = self.allocate(8 * _SLOTS)
+
+    def works(self) -> bool:
+        """Whether the kernels run here: a driver may come without its compiler."""
+        held = self._written("Q", [0, 1])
+        return self.checksums([Run(held.address, 16)]) == [_OF_0_AND_1]
 
     def allocate(self, size: int) -> DeviceMemory:
         """Return new memory; raises `MemoryError` where the device has not as much left."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safetune.child import compare
-from safetune.child.memory import HostBytes
+from safetune.child.memory import TorchBytes
 from safetune.child.tolerance import rounding
 from safetune.isolation.device_bytes import Run
 
@@ -166,7 +166,7 @@ def test_every_slice_is_compared() -> None:
 
 
 def checksums(runs: list[torch.Tensor]) -> list[int]:
-    return HostBytes().checksums([Run(run.data_ptr(), run.numel()) for run in runs])
+    return TorchBytes("cpu").checksums([Run(run.data_ptr(), run.numel()) for run in runs])
 
 
 @settings(max_examples=60)

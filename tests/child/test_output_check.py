@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from safetune.child import results
+from safetune.child import memory, results
 from safetune.child.arguments import Arguments
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.child.results import MIN_KEPT
@@ -83,7 +83,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(DeviceBytes, "tensor", tensor)
     monkeypatch.setattr(Trial, "device", "cuda:0")
     with launching_on(cuda.Cuda(stub.library()), "cuda"):
+        assert isinstance(memory.bytes_on("cuda:0"), DeviceBytes)
         yield
+    memory.bytes_on.cache_clear()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from safetune.child.memory import HostBytes
+from safetune.child.memory import TorchBytes
 from safetune.isolation import byte_kernels, device_bytes
 from safetune.isolation.cuda_driver import Driver, DriverError
 from safetune.isolation.device_bytes import DeviceBytes, Run, View
@@ -83,6 +83,9 @@ class TestChecksum:
         runs = [Memory(driver, random_bytes(64, seed)).run for seed in range(1100)]
         assert len(set(device.checksums(runs))) == 1100
 
+    def test_one_is_known_so_that_a_device_can_be_tried(self, device: DeviceBytes) -> None:
+        assert device.works()
+
     def test_an_empty_run(self, device: DeviceBytes) -> None:
         assert device.checksums([Run(0, 0)]) == [0]
 
@@ -98,7 +101,9 @@ class TestChecksum:
         run = Run(whole.address + before, size)
         count, (_, _, *bits) = device_bytes._words(Run(before, size))
         byte_kernels.checksum[(3,)](words, count, *bits, found, BLOCK=1024)
-        assert device.checksums([run]) == HostBytes().checksums([run]) == [int(found.numpy()[0])]
+        assert (
+            device.checksums([run]) == TorchBytes("cpu").checksums([run]) == [int(found.numpy()[0])]
+        )
 
 
 VIEWS = {
