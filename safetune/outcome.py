@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
+
+from safetune.frozen import dataclass
 
 
 class Verdict(str, Enum):

@@ -12,14 +12,13 @@ import os
 import re
 import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-import platformdirs
-
 from safetune.errors import InvalidSetting, with_nearest
+from safetune.frozen import dataclass
 
 
 class Mode(str, Enum):
@@ -224,40 +223,43 @@ class Settings:
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
-        world_size = max(_number("WORLD_SIZE", 1), _distributed_size())
-        return cls(
-            mode=parse_choice(Mode, "SAFETUNE_MODE", _get("SAFETUNE_MODE", "tune")),
-            phantom=parse_choice(
-                PhantomPolicy, "SAFETUNE_PHANTOM", _get("SAFETUNE_PHANTOM", "drop")
-            ),
-            cache_dir=_directory(_get("SAFETUNE_CACHE_DIR") or _default_cache_dir()),
-            world_size=world_size,
-            capture_miss=parse_choice(
-                CaptureMissPolicy,
-                "SAFETUNE_CAPTURE_MISS",
-                _get("SAFETUNE_CAPTURE_MISS", "fallback"),
-            ),
-            copy_limit=parse_size("SAFETUNE_COPY_LIMIT", _get("SAFETUNE_COPY_LIMIT", "2GiB")),
-            packs=tuple(
-                _directory(part) for part in _get("SAFETUNE_PACKS").split(os.pathsep) if part
-            ),
-            shared=check_url(_get("SAFETUNE_SHARED")),
-            local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
-            wait_s=parse_seconds("SAFETUNE_WAIT", _get("SAFETUNE_WAIT", "120")),
-            keep=parse_keep("SAFETUNE_KEEP", _get("SAFETUNE_KEEP")),
-            fast_launch=_switch("SAFETUNE_FAST_LAUNCH", _get("SAFETUNE_FAST_LAUNCH", "1")),
-        )
+        return _settings(tuple(map(os.environ.get, _READ)), _distributed_size())
+
+
+#: All that the settings depend on, beside torch.distributed.
+_READ = (*sorted(VARIABLES), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOME", "XDG_CACHE_HOME")
+
+
+@functools.lru_cache(maxsize=16)
+def _settings(values: tuple[str | None, ...], ranks: int) -> Settings:
+    """Return the settings for the values of `_READ`: a library has hundreds of tuners."""
+    _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
+    given = {name: value for name, value in zip(_READ, values, strict=True) if value}
+    get = given.get
+    world_size = max(_number(given, "WORLD_SIZE", 1), ranks)
+    return Settings(
+        mode=parse_choice(Mode, "SAFETUNE_MODE", get("SAFETUNE_MODE", "tune")),
+        phantom=parse_choice(PhantomPolicy, "SAFETUNE_PHANTOM", get("SAFETUNE_PHANTOM", "drop")),
+        cache_dir=_directory(get("SAFETUNE_CACHE_DIR") or _default_cache_dir()),
+        world_size=world_size,
+        capture_miss=parse_choice(
+            CaptureMissPolicy, "SAFETUNE_CAPTURE_MISS", get("SAFETUNE_CAPTURE_MISS", "fallback")
+        ),
+        copy_limit=parse_size("SAFETUNE_COPY_LIMIT", get("SAFETUNE_COPY_LIMIT", "2GiB")),
+        packs=tuple(
+            _directory(part) for part in get("SAFETUNE_PACKS", "").split(os.pathsep) if part
+        ),
+        shared=check_url(get("SAFETUNE_SHARED", "")),
+        local_world_size=_number(given, "LOCAL_WORLD_SIZE", world_size),
+        wait_s=parse_seconds("SAFETUNE_WAIT", get("SAFETUNE_WAIT", "120")),
+        keep=parse_keep("SAFETUNE_KEEP", get("SAFETUNE_KEEP", "")),
+        fast_launch=_switch("SAFETUNE_FAST_LAUNCH", get("SAFETUNE_FAST_LAUNCH", "1")),
+    )
 
 
 def installs() -> bool:
     """Return whether SAFETUNE_INSTALL asks to replace every `triton.autotune`."""
-    return _switch("SAFETUNE_INSTALL", _get("SAFETUNE_INSTALL", "0"))
-
-
-def _get(name: str, default: str = "") -> str:
-    """Return a variable; an empty one is as one that is not set."""
-    return os.environ.get(name) or default
+    return _switch("SAFETUNE_INSTALL", os.environ.get("SAFETUNE_INSTALL") or "0")
 
 
 def _switch(name: str, value: str) -> bool:
@@ -276,9 +278,9 @@ def _distributed_size() -> int:
     return int(distributed.get_world_size()) if initialised else 1
 
 
-def _number(name: str, default: int) -> int:
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
     """Return the number in a variable that a launcher sets, not ours."""
-    text = _get(name, str(default))
+    text = given.get(name, str(default))
     if not (text.isdecimal() and int(text) > 0):
         _warn(f"{name}={text!r} is not a number of processes; safetune takes it as {default}")
         return default
@@ -313,6 +315,8 @@ def _directory(name: str) -> Path:
 
 
 def _default_cache_dir() -> str:
+    import platformdirs  # most clusters set SAFETUNE_CACHE_DIR
+
     try:
         return platformdirs.user_cache_dir("safetune", appauthor=False)
     except RuntimeError:  # without a home directory; opening the store reports it

@@ -6,9 +6,9 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from safetune.frozen import dataclass
 from safetune.triton_internals import Function
 
 _UNSET = object()

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: own layer and from layers below; types count as much as values. A module named alone is in its
 #: own layer, not in that of its folder; a new folder or top-level module needs a layer here.
 LAYERS: list[list[str]] = [
-    ["collection", "errors", "forks", "outcome", "settings"],
+    ["frozen"],
+    ["errors", "forks", "outcome", "settings"],
     ["triton_compile", "triton_internals", "triton_launch"],
     # What a device and a child are to every other module: both have no imports but those above.
     [

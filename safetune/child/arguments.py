@@ -14,11 +14,11 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from safetune.child import memory
 from safetune.child.tolerance import places
+from safetune.frozen import dataclass
 from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Layout, TensorSpec, itemsize
 from safetune.isolation.device_bytes import Run, View
 

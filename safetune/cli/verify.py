@@ -7,7 +7,6 @@ import functools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +17,7 @@ from safetune.cli.messages import describe, echo, location_of, typed
 from safetune.cli.stored import print_json
 from safetune.cli.tables import empty_table, stdout_console
 from safetune.errors import SafetuneError, TargetError
+from safetune.frozen import dataclass
 
 if TYPE_CHECKING:
     from safetune.offline.tasks import OfflineKernel, Task

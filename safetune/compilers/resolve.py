@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
@@ -20,6 +20,7 @@ from triton.runtime.jit import MockTensor
 
 from safetune.compilers import arrays
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
+from safetune.frozen import dataclass
 from safetune.inputs.call import Call, checked_grid, grid_of, meta_arguments
 from safetune.keys.kernel_digest import base_function, inner_heuristics
 from safetune.keys.tuning_key import active_driver

@@ -26,19 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.compilers import dynamic_shapes
 from safetune.config import config_digest, config_text, declared_digest
 from safetune.errors import TracingError
 from safetune.inputs.call import Call
 from safetune.keys import encoding
 from safetune.keys.tuning_key import current_index, readable_key, tuning_key
 from safetune.launch.call_shape import refuse_vmap
-from safetune.miss import candidates, resolve
 from safetune.settings import Mode, Settings
-from safetune.store.lookup import open_lookup
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
+    from safetune.compilers import dynamic_shapes
     from safetune.miss.tuner import Tuner
     from safetune.store.local.store import Store
 
@@ -180,6 +178,9 @@ def stored_regions(
     number: str, facts: tuple[Fact, ...], names: tuple[str, ...], index: int
 ) -> tuple[dynamic_shapes.Regions, ...]:
     """Return the regions of the arguments whose values are unknown."""
+    from safetune.compilers import dynamic_shapes
+    from safetune.store.lookup import open_lookup
+
     settings = Settings.current()
     if not names or settings.mode is Mode.OFF:
         return tuple(() for _ in names)
@@ -196,6 +197,9 @@ def best_first(
     """Return the indices of the configs to launch: of the stored choice alone, or, for a key
     without one, of every config that may be launched, best first.
     """
+    from safetune.miss import candidates, resolve  # every tuner has this module
+    from safetune.store.lookup import open_lookup
+
     tuner = _tuners[number]
     settings = Settings.current()
     if len(tuner.configs) == 1 or settings.mode is Mode.OFF:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Config
 
 from safetune import triton_internals
-from safetune.collection import no_collection
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.frontend import observers
@@ -378,7 +377,7 @@ def _of_the_user(hook: Any) -> Any:
 def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:
     if not backend.capture_under_way():
         return contextlib.nullcontext()
-    return no_collection()
+    return backend.no_collection()
 
 
 def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:

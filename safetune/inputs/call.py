@@ -10,12 +10,13 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from triton.runtime.autotuner import Config
 
 from safetune.errors import InvalidSetting
+from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 from safetune.launch.call_shape import heuristic_values, named_arguments

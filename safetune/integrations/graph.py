@@ -11,12 +11,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from safetune import triton_internals
-from safetune.collection import no_collection
 from safetune.errors import InvalidSetting, NoDevice
+from safetune.frozen import dataclass
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
 from safetune.launch.key_state import CapturedMiss
@@ -175,7 +174,7 @@ def graph(
     if not torch.cuda.is_available():
         raise NoDevice("safetune.graph needs a GPU, and torch does not find one")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
-    quiet = no_collection()
+    quiet = backend.no_collection()
     with watch, _same_stream_after(), modules_stay_loaded(), quiet, unmasked(inner):
         watch.begin()
         yield watch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from safetune import triton_internals
@@ -13,6 +12,7 @@ from safetune.config import config_text
 from safetune.errors import CaptureError
 from safetune.frontend import observers
 from safetune.frontend.autotuner import Autotuner
+from safetune.frozen import dataclass
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
 from safetune.launch.key_state import CapturedMiss

@@ -10,13 +10,15 @@ To add one, write a module like `cuda.py` and name it in `_MODULES`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from safetune import triton_internals
 from safetune.errors import BackendError
+from safetune.frozen import dataclass
 from safetune.isolation import cuda_driver
 
 if TYPE_CHECKING:
@@ -189,3 +191,31 @@ def _find(name: str) -> Backend | BackendError:
         except BackendError as error:
             _made[name] = error
     return _made[name]
+
+
+#: Pauses of Python's garbage collector; nothing else turns it off.
+_pausing = threading.Lock()
+_pauses = 0
+_resume = False
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause Python's garbage collector, in all threads.
+
+    A miss allocates enough to start it, and if it destroys an older CUDA graph, a capture in global
+    mode becomes invalid. Syntax trees start it often, and each time it walks the heap of torch.
+    """
+    global _pauses, _resume
+    with _pausing:
+        if not _pauses:
+            _resume = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _pausing:
+            _pauses -= 1
+            if not _pauses and _resume:
+                gc.enable()

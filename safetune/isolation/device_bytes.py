@@ -13,10 +13,10 @@ import math
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetune.frozen import dataclass
 from safetune.isolation.cuda_driver import Driver
 
 if TYPE_CHECKING:

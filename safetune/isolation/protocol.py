@@ -22,10 +22,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from safetune.errors import from_signal_handler
+from safetune.frozen import dataclass
 from safetune.outcome import Binary, Effects, Group, Outcome, OutputReport, Verdict
 
 #: A child without work exits after this time, so that its context does not occupy the caller's

@@ -14,11 +14,11 @@ import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import (
     base_function,
     definition_line,
@@ -47,12 +47,12 @@ FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 _MATRIX_PRODUCT = re.compile(r"\b(?:dot|dot_scaled|\w*mma\w*)\s*\(")
 
 
-@dataclass
 class Usage:
     """The first reader of each name, as text with file and line, and one that may read any name."""
 
-    names: dict[str, str] = field(default_factory=dict)
-    everything: str = ""
+    def __init__(self, names: dict[str, str] | None = None, everything: str = "") -> None:
+        self.names = names or {}
+        self.everything = everything
 
     def reader_of(self, name: str) -> str:
         """Return what reads `name`, or "" where nothing does."""

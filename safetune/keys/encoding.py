@@ -11,8 +11,9 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from safetune.frozen import dataclass
 
 #: Triton's short dtype names, spelled as torch and numpy spell them.
 _TRITON_DTYPES = {

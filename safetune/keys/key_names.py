@@ -14,12 +14,12 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from safetune.collection import no_collection
 from safetune.errors import PhantomKey
+from safetune.frozen import dataclass
+from safetune.isolation import backend
 from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
 from safetune.keys.callback_usage import set_above, usage_in_callbacks
 from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
@@ -149,7 +149,7 @@ def classes_of(
     **callbacks: Any,
 ) -> KeyReport:
     """Return what `classify` does, for a key that has been checked; warn of nothing."""
-    with no_collection():
+    with backend.no_collection():
         facts = _Kernel(kernel, configs, callbacks)
         if key.names is None:
             names: Sequence[str] = facts.automatic_key()

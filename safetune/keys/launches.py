@@ -13,10 +13,11 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from safetune.frozen import dataclass
 from safetune.keys.body_usage import bind
 from safetune.keys.kernel_digest import base_function
 from safetune.keys.source_text import (

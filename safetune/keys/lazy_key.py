@@ -11,10 +11,10 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
+from safetune.frozen import dataclass
 from safetune.keys.body_usage import calls_followed
 from safetune.keys.kernel_digest import base_function, is_own, layers
 from safetune.keys.key_names import KeyReport, announce, classes_of

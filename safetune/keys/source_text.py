@@ -15,9 +15,10 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, ClassVar, TypeAlias
+
+from safetune.frozen import dataclass
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from safetune import triton_internals
 from safetune.errors import BackendError, InvalidSetting, NoDevice
+from safetune.frozen import dataclass
 from safetune.isolation import backend
 from safetune.keys import encoding
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import FunctionType
 from typing import Any, TypeAlias
 
 from safetune import forks
 from safetune.errors import InvalidSetting, with_nearest
+from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import base_function, definition_line
 from safetune.keys.tuning_key import Bucket
 from safetune.settings import Settings
@@ -67,13 +67,13 @@ def written_key(
         InvalidSetting: `key` is a single name or has one that is not a parameter, `keep` has a
             name that `key` lacks, `prune` an unknown one, or `kernel` is not a Triton kernel.
     """
-    _, function = base_function(kernel)
+    jit, function = base_function(kernel)
     keep = tuple(_names("keep", keep))
     _check_known(kernel, "prune_configs_by", prune or (), _PRUNING)
     if key == "auto":
         return WrittenKey(None, keep)
     names = tuple(_names("key", key))
-    _check_known(kernel, "key", names, list(inspect.signature(function).parameters))
+    _check_known(kernel, "key", names, jit.arg_names)
     check_kept(kernel, keep, names)
     buckets = buckets_of(function.__name__, key)
     kept = kept_for(function, names, settings or Settings.current())

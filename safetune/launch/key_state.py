@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ from triton.runtime.autotuner import Config
 
 from safetune import forks
 from safetune.config import config_text
+from safetune.frozen import dataclass
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey

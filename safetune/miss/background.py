@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -25,6 +25,7 @@ from safetune.errors import (
     WorkerUnavailable,
     system_errors,
 )
+from safetune.frozen import dataclass
 from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers
 from safetune.launch.key_state import Reason

@@ -11,7 +11,7 @@ import functools
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
@@ -20,6 +20,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from safetune import triton_internals, triton_launch
 from safetune.config import config_text
+from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
 from safetune.launch.call_shape import (

@@ -39,11 +39,11 @@ from safetune.keys.tuning_key import (
 )
 from safetune.launch import call_shape
 from safetune.launch.key_state import Asked, Reason
-from safetune.miss import candidates, reporting, retry
+from safetune.miss import reporting
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
-from safetune.tuning import recall
+from safetune.tuning import requests
 from safetune.tuning.requests import Phases, TuningRequest
 
 if TYPE_CHECKING:
@@ -161,14 +161,14 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
     choice = stored(tuner, request, lookup, miss.readable_key())
     if choice is not None:
         tunes_again = settings.mode is Mode.TUNE and request.has_work
-        if not (tunes_again and recall.is_due(request, lookup.store)):
+        if not (tunes_again and requests.is_due(request, lookup.store)):
             return _adopt(state, choice, settings)
         lookup.forget(request.key.digest, request.declared)
     if not request.has_work:
         return for_no_work(state, request)
     reporting.warn_of_grid(tuner, request.grids.reads)
     if not tunes:
-        from safetune.miss import record
+        from safetune.miss import candidates, record
 
         if settings.mode is Mode.RECORD:
             record.remember(request, lookup.store)
@@ -256,6 +256,7 @@ def _tune(
     choice: Config | None,
 ) -> Config:
     """Tune a key; where that is not possible, launch the choice that it has, or a fallback."""
+    from safetune.miss import candidates, retry
     from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
 

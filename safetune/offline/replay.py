@@ -6,12 +6,13 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from safetune.config import config_digest
+from safetune.frozen import dataclass
 from safetune.inputs import call_description
 from safetune.keys.tuning_key import describe_call
 from safetune.offline.tasks import OfflineKernel, Task, find_kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from triton.runtime.autotuner import Heuristics
 
 from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
 from safetune.frontend.autotuner import Autotuner
+from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting

@@ -14,11 +14,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from safetune.errors import StoreError
+from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.settings import Settings
 from safetune.store.local import db_files

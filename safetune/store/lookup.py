@@ -119,11 +119,13 @@ class GuardedStore(Store):
         super().__init__(connection)
         self._spare: Store | None = None
         self._unsent: deque[Callable[[], object]] = deque()
-        forks.register("database", at_exit=self._try_to_write_unsent)
 
     def spare(self) -> Store:
         """Return the store in memory that holds what could not be written."""
-        spare = self._spare = self._spare or Store.in_memory()
+        spare = self._spare
+        if spare is None:
+            forks.register("database", at_exit=self._try_to_write_unsent)
+            spare = self._spare = Store.in_memory()
         return spare
 
     def write_unsent(self) -> None:

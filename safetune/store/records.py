@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from safetune.frozen import dataclass
 from safetune.outcome import Mark, Outcome
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from safetune.frozen import dataclass
 from safetune.outcome import Group, GroupDifference, Mark, OutputReport, Verdict
 
 #: A majority has at least this many configs: of two that differ, either may be wrong.

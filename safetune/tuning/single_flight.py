@@ -39,7 +39,7 @@ from safetune.store.local import key_locks
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.store.waiting import Waited, pauses, waited
-from safetune.tuning import recall
+from safetune.tuning import requests
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> I
     if store.shared is None:
         yield Election(request)
         return
-    again = request.force or recall.is_due(request, store)
+    again = request.force or requests.is_due(request, store)
     election = _elected(request, store.shared, budget, again)
     if election.lease is None:
         yield election
@@ -264,9 +264,9 @@ def _elected(
 
 def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
     """Return the choice after which there is nothing to tune."""
-    if request.force or recall.is_due(request, store):
+    if request.force or requests.is_due(request, store):
         return None
-    return recall.usable_choice(request, store)
+    return requests.usable_choice(request, store)
 
 
 def _is_left(request: TuningRequest, choice: ChoiceRecord) -> bool:

@@ -9,15 +9,16 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NothingToMeasure, NoWorkingConfig, system_errors
+from safetune.frozen import dataclass
 from safetune.isolation.protocol import Budget
 from safetune.outcome import Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
-from safetune.tuning import race, recall, single_flight
+from safetune.tuning import race, requests, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.judge import Judgement, Votes, judge
 from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
@@ -176,9 +177,9 @@ def _recall(request: TuningRequest, store: Store, observe: Observer, phases: Pha
     """Return a tuning with the outcomes in the store that still count."""
     key = request.key.digest
     digests = tuple(config_digest(config) for config in request.configs)
-    chosen = recall.usable_choice(request, store)
+    chosen = requests.usable_choice(request, store)
     last = chosen or store.choice(key, request.declared) or store.choice(key)
-    outcomes = {} if request.force else recall.lasting_outcomes(request, store)
+    outcomes = {} if request.force else requests.lasting_outcomes(request, store)
     works = {digests[config]: config for config, outcome in outcomes.items() if outcome.ok}
     incumbent = None if last is None else works.get(last.config_digest)
     generation = 1 if last is None else last.generation

@@ -9,13 +9,14 @@ without a translation is skipped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from safetune.frozen import dataclass
 from safetune.inputs.spans import (
     Span,
     TensorSpec,

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import math
 import os
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from safetune.frozen import dataclass
 
 #: A program's ids along the three axes of the grid.
 Program = tuple[int, int, int]

@@ -19,12 +19,12 @@ import math
 import sys
 import time
 from array import array
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from safetune.errors import NotInterpretable
+from safetune.frozen import dataclass
 from safetune.verify.interpretation import is_machinery
 from safetune.verify.memory import Memory
 from safetune.verify.report import Kind

@@ -7,10 +7,10 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune.errors import StoreError
+from safetune.frozen import dataclass
 from safetune.store.local import db_files, key_locks
 from safetune.store.local.store import OF_KEY, delete_keys
 

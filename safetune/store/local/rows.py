@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
+from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.records import ChoiceRecord, KeyRecord, RecordedCall, TrialRecord

@@ -11,11 +11,12 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetune.errors import PackError
+from safetune.frozen import dataclass
 from safetune.outcome import Mark, Outcome
 from safetune.store.local import rows
 from safetune.store.local.rows import CHOICE, Scalar
