@@ -75,11 +75,6 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
         raise InvalidSetting(f"{name}={value!r} is not known; use one of: {valid}") from None
 
 
-def parse_optional(kind: type[Choice], name: str, value: str | None) -> Choice | None:
-    """Return `parse_choice(...)`, or None for None."""
-    return None if value is None else parse_choice(kind, name, value)
-
-
 _SIZE = re.compile(r"([0-9]+)\s*(?:([KMG])(?:iB)?)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -319,7 +319,7 @@ INTERNALS = frozenset(
 NAMES_INTERNALS = {
     "safetune.integrations.graph": {"unload_module"},  # of the object that triton_internals gives
     "safetune.integrations.shadow_tuner": {"_bench"},  # wraps what triton_internals then replaces
-    "safetune.frontend.autotuner": {"_bench"},  # inherited from triton.autotune's class
+    "safetune.miss.resolve": {"_bench"},  # inherited from triton.autotune's class
 }
 
 

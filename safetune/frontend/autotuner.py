@@ -8,36 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
 from safetune import triton_internals
+from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds
 from safetune.errors import InvalidSetting
 from safetune.frontend import observers
-from safetune.frontend.pruning import PruningTuner
 from safetune.inputs.call import Hooks
 from safetune.isolation import backend
-from safetune.keys.kernel_digest import is_interpreted, kernel_identity
+from safetune.keys.kernel_digest import base_function, is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport
 from safetune.keys.lazy_key import Basis, LazyKey
-from safetune.keys.tuning_key import KeyNames, readable_key
+from safetune.keys.tuning_key import KeyNames
 from safetune.keys.written_key import Key, written_key
-from safetune.launch import call_shape, fast_path, scratch_memory
+from safetune.launch import call_shape, fast_path
 from safetune.launch.key_state import KeyStates
 from safetune.miss import relaunch
-from safetune.settings import (
-    CaptureMissPolicy,
-    PhantomPolicy,
-    Settings,
-    parse_choice,
-    parse_optional,
-)
+from safetune.settings import CaptureMissPolicy, PhantomPolicy, Settings, parse_choice
 from safetune.tuning.requests import Limits
 from safetune.workload import DeclaredWorkload
 
@@ -62,7 +56,7 @@ _CLASSIFIED = frozenset(
 )
 
 
-class Autotuner(PruningTuner):
+class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     """`triton.runtime.autotuner.Autotuner`, with candidates run in subprocesses.
 
     Everything that torch, JAX and others read of Triton's tuner is here under the same name. Made
@@ -91,7 +85,7 @@ class Autotuner(PruningTuner):
         capture_miss: str | None = None,
         **options: Any,
     ) -> None:
-        name = kernel_name(fn)
+        name = base_function(fn)[1].__name__
         configs = check_configs(name, configs, arg_names)
         around = {"reset_to_zero": _once(reset_to_zero), "restore_value": _once(restore_value)}
         scratch = _once(scratch)
@@ -100,7 +94,9 @@ class Autotuner(PruningTuner):
         self.limits = Limits(compile_timeout_s, run_timeout_s)
         check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
         self.isolate(isolation)
-        self.capture_miss = parse_optional(CaptureMissPolicy, "capture_miss", capture_miss)
+        self.capture_miss: CaptureMissPolicy | None = None
+        if capture_miss is not None:
+            self.capture_miss = parse_choice(CaptureMissPolicy, "capture_miss", capture_miss)
         settings = Settings.current()
         policy = parse_choice(PhantomPolicy, "phantom", phantom or settings.phantom.value)
         written = written_key(fn, key, keep, options.get("prune_configs_by"), settings)
@@ -117,7 +113,10 @@ class Autotuner(PruningTuner):
             inputs=inputs,
         )
         self._topics = set[str]()
-        self.take_pruning()
+        # The user's, for `prune_configs`: torch traces the functions that it finds on the tuner.
+        self.pruning: tuple[Any, Any] = (self.early_config_prune, self.perf_model)
+        self.shown = self.early_config_prune = self.perf_model = None
+        self.show_one_config()
         self.lazy_key = LazyKey(written, policy)
         if self.lazy_key.may_be_an_error:
             self.lazy_key.report(self)
@@ -128,6 +127,13 @@ class Autotuner(PruningTuner):
         made.__dict__.update(self.__dict__, _launches={}, lazy_key=copy.copy(self.lazy_key))
         made.__dict__.pop("shapes", None)
         return made
+
+    @cached_property
+    def shapes(self) -> call_shape.CallShapes:
+        """The shapes of its calls, which refer to it: no copy has them before it is launched, as
+        one is made for each prune and keeps the arguments of the call.
+        """
+        return call_shape.CallShapes(self)
 
     @property
     def key_report(self) -> KeyReport:
@@ -176,9 +182,8 @@ class Autotuner(PruningTuner):
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel with the chosen config, tuning first if the key has no choice.
 
-        Raises:
-            NoWorkingConfig: every config failed.
-            InvalidConfig: the call passes what the configs set.
+        Raises `NoWorkingConfig` if every config failed, and `InvalidConfig` for a call that passes
+        what the configs set.
         """
         if observers.active:
             return observers.observed(self._launch, self, args, kwargs)
@@ -219,25 +224,24 @@ class Autotuner(PruningTuner):
             launch.fast_path.remember(key, launched)
         return launched.result
 
-    def _by_triton(self, args: Args, kwargs: Kwargs) -> relaunch.Launched:
-        """Launch with the key's config, tuning first if the key has no choice."""
+    def _by_triton(
+        self, args: Args, kwargs: Kwargs, config: Config | None = None, values: Kwargs | None = None
+    ) -> relaunch.Launched:
+        """Launch with a config, by default the key's, tuning first if the key has no choice."""
         shape = self.shapes.of(args, kwargs)
-        with _no_collection_under_capture():  # Triton may compile, even for a known choice
-            if len(self.configs) == 1:
-                return relaunch.launch(self, None, shape, self.configs[0], args, kwargs)
-            key = shape.key(args, kwargs)
-            config = self.states.hits.get(key) or self._miss(key, shape, args, kwargs)
-            return relaunch.launch(self, key, shape, config, args, kwargs)
+        # Triton may compile, even for a known choice.
+        with backend.no_collection() if backend.capture_under_way() else contextlib.nullcontext():
+            key = None if len(self.configs) == 1 else shape.key(args, kwargs)
+            if config is None and key is None:
+                config = self.configs[0]
+            config = config or self.states.hits.get(key) or self._miss(key, args, kwargs)
+            return relaunch.launch(self, key, shape, config, args, kwargs, values)
 
     def launch_with(
         self, config: Config, values: Kwargs, grid: Any, args: Args, kwargs: Kwargs
     ) -> relaunch.Launched:
         """Launch with a config by Triton's path, with what the heuristics have said already."""
-        complete = {**kwargs, "grid": grid, "warmup": False}
-        shape = self.shapes.of(args, complete)
-        with _no_collection_under_capture():
-            key = None if len(self.configs) == 1 else shape.key(args, complete)
-            return relaunch.launch(self, key, shape, config, args, complete, values)
+        return self._by_triton(args, {**kwargs, "grid": grid, "warmup": False}, config, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Forget every launch when anything is changed that one may depend on."""
@@ -254,6 +258,20 @@ class Autotuner(PruningTuner):
         # Another dictionary, as a thread may be about to add what it knows from before.
         self.__dict__["_launches"] = {}
 
+    def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
+        """Return the configs that are left for one call; this tuner stays as it is."""
+        return call_shape.pruned_configs(self, named, kwargs)
+
+    def warmup(self, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Compile every config left by pruning in this process, as `triton.autotune` does."""
+        shape = self.shapes.of(args, kwargs)
+        named = call_shape.named_arguments(self.arg_names, args)
+        pinned_args, pinned_kwargs = shape.pinned(args, kwargs)
+        return [
+            self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
+            for config in self.pruned_for(named, kwargs)
+        ]
+
     def resolve(
         self, /, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
     ) -> Resolved:
@@ -261,6 +279,33 @@ class Autotuner(PruningTuner):
         from safetune.compilers import resolve as compilers_resolve
 
         return compilers_resolve.resolve(self, args, kwargs, grid, device)
+
+    def prune_configs(self, kwargs: dict[str, Any]) -> list[Config]:
+        """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
+        stock = triton_autotuner.Autotuner.prune_configs
+        early, ranked = copy.copy(self), copy.copy(self)
+        early.early_config_prune, ranked.perf_model = self.prune_functions
+        early.perf_model, ranked.early_config_prune = None, None
+        ranked.configs = stock(early, kwargs)
+        # Triton 3.6 takes a fraction of all the configs, and rounds it down to zero.
+        if isinstance(ranked.configs_top_k, float) and ranked.configs_top_k <= 1.0:
+            ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
+        return stock(ranked, kwargs)  # type: ignore[no-any-return]
+
+    @property
+    def prune_functions(self) -> tuple[Any, Any]:
+        """The user's own, or those that were set instead later, as jax-triton does."""
+        early, model = self.pruning
+        replaced = self.early_config_prune is not self.shown
+        return self.early_config_prune if replaced else early, self.perf_model or model
+
+    def show_one_config(self) -> None:
+        """Have torch find a prune function that leaves one config, if there are several."""
+        if vars(self).get("shown", self) is not None or self.early_config_prune is not None:
+            return
+        if len(self.configs) > 1 or any(map(torch_compile.lost_options, self.configs)):
+            self.shown = torch_compile.one_config(self, self.pruning[0])
+            self.early_config_prune = self.shown
 
     def isolate(self, isolation: str) -> None:
         """Set `isolation` as the decorator would; raises `InvalidSetting`."""
@@ -292,11 +337,9 @@ class Autotuner(PruningTuner):
     ) -> Any:
         """Declare what `safetune tune` runs for this kernel; a decorator.
 
-        The function is called with a torch device and a torch dtype and yields `Workload`s.
-
-        Args:
-            dtypes: names of the torch dtypes to tune for, e.g. `("float16", "float32")`. Default:
-                float32 in the interpreter, bfloat16 on a GPU.
+        The function yields `Workload`s for a torch device and a torch dtype, each of `dtypes` by
+        name, e.g. `("float16", "float32")`; by default float32 in the interpreter, bfloat16 on a
+        GPU.
         """
 
         def register(declared: WorkloadFunction) -> WorkloadFunction:
@@ -304,27 +347,6 @@ class Autotuner(PruningTuner):
             return declared
 
         return register if function is None else register(function)
-
-    def tune_inline(self, args: Args, kwargs: Kwargs) -> Config:
-        """Return the fastest config, measured as `triton.autotune` does; nothing is stored."""
-        from safetune.miss import reporting  # not before the first miss
-
-        view = copy.copy(self)
-        view.nargs = named = call_shape.named_arguments(self.arg_names, args)
-        configs = view.prune_configs(kwargs)
-        if len(configs) == 1:
-            return configs[0]
-        if self.hooks.do_bench is None and is_interpreted(self.fn):
-            view.do_bench = _wall_clock
-        start = time.perf_counter()
-        reporting.count_tuning()
-        with scratch_memory.scratch_allocator():
-            timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
-        best = min(timings, key=lambda config: timings[config])
-        view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
-        key = readable_key(self.keys, self.arg_names, {**named, **kwargs})
-        reporting.report(self, key, best, timings, {"measure": time.perf_counter() - start})
-        return best
 
     def first_time(self, topic: str) -> bool:
         """Whether this is the first call with this topic; for warnings that are given once."""
@@ -343,14 +365,12 @@ class Autotuner(PruningTuner):
             restore_value=tuple(self.restore_value),
         )
 
-    def _miss(
-        self, key: Any, shape: call_shape.CallShape, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Config:
+    def _miss(self, key: Any, args: Args, kwargs: Kwargs) -> Config:
         from safetune.miss import resolve as miss_resolve  # imports the store and the tuning
 
         for observer in observers.active:
             observer.miss(self)
-        call_shape.refuse_vmap(kernel_name(self.fn), args)
+        call_shape.refuse_vmap(self.base_fn.__name__, args)
         state = self.states.of(key)
         if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
             from safetune.miss import under_capture
@@ -372,25 +392,3 @@ def _once(names: Iterable[str] | None) -> Any:
 def _of_the_user(hook: Any) -> Any:
     """Return a hook; None for one that Triton's constructor has set."""
     return None if getattr(hook, "__module__", None) == Config.__module__ else hook
-
-
-def _no_collection_under_capture() -> contextlib.AbstractContextManager[None]:
-    if not backend.capture_under_way():
-        return contextlib.nullcontext()
-    return backend.no_collection()
-
-
-def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
-    """Take the place of Triton's `do_bench` in its interpreter, where that finds no device."""
-    from safetune.isolation.protocol import Budget
-    from safetune.launch.timing import Timer, measure
-
-    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
-    return [timing.median_ms, timing.p20_ms, timing.p80_ms]
-
-
-def kernel_name(fn: Any) -> str:
-    """Return the name of the function below all decorators."""
-    while hasattr(fn, "fn"):
-        fn = fn.fn
-    return str(getattr(fn, "__name__", fn))

@@ -9,7 +9,7 @@ import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Heuristics
 
 from safetune.errors import InvalidSetting
-from safetune.frontend.autotuner import Autotuner, kernel_name
+from safetune.frontend.autotuner import Autotuner
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.written_key import Key, lenient
 from safetune.tuning.requests import Limits
@@ -138,8 +138,8 @@ def _check_kernel(fn: Any) -> None:
             f"@safetune(...) is above {fn!r}, which is not a Triton kernel: put @triton.jit "
             "below it"
         )
-    if _innermost_tuner(fn) is not None:
+    if (tuner := _innermost_tuner(fn)) is not None:
         raise InvalidSetting(
-            f"{kernel_name(fn)} has a tuner already: use @safetune without arguments above "
+            f"{tuner.base_fn.__name__} has a tuner already: use @safetune without arguments above "
             "@triton.autotune(...), or replace that decorator"
         )

@@ -24,7 +24,7 @@ from typing import Any
 from safetune import forks, triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend import observers
-from safetune.integrations.install_report import Installation
+from safetune.integrations.install_report import Installation, kernel_name
 from safetune.settings import Settings, parse_keep
 
 _one_at_a_time = threading.Lock()
@@ -70,7 +70,6 @@ def install(keep: Iterable[str] = ()) -> Installation:
 
 
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
-    from safetune.frontend.autotuner import kernel_name
     from safetune.frontend.decorator import safetune
     from safetune.integrations import shadow_tuner
     from safetune.keys.key_names import logged

@@ -75,6 +75,13 @@ class Installation(Observer):
         return "\n".join(lines)
 
 
+def kernel_name(fn: Any) -> str:
+    """Return the name of the function below all decorators."""
+    while hasattr(fn, "fn"):
+        fn = fn.fn
+    return str(getattr(fn, "__name__", fn))
+
+
 def _fallbacks() -> int:
     """The number of keys of this process that launch a fallback now."""
     from safetune.launch.key_state import Reason, all_states  # which imports triton

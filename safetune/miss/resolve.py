@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import os
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -37,7 +39,7 @@ from safetune.keys.tuning_key import (
     readable_key,
     tuning_key,
 )
-from safetune.launch import call_shape
+from safetune.launch import call_shape, scratch_memory
 from safetune.launch.key_state import Asked, Reason
 from safetune.miss import reporting
 from safetune.settings import Mode, Settings
@@ -83,7 +85,7 @@ class Miss:
     def configs(self) -> tuple[Config, ...]:
         """Return the configs that pruning leaves for the call."""
         positional = call_shape.named_arguments(self.tuner.arg_names, self.call.args)
-        return tuple(self.tuner.pruned_for(positional, self._kwargs))
+        return tuple(call_shape.pruned_configs(self.tuner, positional, self._kwargs))
 
     def readable_key(self) -> tuple[Any, ...]:
         """Return the key as Triton writes it."""
@@ -145,7 +147,8 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
         return tuner.configs[0]
     if settings.mode is Mode.OFF:
         named = call_shape.named_arguments(tuner.arg_names, args)
-        return state.set_fallback(next(iter(tuner.pruned_for(named, kwargs)), tuner.configs[0]))
+        pruned = call_shape.pruned_configs(tuner, named, kwargs)
+        return state.set_fallback(next(iter(pruned), tuner.configs[0]))
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
     if tunes and tuner.isolation == "inline":
         return _inline(tuner, state, args, kwargs)
@@ -196,7 +199,36 @@ def _inline(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[s
     except Exception as error:  # the tuning raises what matters
         if from_signal_handler(error):
             raise
-    return state.set_choice(tuner.tune_inline(args, kwargs))
+    return state.set_choice(_tune_inline(tuner, args, kwargs))
+
+
+def _tune_inline(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+    """Return the fastest config, measured as `triton.autotune` does; nothing is stored."""
+    view: Any = copy.copy(tuner)
+    view.nargs = named = call_shape.named_arguments(tuner.arg_names, args)
+    configs = view.prune_configs(kwargs)
+    if len(configs) == 1:
+        return configs[0]
+    if tuner.hooks.do_bench is None and is_interpreted(tuner.fn):
+        view.do_bench = _wall_clock
+    start = time.perf_counter()
+    reporting.count_tuning()
+    with scratch_memory.scratch_allocator():
+        timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
+    best = min(timings, key=lambda config: timings[config])
+    view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
+    key = readable_key(tuner.keys, tuner.arg_names, {**named, **kwargs})
+    reporting.report(tuner, key, best, timings, {"measure": time.perf_counter() - start})
+    return best
+
+
+def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
+    """Take the place of Triton's `do_bench` in its interpreter, where that finds no device."""
+    from safetune.isolation.protocol import Budget
+    from safetune.launch.timing import Timer, measure
+
+    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
+    return [timing.median_ms, timing.p20_ms, timing.p80_ms]
 
 
 def for_no_work(state: KeyState, request: TuningRequest) -> Config:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from triton.runtime.autotuner import Config
 
@@ -36,12 +35,6 @@ class Tuner(call_shape.Tuner, Protocol):
     @property
     def identity(self) -> KernelIdentity:
         """The kernel's identity, with what runs around it."""
-
-    def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
-        """Return the configs that pruning leaves for a call."""
-
-    def tune_inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
-        """Tune as `triton.autotune` does, in this process on the caller's tensors."""
 
     def first_time(self, topic: str) -> bool:
         """Whether this is the first call with this topic; for warnings that are given once."""

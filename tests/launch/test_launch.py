@@ -593,7 +593,7 @@ class TestUnderCapture:
         return asked
 
     def test_a_known_launch_asks_the_driver_nothing(self, kernel: Tuned, asked: list[int]) -> None:
-        kernel.tuner._miss(kernel_key(kernel), None, (), {})
+        kernel.tuner._miss(kernel_key(kernel), (), {})
         call(kernel)
         asked.clear()
         assert not goes_by_triton(kernel)
