@@ -115,7 +115,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self._topics = set[str]()
         # The user's, for `prune_configs`: torch traces the functions that it finds on the tuner.
         self.pruning: tuple[Any, Any] = (self.early_config_prune, self.perf_model)
-        self.shown = self.early_config_prune = self.perf_model = None
+        self.shown: Any = None
+        self.early_config_prune: Any = None
+        self.perf_model: Any = None
         self.show_one_config()
         self.lazy_key = LazyKey(written, policy)
         if self.lazy_key.may_be_an_error:
