@@ -113,12 +113,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             inputs=inputs,
         )
         self._topics = set[str]()
-        # The user's, for `prune_configs`: torch traces the functions that it finds on the tuner.
-        self.pruning: tuple[Any, Any] = (self.early_config_prune, self.perf_model)
-        self.shown: Any = None
-        self.early_config_prune: Any = None
-        self.perf_model: Any = None
-        self.show_one_config()
+        self._take_pruning()
         self.lazy_key = LazyKey(written, policy)
         if self.lazy_key.may_be_an_error:
             self.lazy_key.report(self)
@@ -300,6 +295,14 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         early, model = self.pruning
         replaced = self.early_config_prune is not self.shown
         return self.early_config_prune if replaced else early, self.perf_model or model
+
+    def _take_pruning(self) -> None:
+        """Keep the user's functions for `prune_configs`: torch traces those that it finds here."""
+        self.pruning: tuple[Any, Any] = (self.early_config_prune, self.perf_model)
+        self.shown: Any = None
+        self.early_config_prune: Any = None
+        self.perf_model: Any = None
+        self.show_one_config()
 
     def show_one_config(self) -> None:
         """Have torch find a prune function that leaves one config, if there are several."""
