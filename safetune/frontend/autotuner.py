@@ -88,8 +88,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         name = base_function(fn)[1].__name__
         configs = check_configs(name, configs, arg_names)
         around = {"reset_to_zero": _once(reset_to_zero), "restore_value": _once(restore_value)}
-        scratch = _once(scratch)
-        check_names(name, arg_names, {**around, "scratch": scratch})
+        check_names(name, arg_names, {**around, "scratch": (scratch := _once(scratch))})
         check_functions(name, {"reference": reference, "inputs": inputs})
         self.limits = Limits(compile_timeout_s, run_timeout_s)
         check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
@@ -104,7 +103,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         super().__init__(fn, arg_names, configs, (), **around, **options)
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
-        #: Where the time of the last tuning went, in seconds (see `Phases`).
         self.tuning_phases: dict[str, float] = {}
         self._around = Hooks(
             do_bench=options.get("do_bench") if is_interpreted(fn) else self._do_bench,
