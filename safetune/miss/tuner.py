@@ -20,7 +20,7 @@ class Tuner(call_shape.Tuner, Protocol):
     Attributes:
         isolation: `worker`, `config` or `inline`.
         capture_miss: None for SAFETUNE_CAPTURE_MISS.
-        configs_timings, bench_time, tuning_phases: of the last tuning, for users; phases in seconds.
+        configs_timings, bench_time, tuning_phases: of the last tuning; phases in seconds.
     """
 
     hooks: Hooks
