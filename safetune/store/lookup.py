@@ -43,23 +43,26 @@ _opening = forks.lock()
 
 def _guarded_write(method: Method) -> Method:
     @functools.wraps(method)
-    def write(self: GuardedStore, record: Any) -> Any:
+    def write(self: GuardedStore, *records: Any) -> Any:
         try:
             self.write_unsent()
-            stored = _tried(Damaged, method, self, record)
+            stored = _tried(Damaged, method, self, *records)
             self._reported.discard(("write",))
             return stored
         except RecordError as error:
-            logger.warning("a record is not stored: %s", error)
-            return record
+            for record in records if len(records) > 1 else ():
+                write(self, record)  # the others are stored
+            if len(records) == 1:
+                logger.warning("a record is not stored: %s", error)
+            return records[0]
         except StoreError as error:
             self._report("write", "%s; continuing in memory", error)
         try:
-            stored = method(self.spare(), record)
+            stored = method(self.spare(), *records)
         except StoreError as error:
             logger.warning("a record is not stored: %s", error)
-            return record
-        self._unsent.append(functools.partial(method, self, record))
+            return records[0]
+        self._unsent.append(functools.partial(method, self, *records))
         return stored
 
     return cast("Method", write)

@@ -60,16 +60,22 @@ class Votes:
     def __init__(self) -> None:
         self.reports: dict[int, OutputReport] = {}
         self._kept: dict[int, Group] = {}
+        self._sizes = Counter[int]()
 
     def add(self, config: int, report: OutputReport) -> None:
         """Take a config's report, in place of an earlier one."""
+        before = self.reports.get(config)
+        if before is not None and before.group is not None:
+            self._sizes[before.group] -= 1
+        if report.group is not None:
+            self._sizes[report.group] += 1
         self.reports[config] = report
         if report.new_group is not None:
             self._kept[config] = report.new_group
 
     def groups(self) -> list[Group]:
         """Return the groups whose results are kept, the largest first."""
-        sizes = self._sizes()
+        sizes = self._sizes
         return sorted(self._kept.values(), key=lambda group: (-sizes[group.number], group.number))
 
     def unplaced(self) -> list[int]:
@@ -77,7 +83,7 @@ class Votes:
         then they are to be examined again. Groups of one config make room for theirs.
         """
         found = [config for config, report in self.reports.items() if report.group is None]
-        sizes = self._sizes()
+        sizes = self._sizes
         most = max(sizes.values(), default=0)
         if 2 * (most + len(found)) <= len(self.reports):
             return []
@@ -93,9 +99,6 @@ class Votes:
             "elements; what the caller keeps there is overwritten by each launch"
             for name, count in unowned.items()
         ]
-
-    def _sizes(self) -> Counter[int]:
-        return Counter(r.group for r in self.reports.values() if r.group is not None)
 
 
 def judge(

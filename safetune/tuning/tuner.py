@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +121,7 @@ class _Tuning:
         if limit_s is not None:
             outcome = replace(outcome, detail=f"{limit_s:g} s")
         self.measured.add(config)
-        self.keep(config, outcome)
+        self.keep({config: outcome})
         self.announce(config, stage, outcome)
 
     def settle_as(self, config: int, same: int, stage: str = "screen") -> None:
@@ -131,20 +132,22 @@ class _Tuning:
         mark = Mark.SAME_AS.of(config_text(self.request.configs[same]))
         self.settle(config, self.outcomes[same].with_marks([mark]), stage)
 
-    def keep(self, config: int, outcome: Outcome) -> None:
-        """Store the outcome of a config; it is not ok there before it has been judged."""
-        self.outcomes[config] = outcome
+    def keep(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Store the outcomes of configs; none is ok there before it has been judged."""
+        self.outcomes.update(outcomes)
+        if outcomes:
+            self.store.put_trial(*itertools.starmap(self._trial, outcomes.items()))
+
+    def _trial(self, config: int, outcome: Outcome) -> TrialRecord:
         if outcome.ok and not outcome.judged:
             outcome = replace(outcome, verdict=Verdict.NOT_JUDGED)
-        self.store.put_trial(
-            TrialRecord(
-                key=self.request.key.digest,
-                config_digest=self.digests[config],
-                config=config_record(self.request.configs[config]),
-                generation=self.generation,
-                outcome=outcome,
-                created=time.time(),
-            )
+        return TrialRecord(
+            key=self.request.key.digest,
+            config_digest=self.digests[config],
+            config=config_record(self.request.configs[config]),
+            generation=self.generation,
+            outcome=outcome,
+            created=time.time(),
         )
 
     def announce(self, config: int, stage: str, outcome: Outcome | None = None) -> None:
@@ -225,6 +228,7 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
 def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
     """Run each config once it is compiled: its outputs are checked, and it gets a first time."""
     timeout_s = tuning.request.limits.compile_timeout_s
+    best_ms = min((timing.median_ms for timing in tuning.timings().values()), default=None)
     for config, failure, same in bench.compiled(configs, timeout_s):
         tuning.announce(config, "screen")
         if failure is not None:
@@ -233,11 +237,12 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
         if same is not None:
             tuning.settle_as(config, same)
             continue
-        best_ms = min((timing.median_ms for timing in tuning.timings().values()), default=None)
         outcome, report = bench.measure(config, Budget(best_ms=best_ms), tuning.votes.groups())
         if report is not None:
             outcome = _voted(tuning, config, outcome, report)
         tuning.settle(config, outcome)
+        if outcome.timing is not None:
+            best_ms = min(outcome.timing.median_ms, best_ms or math.inf)
 
 
 def _voted(tuning: _Tuning, config: int, outcome: Outcome, report: OutputReport) -> Outcome:
@@ -301,10 +306,12 @@ def _apply(tuning: _Tuning, judgement: Judgement, compared: Sequence[int]) -> No
         outcome = tuning.outcomes[config]
         rejected = Outcome(verdict, message=reason, gpu_uuid=outcome.gpu_uuid, marks=outcome.marks)
         tuning.settle(config, rejected)
+    judged = {}
     for config in judgement.sizes.keys() - judgement.rejected.keys():
         outcome = tuning.outcomes[config].unmarked(Mark.DISPUTED, Mark.OUTVOTED)
         outcome = replace(outcome, judged=judgement.sizes[config])
-        tuning.keep(config, outcome.with_marks(judgement.marks(config)))
+        judged[config] = outcome.with_marks(judgement.marks(config))
+    tuning.keep(judged)
     unexamined = tuning.timings().keys() - judgement.sizes.keys()
     tuning.candidates.update(judgement.candidates)
     if judgement.candidates.issuperset(compared):

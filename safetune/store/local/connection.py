@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.errors import StoreError
@@ -30,9 +29,6 @@ from safetune.store.local import db_files, lost_log, opening
 from safetune.store.local.db_files import Damaged, Identity, Locked
 from safetune.store.local.rows import RecordError
 from safetune.store.waiting import tries, waited
-
-if TYPE_CHECKING:
-    from sqlite_utils import Database
 
 logger = logging.getLogger("safetune")
 
@@ -85,15 +81,6 @@ class Connection:
         with self._alone() as connection, self._failures("read"):
             yield connection
             self._gave_up.discard("read")
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[Database]:
-        """One transaction on the connection, committed at the end; raises `StoreError`."""
-        with self._failures("write to"):
-            from sqlite_utils import Database
-
-        with self.transaction() as connection:
-            yield Database(connection, execute_plugins=False, recursive_triggers=False)
 
     @contextlib.contextmanager
     def transaction(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:

@@ -119,6 +119,16 @@ class Table:
         statement = f"INSERT OR {otherwise} INTO {self.name} ({names}) VALUES ({marks})"
         return connection.execute(statement, tuple(row.values())).rowcount > 0
 
+    def upsert(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> None:
+        """Write a row, over one with its key. Columns that only a newer version knows stay."""
+        marks, own = ", ".join("?" * len(row)), [n for n in row if n not in self.primary_key]
+        connection.execute(
+            f"INSERT INTO {self.name} ({', '.join(row)}) VALUES ({marks}) "
+            f"ON CONFLICT ({', '.join(self.primary_key)}) "
+            f"DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in own)}",
+            tuple(row.values()),
+        )
+
     def put_if_absent(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> Any:
         """Write a row unless a sound one has its key: then return that one, else None."""
         if self.insert(connection, row, "IGNORE"):

@@ -1,8 +1,8 @@
 """The local store: outcomes and choices in one SQLite database that processes share.
 
-Reads are plain `sqlite3` with statements built once; `sqlite_utils` is imported at the first write.
-Every write is one BEGIN IMMEDIATE transaction. A corrupt row is absent, and logged once. Every
-method raises `StoreError` and nothing else; `lookup` keeps that out of a run.
+Statements are plain `sqlite3`, built once, and every write is one BEGIN IMMEDIATE transaction. A
+corrupt row is absent, and logged once. Every method raises `StoreError` and nothing else; `lookup`
+keeps that out of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from safetune.store.records import (
 if TYPE_CHECKING:
     import sqlite3
 
-    from sqlite_utils import Database
     from typing_extensions import Self
 
     from safetune.store.shared.layer import SharedLayer
@@ -60,6 +59,10 @@ _TRIALS = f"{TRIAL.select} {_OF_KEYS.format('trial', _OF_NAME, 'ORDER BY generat
 _RELATED_KEYS = f"{KEY.select} {_RELATED} ORDER BY rowid"
 _RELATED_CHOICES = f"{CHOICE.select} {_OF_KEYS.format('choice', _RELATED, _BEST_FIRST)}"
 
+_HAS_KEY = (
+    "SELECT 1 FROM key JOIN kernel ON kernel.digest = key.kernel "
+    "JOIN device ON device.digest = key.device WHERE key.digest = ?"
+)
 _PUT_CALL = (
     f"INSERT OR IGNORE INTO call ({', '.join(CALL.columns)}, checksum) "
     f"SELECT {', '.join('?' * (len(CALL.columns) + 1))} WHERE (SELECT count(*) FROM call) < ?"
@@ -120,23 +123,24 @@ class Store:
     def put_key(self, record: KeyRecord) -> None:
         """Write a key with its kernel and device, or refresh them."""
         prepared = self._put_keys[text(record.digest)] = rows.key_rows(record)
-        with self.connection.writing() as database:
+        with self.connection.transaction() as connection:
             for table, row in prepared:
-                _upsert(database, table, row)
+                table.upsert(connection, row)
 
-    def put_trial(self, record: TrialRecord) -> None:
-        """Write the outcome of one config, over an earlier row of the same generation.
+    def put_trial(self, *records: TrialRecord) -> None:
+        """Write outcomes of configs of one key, over earlier rows of the same generation.
 
         A transient outcome never replaces a row: it says nothing about the config. Raises
-        `RecordError` if the record itself is refused.
+        `RecordError` if a record itself is refused.
         """
-        row = rows.trial_row(record)
-        with self.connection.writing() as database:
-            self._restore_key(database, row)
-            if record.outcome.verdict in TRANSIENT:
-                _table(database, TRIAL).insert(row, pk=TRIAL.primary_key, ignore=True)
-            else:
-                _upsert(database, TRIAL, row)
+        sealed = [(rows.trial_row(record), record.outcome.verdict) for record in records]
+        with self.connection.transaction() as connection:
+            for row, verdict in sealed:
+                self._restore_key(connection, row)
+                if verdict in TRANSIENT:
+                    TRIAL.insert(connection, row, "IGNORE")
+                else:
+                    TRIAL.upsert(connection, row)
 
     def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
         """Return the outcomes of a key, or of one generation, in the order of their writing."""
@@ -173,12 +177,12 @@ class Store:
         """
         row = rows.choice_row(record)
         wanted = [row[name] for name in CHOICE.primary_key]
-        with self.connection.writing() as database:
-            self._restore_key(database, row)
-            stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
+        with self.connection.transaction() as connection:
+            self._restore_key(connection, row)
+            stored = self._checked(connection, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
-                CHOICE.insert(database.conn, row, "REPLACE")  # also over a row that is corrupt
-                stored = self._checked(database.conn, CHOICE, _CHOICE_OF_GENERATION, *wanted)
+                CHOICE.insert(connection, row, "REPLACE")  # also over a row that is corrupt
+                stored = self._checked(connection, CHOICE, _CHOICE_OF_GENERATION, *wanted)
             if not stored:
                 raise Damaged("the row that was just written is not found")
         return stored[0]
@@ -281,10 +285,12 @@ class Store:
         with self.connection.reading() as connection:
             return self._fetch(connection, CALL, f"{CALL.select} ORDER BY rowid")
 
-    def _restore_key(self, database: Database, row: dict[str, Scalar]) -> None:
+    def _restore_key(self, connection: sqlite3.Connection, row: dict[str, Scalar]) -> None:
         """Write a key again that `safetune clear` deleted while this process was tuning it."""
+        if connection.execute(_HAS_KEY, (row["key"],)).fetchone():
+            return
         for table, of_key in self._put_keys.get(str(row["key"]), ()):
-            table.put_if_absent(database.conn, of_key)
+            table.put_if_absent(connection, of_key)
 
     def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
         kernels, devices = (
@@ -360,16 +366,3 @@ def _first_of_lists(choices: Iterable[ChoiceRecord]) -> dict[str, dict[str, Choi
 
 def _name(kernel_name: str | None) -> str | None:
     return None if kernel_name is None else text(kernel_name)
-
-
-def _upsert(database: Database, table: Table, row: dict[str, Scalar]) -> None:
-    _table(database, table).upsert(row, pk=table.primary_key)
-
-
-def _table(database: Database, table: Table) -> Any:
-    """The table to write to; sqlite-utils would make up a missing one from the row."""
-    found = database.table(table.name)
-    missing = set(table.columns) - set(found.columns_dict)
-    if missing:
-        raise StoreError(f"table {table.name} has no {', '.join(sorted(missing))}")
-    return found

@@ -356,9 +356,9 @@ class TestExchange:
         """What was pulled is in memory then, and is found."""
         open_shared(database).publish(SPACE, [stored(0, 64), stored(0, 128, 2)])
         store = GuardedStore.open(tmp_path / "node")
-        with store.connection.writing() as writing:
-            writing.conn.execute("DROP TABLE choice")
-            writing.conn.execute("CREATE VIEW choice AS SELECT 1")
+        with store.connection.transaction() as writing:
+            writing.execute("DROP TABLE choice")
+            writing.execute("CREATE VIEW choice AS SELECT 1")
         store.shared = SharedLayer(open_shared(database), store.connection)
         found = Lookup(store).find(key(), LIST)
         assert found == choice(0, 128, 2)
