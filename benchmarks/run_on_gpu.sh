@@ -26,10 +26,10 @@ root=$PWD
 mode=${1:-checks}
 case $mode in
     checks | integrations | bench) ;;
-    tuning_time | choice_quality | startup | store | norms | norms_small | unmodified) ;;
+    tuning_time | argument_size | choice_quality | startup | store | norms | norms_small | unmodified) ;;
     *)
         echo "usage: $0 [checks | integrations | bench |" \
-            "(tuning_time | choice_quality | startup | store | norms | norms_small | unmodified) [OPTION...]]" >&2
+            "(tuning_time | argument_size | choice_quality | startup | store | norms | norms_small | unmodified) [OPTION...]]" >&2
         exit 2
         ;;
 esac
@@ -118,6 +118,7 @@ parts() {
 
 bench() {
     parts tuning_time tuning_time
+    parts argument_size argument_size
     parts choice_quality choice_quality
     parts startup startup
     parts store store

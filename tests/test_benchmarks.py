@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store", "unmodified"]
+SCRIPTS += ["argument_size"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 
@@ -90,6 +91,25 @@ def test_tuning_time_figures_of_half_a_part() -> None:
     figures = module.figures(TUNING_ROWS[:1])
     assert "wall_ratio_cold" not in figures
     assert figures["first_call_s_cold_safetune"] == 8.0
+
+
+ARGUMENT_ROWS = [
+    {"part": f"{part} {kernel}", "kernel": kernel, "size": size, "tuner": tuner, "seconds": seconds}
+    for part in range(3)
+    for kernel, ours in (("add", 1.0), ("softmax", 3.0), ("in_place", 2.0))
+    for size in ("12MiB", "192MiB", "768MiB", "3GiB", "6GiB", "6GiB_short")
+    for tuner, seconds in (("safetune", ours), ("triton", 2.0))
+]
+
+
+def test_argument_size_figures_are_those_of_the_worst_kernel() -> None:
+    figures = importlib.import_module("argument_size").figures
+    found = figures(ARGUMENT_ROWS)
+    assert found["ratio_6GiB"] == 1.5
+    assert found["seconds_3GiB_add_safetune"] == 1.0
+    assert found["alternations"] == 3.0
+    without = figures([row for row in ARGUMENT_ROWS if row["kernel"] != "softmax"])
+    assert not any(name.startswith("ratio") for name in without), "the worst is not known"
 
 
 def test_store_shared_figures() -> None:
@@ -579,6 +599,7 @@ SAMPLE_ROWS = {
     "norms_host": NORM_HOST_ROWS,
     "norms_small": NORM_SMALL_ROWS,
     "tuning_time": TUNING_ROWS,
+    "argument_size": ARGUMENT_ROWS,
     "startup": STARTUP_ROWS,
     "choice_quality": CHOICE_ROWS,
     "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],

@@ -13,12 +13,13 @@ import contextlib
 import gc
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from safetune import triton_internals
 from safetune.errors import BackendError
 from safetune.frozen import dataclass
+from safetune.isolation import cuda_driver
 
 if TYPE_CHECKING:
     from safetune.isolation.device_bytes import DeviceBytes
@@ -128,7 +129,7 @@ def current() -> Backend | None:
     return None if isinstance(found, BackendError) else found
 
 
-def asker_elsewhere() -> Callable[[int], Sequence[Any]] | None:
+def asker_elsewhere() -> Callable[[int], cuda_driver.Description] | None:
     """Return a function that has another process describe a device; None where this one can.
 
     A process that has not used a GPU may fork workers that do, as long as its driver is not
@@ -136,8 +137,6 @@ def asker_elsewhere() -> Callable[[int], Sequence[Any]] | None:
     """
     if triton_internals.active_driver() is not None:
         return None
-    from safetune.isolation import cuda_driver
-
     return cuda_driver.described_elsewhere if cuda_driver.may_start() else None
 
 
