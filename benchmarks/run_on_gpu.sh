@@ -26,10 +26,10 @@ root=$PWD
 mode=${1:-checks}
 case $mode in
     checks | integrations | bench) ;;
-    tuning_time | argument_size | choice_quality | startup | store | norms | norms_small | unmodified) ;;
+    tuning_time | argument_size | choice_quality | startup | store | install_time | norms | norms_small | unmodified) ;;
     *)
         echo "usage: $0 [checks | integrations | bench |" \
-            "(tuning_time | argument_size | choice_quality | startup | store | norms | norms_small | unmodified) [OPTION...]]" >&2
+            "(tuning_time | argument_size | choice_quality | startup | store | install_time | norms | norms_small | unmodified) [OPTION...]]" >&2
         exit 2
         ;;
 esac

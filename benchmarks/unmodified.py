@@ -2,9 +2,12 @@
 
 `tests/gpu/scripts/fla_layers.py` (layer norm, GLA, delta rule, forward and backward) in a fresh
 process: `cold` with empty caches of its own, `warm` with what the cold one left there: Triton's
-compile cache, the timings that FLA has Triton keep beside it, safetune's store. One run of each,
-not several in turn: a cold one of triton.autotune takes three to six minutes on an H100's host.
+compile cache, the timings that FLA has Triton keep beside it, safetune's store. One cold run of
+each, as that of triton.autotune takes three to six minutes on an H100's host; the warm ones
+alternate.
 `off` is by how much results differ from those of the first process, over each one's largest value.
+
+A run that goes on with an earlier one needs its caches: `--caches DIR`.
 """
 
 from __future__ import annotations
@@ -24,21 +27,24 @@ from recording import Figures, Row
 
 STEP = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "scripts" / "fla_layers.py"
 TUNERS = ("safetune", "triton")  # the shorter first: the budget is for both
-STATES = ("cold", "warm")
+PARTS = (*TUNERS, "warm")
+ALTERNATIONS = 3
 PROCESS_TIMEOUT_S = 500.0
 
-#: What both processes of triton.autotune may take; those of safetune take less.
+#: What the cold process of triton.autotune may take; the other parts take less.
 PART_S = 400.0
 
 
 def figures(rows: Sequence[Row]) -> Figures:
-    """Return the seconds to the first step, and safetune's over triton's."""
+    """Return the seconds to the first step, and safetune's over triton's; `stored` is `warm`."""
     times = recording.medians(rows, "first_s", "tuner", "state")
     found: Figures = {}
     for (tuner, state), seconds in sorted(times.items()):
         found[f"unmodified_first_step_s_{tuner}_{state}"] = seconds
         if tuner == "safetune" and ("triton", state) in times:
             found[f"unmodified_first_step_ratio_{state}"] = seconds / times["triton", state]
+    if "unmodified_first_step_ratio_warm" in found:
+        found["stored_step_ratio"] = found["unmodified_first_step_ratio_warm"]
     return found
 
 
@@ -59,19 +65,29 @@ def first_step(tuner: str, results: Path) -> dict[str, Any]:
     return {**report, "tunings": installation.tunings(), "launches": installation.launches}
 
 
-def run_part(tuner: str, folder: Path) -> Iterator[Row]:
-    """Run one tuner's two processes, one after the other, with caches of its own."""
+def run_part(part: str, folder: Path) -> Iterator[Row]:
+    """Run one tuner with empty caches of its own, or both in turn with what that left there."""
+    if part in TUNERS:
+        yield _run(part, part, "cold", folder)
+        return
+    for number in range(ALTERNATIONS):
+        for tuner in TUNERS if number % 2 == 0 else TUNERS[::-1]:
+            yield {**_run(part, tuner, "warm", folder), "number": number}
+
+
+def _run(part: str, tuner: str, state: str, folder: Path) -> Row:
     caches = {
         "TRITON_CACHE_DIR": folder / tuner / "triton",
         "SAFETUNE_CACHE_DIR": folder / tuner / "store",
     }
-    for state in STATES:
-        results = folder / f"{tuner}-{state}.pt"
-        task = ["--task", tuner, "--results", str(results)]
-        report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
-        row = {"part": tuner, "state": state, "tuner": tuner, **report, "off": _off(results)}
-        print(f"{tuner} {state}: {row['first_s']:.2f} s, off by {row['off']:.1e}", flush=True)
-        yield row
+    if caches["TRITON_CACHE_DIR"].exists() != (state == "warm"):
+        raise SystemExit(f"{folder} has no caches of {tuner}, or has some: see --caches, --fresh")
+    results = folder / f"{tuner}-{state}.pt"
+    task = ["--task", tuner, "--results", str(results)]
+    report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
+    row = {"part": part, "state": state, "tuner": tuner, **report, "off": _off(results)}
+    print(f"{tuner} {state}: {row['first_s']:.2f} s, off by {row['off']:.1e}", flush=True)
+    return row
 
 
 def _off(results: Path) -> float:
@@ -90,6 +106,7 @@ def _off(results: Path) -> float:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--caches", type=Path, help="keep the caches here, for another run")
     parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
@@ -108,8 +125,8 @@ def main() -> None:
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
     with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
-        for tuner in recording.parts_to_run(TUNERS, result.rows, options, PART_S):
-            for row in run_part(tuner, Path(name)):
+        for part in recording.parts_to_run(PARTS, result.rows, options, PART_S):
+            for row in run_part(part, options.caches or Path(name)):
                 result.rows.append(row)
                 result.save(folder, figures)
     path = result.save(folder, figures)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store", "unmodified"]
-SCRIPTS += ["argument_size"]
+SCRIPTS += ["argument_size", "install_time"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 
@@ -342,8 +342,26 @@ def test_unmodified_figures() -> None:
         "unmodified_first_step_s_safetune_warm": 2.0,
         "unmodified_first_step_ratio_cold": 0.25,
         "unmodified_first_step_ratio_warm": 0.5,
+        "stored_step_ratio": 0.5,
     }
     assert not any("ratio" in name for name in figures(UNMODIFIED_ROWS[2:]))
+
+
+INSTALL_ROWS = [
+    {"part": part, "kind": kind, "seconds": seconds, "tuners": 193}
+    for part, kind, seconds in (
+        *((0, "safetune", 4.5), (0, "stock", 4.0), (1, "stock", 4.2), (1, "safetune", 4.4)),
+        *((2, "safetune", 9.0), (2, "stock", 4.1)),
+    )
+]
+
+
+def test_what_install_adds_is_a_difference_of_medians() -> None:
+    figures = importlib.import_module("install_time").figures
+    found = figures(INSTALL_ROWS)
+    assert found["added_s_fla"] == pytest.approx(0.4)
+    assert (found["tuners"], found["alternations"]) == (193, 3)
+    assert "added_s_fla" not in figures(INSTALL_ROWS[:1])
 
 
 def test_a_model_starts_with_60_tunings_of_at_most_eight_configs() -> None:
@@ -591,6 +609,8 @@ SCRIPT_OF = {
 }
 
 SAMPLE_ROWS = {
+    "install_time": INSTALL_ROWS,
+    "unmodified": UNMODIFIED_ROWS,
     "store": [{**FIRST_LAUNCH, "kind": kind, "ms": 9.0} for kind in ("jit", "safetune")],
     "norms": NORM_ROWS,
     "norms_residual": with_a_residual(NORM_ROWS),
