@@ -376,9 +376,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         call_shape.refuse_vmap(self.base_fn.__name__, args)
         state = self.states.of(key)
         if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
-            from safetune.miss import under_capture
-
-            return under_capture.resolve(self, state, args, kwargs, running)
+            return miss_resolve.resolve(self, state, args, kwargs, running)
         with state.lock:  # of threads that miss the same key, the others find what the first found
             known = self.states.hits.get(key)
             return known or miss_resolve.resolve(self, state, args, kwargs)

@@ -31,8 +31,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune import forks
 from safetune.errors import KernelNotTransferable, from_signal_handler
-from safetune.keys.origin import is_foreign
-from safetune.keys.source_text import tree_of
+from safetune.keys.source_text import is_foreign, tree_of
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,6 @@ from safetune.keys.kernel_digest import (
     is_own,
     source_of,
 )
-from safetune.keys.origin import is_foreign
 from safetune.keys.source_text import (
     MISSING,
     FunctionNode,
@@ -35,6 +34,7 @@ from safetune.keys.source_text import (
     children,
     dotted,
     free_names,
+    is_foreign,
     parameters,
     stores,
     tree_of,

@@ -14,11 +14,11 @@ from typing import Any
 
 from safetune.keys.body_usage import FRAME_READERS, bind, can_be_followed
 from safetune.keys.kernel_digest import base_function, source_of
-from safetune.keys.origin import is_foreign
 from safetune.keys.source_text import (
     MISSING,
     Scope,
     dotted,
+    is_foreign,
     last_name,
     parameters,
     stores,

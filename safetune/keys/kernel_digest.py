@@ -23,7 +23,6 @@ from typing import Any
 
 from safetune.errors import InvalidSetting
 from safetune.keys import encoding
-from safetune.keys.origin import is_foreign, is_foreign_class
 from safetune.keys.source_text import (
     MISSING,
     Scope,
@@ -31,6 +30,8 @@ from safetune.keys.source_text import (
     compiles_to,
     dotted,
     free_names,
+    is_foreign,
+    is_foreign_class,
     module_text,
     nodes_of,
     tree_of,

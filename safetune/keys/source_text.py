@@ -1,4 +1,4 @@
-"""The text of Python functions, as trees, and the objects that their names stand for.
+"""The text of Python functions as trees, what their names stand for, and whose code that is.
 
 Everything is read from the text of the file (through `linecache`, so notebook cells work too),
 never from module objects: at decoration time the kernel's module is still being imported.
@@ -8,14 +8,18 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
 import contextlib
 import copy
 import functools
 import inspect
 import linecache
+import os
+import sys
+import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, TypeAlias
 
 from safetune.frozen import dataclass
@@ -27,6 +31,12 @@ _PARSE_ATTEMPTS = 10
 #: A module's kernels are decorated one after the other; trees kept for longer are what every
 #: garbage collection walks through (measured with FLA's 142 kernels: 1.3 s when the process ends).
 KEPT_TREES = 8
+
+#: The packages of the toolchain.
+_TOOLCHAIN = frozenset({"triton", "torch", "numpy", "jax"})
+
+#: The flag of classes that are not built into the interpreter.
+_HEAP_TYPE = 1 << 9
 
 #: The value of a name that is not bound.
 MISSING: Any = object()
@@ -182,6 +192,52 @@ class Scope:
         for attribute in attributes:
             value = value if value is MISSING else getattr(value, attribute, MISSING)
         return value
+
+
+def is_foreign(defined: ModuleType | FunctionType) -> bool:
+    """Whether a module, or what defines a function, is Python's or the toolchain's own.
+
+    The user's code is part of a kernel's identity by its text; theirs by its name, as its text
+    differs between versions. The file tells: a user's module may be named `profile.py`, too.
+    """
+    if isinstance(defined, ModuleType):
+        name, file = defined.__name__, getattr(defined, "__file__", None)
+        if getattr(defined.__spec__, "origin", None) in ("built-in", "frozen"):
+            file = file or "built-in"
+    else:
+        name, file = defined.__module__ or "", defined.__code__.co_filename
+        if file.startswith("<frozen "):
+            file = defined.__globals__.get("__file__") or "built-in"
+    return bool(file) and _is_installed(name.partition(".")[0], str(file))
+
+
+def is_foreign_class(cls: type) -> bool:
+    """Whether a class is one of Python or of the toolchain."""
+    module = sys.modules.get(cls.__module__)
+    if module is builtins:  # also the module of a class that `exec` made without `__name__`
+        return not cls.__flags__ & _HEAP_TYPE
+    return module is not None and is_foreign(module)
+
+
+def _is_installed(package: str, file: str) -> bool:
+    """Whether a file is of the standard library, or of the toolchain's package of this name."""
+    path = os.path.normpath(file)  # not by the working directory, which may be gone
+    if package in sys.stdlib_module_names:
+        installed = bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
+        return file == "built-in" or (not installed and path.startswith(_standard_library()))
+    if package not in _TOOLCHAIN:
+        return False
+    folder = next(iter(getattr(sys.modules.get(package), "__path__", ())), "")
+    # safetune itself imports triton, so that name is never taken by another package.
+    real = package == "triton" or os.path.basename(os.path.dirname(folder)).endswith("-packages")
+    return real and path.startswith(os.path.join(os.path.abspath(folder), ""))
+
+
+@functools.cache
+def _standard_library() -> tuple[str, ...]:
+    folders = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib")}
+    folders.add(sysconfig.get_path("platstdlib"))
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
 
 
 def dotted(node: ast.AST) -> str | None:

@@ -126,23 +126,35 @@ def resolve(
     state: KeyState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    capture: int = 0,
 ) -> Config:
     """Return the config to launch a call with: stored, or tuned now, or the fallback.
 
     A config that later calls launch too is kept in `state`.
 
+    Args:
+        capture: the number of the CUDA graph capture under way, in which nothing is tuned.
+
     Raises:
         NoWorkingConfig: every config failed.
         NoDevice: there is neither a GPU nor the interpreter to run the kernel.
+        CaptureMiss: there is no choice under capture, and the policy is `error`.
     """
-    known = state.decision()
-    if known is not None and (known.retry is None or not known.retry.due(Settings.current())):
-        return known.config
-    return _find(tuner, state, args, kwargs)
-
-
-def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
     settings = Settings.current()
+    known = state.decision(capture)
+    if known is None or not (capture or known.retry is None or not known.retry.due(settings)):
+        return _find(tuner, state, args, kwargs, settings, capture)
+    return known.config
+
+
+def _find(
+    tuner: Tuner,
+    state: KeyState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    capture: int,
+) -> Config:
     if kwargs.get("warmup"):
         return tuner.configs[0]
     if settings.mode is Mode.OFF:
@@ -150,25 +162,29 @@ def _find(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
         pruned = call_shape.pruned_configs(tuner, named, kwargs)
         return state.set_fallback(next(iter(pruned), tuner.configs[0]))
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
-    if tunes and tuner.isolation == "inline":
-        return _inline(tuner, state, args, kwargs)
     miss = Miss(tuner, args, kwargs)
-    if tunes and (reason := why_not_isolated(miss.call)):
-        _warn_once(reason)
-        return _inline(tuner, state, args, kwargs)
+    inline = tunes and (tuner.isolation == "inline" or why_not_isolated(miss.call) != "")
+    if inline and not capture:
+        return _inline(miss, state, args, kwargs)
     request = miss.request()
     if len(request.configs) == 1 and request.has_work:
         return state.set_choice(request.configs[0])
     state.asked = asked(request)
-    lookup = open_lookup(settings)
-    choice = stored(tuner, request, lookup, miss.readable_key())
-    if choice is not None:
+    lookup = open_lookup(settings) if not inline else None
+    choice = lookup and stored(tuner, request, lookup, miss.readable_key())
+    if lookup and choice:
+        if capture:
+            return state.set_choice(choice)
         tunes_again = settings.mode is Mode.TUNE and request.has_work
         if not (tunes_again and requests.is_due(request, lookup.store)):
             return _adopt(state, choice, settings)
         lookup.forget(request.key.digest, request.declared)
     if not request.has_work:
         return for_no_work(state, request)
+    if capture or lookup is None:
+        from safetune.miss import under_capture
+
+        return under_capture.fall_back(tuner, state, request, lookup, settings, capture)
     reporting.warn_of_grid(tuner, request.grids.reads)
     if not tunes:
         from safetune.miss import candidates, record
@@ -190,16 +206,18 @@ def asked(request: TuningRequest) -> Asked:
     return Asked(request.key, request.declared, configs)
 
 
-def _inline(tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+def _inline(miss: Miss, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+    if miss.tuner.isolation != "inline":
+        _warn_once(why_not_isolated(miss.call))
     try:
-        request = Miss(tuner, args, kwargs).request()
+        request = miss.request()
         state.asked = asked(request)
         if not request.has_work:
             return for_no_work(state, request)
     except Exception as error:  # the tuning raises what matters
         if from_signal_handler(error):
             raise
-    return state.set_choice(_tune_inline(tuner, args, kwargs))
+    return state.set_choice(_tune_inline(miss.tuner, args, kwargs))
 
 
 def _tune_inline(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:

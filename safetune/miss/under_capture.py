@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from triton.runtime.autotuner import Config
 
@@ -20,9 +20,7 @@ from safetune.config import config_text
 from safetune.errors import CaptureMiss
 from safetune.launch.key_state import CapturedMiss, KeyState
 from safetune.miss import candidates
-from safetune.miss import resolve as miss_resolve
 from safetune.settings import CaptureMissPolicy, Mode, Settings
-from safetune.store.lookup import open_lookup
 
 if TYPE_CHECKING:
     from safetune.miss.tuner import Tuner
@@ -43,45 +41,25 @@ _misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
 watched: dict[int, str] = {}
 
 
-def resolve(
+def fall_back(
     tuner: Tuner,
     state: KeyState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    request: TuningRequest,
+    lookup: Lookup | None,
+    settings: Settings,
     capture: int,
 ) -> Config:
-    """Return the config for a call that this capture has no config for: stored, or the fallback.
+    """Return the config for a key without a choice under a capture.
 
-    Calls outside the capture do not launch the fallback, because the next such call tunes; in the
-    modes that never tune, they launch it too.
+    Calls outside the capture do not launch it, because the next such call tunes; in the modes that
+    never tune, they launch it too.
+
+    Args:
+        lookup: None where no store is looked at.
 
     Raises:
-        CaptureMiss: there is no choice, and the policy is `error`.
+        CaptureMiss: the policy is `error`.
     """
-    if Settings.current().mode is Mode.OFF:
-        return miss_resolve.resolve(tuner, state, args, kwargs)
-    known = state.decision(capture)
-    return known.config if known else _find(tuner, state, args, kwargs, capture)
-
-
-def _find(
-    tuner: Tuner, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any], capture: int
-) -> Config:
-    settings = Settings.current()
-    lookup: Lookup | None = None
-    tunes = settings.mode in (Mode.TUNE, Mode.BACKGROUND)
-    missed = miss_resolve.Miss(tuner, args, kwargs)
-    request = missed.request()
-    if len(request.configs) == 1 and request.has_work:
-        return state.set_choice(request.configs[0])
-    state.asked = miss_resolve.asked(request)
-    if not tunes or not (tuner.isolation == "inline" or miss_resolve.why_not_isolated(missed.call)):
-        lookup = open_lookup(settings)
-        stored = miss_resolve.stored(tuner, request, lookup, missed.readable_key())
-        if stored is not None:
-            return state.set_choice(stored)
-    if not request.has_work:
-        return miss_resolve.for_no_work(state, request)
     if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
         raise CaptureMiss(
             f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned while "
@@ -89,7 +67,13 @@ def _find(
             "with the function that you capture and its arguments; or tune it offline with "
             "`safetune tune`"
         )
-    config = _substitute(request, lookup, tunes)
+    tunes = settings.mode in (Mode.TUNE, Mode.BACKGROUND)
+    if lookup is None:
+        config = request.configs[0]
+    elif tunes:
+        config = candidates.fallback(request, lookup.store)
+    else:
+        config = candidates.best_known(request, lookup)
     captured = CapturedMiss(
         kernel=request.key.kernel.name,
         key=str(request.key),
@@ -111,15 +95,6 @@ def _find(
             stacklevel=2,
         )
     return config
-
-
-def _substitute(request: TuningRequest, lookup: Lookup | None, tunes: bool) -> Config:
-    """Return the config for a key without a choice; the first one where no store is looked at."""
-    if lookup is None:
-        return request.configs[0]
-    if tunes:
-        return candidates.fallback(request, lookup.store)
-    return candidates.best_known(request, lookup)
 
 
 def _keep(captured: CapturedMiss, request: TuningRequest, store: Store | None) -> None:

@@ -24,7 +24,7 @@ from safetune.keys.kernel_digest import (
     kernel_identity,
     source_of,
 )
-from safetune.keys.origin import is_foreign
+from safetune.keys.source_text import is_foreign
 
 _spec = importlib.util.spec_from_file_location(
     "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
