@@ -54,16 +54,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("safetune")
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 class Miss:
     """A call without a config in memory; `index` is its device where its tensors do not name it."""
 
     def __init__(
-        self,
-        tuner: Tuner,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        index: int | None = None,
+        self, tuner: Tuner, args: Args, kwargs: Mapping[str, Any], index: int | None = None
     ) -> None:
         self.phases = Phases("lookup")
         self.tuner = tuner
@@ -121,13 +120,7 @@ def _device_index(tuner: Tuner, named: Mapping[str, Any], given: int | None) -> 
     return index if index >= 0 else current_index()
 
 
-def resolve(
-    tuner: Tuner,
-    state: KeyState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    capture: int = 0,
-) -> Config:
+def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: int = 0) -> Config:
     """Return the config to launch a call with: stored, or tuned now, or the fallback.
 
     A config that later calls launch too is kept in `state`.
@@ -148,12 +141,7 @@ def resolve(
 
 
 def _find(
-    tuner: Tuner,
-    state: KeyState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    settings: Settings,
-    capture: int,
+    tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, settings: Settings, capture: int
 ) -> Config:
     if kwargs.get("warmup"):
         return tuner.configs[0]
@@ -206,7 +194,7 @@ def asked(request: TuningRequest) -> Asked:
     return Asked(request.key, request.declared, configs)
 
 
-def _inline(miss: Miss, state: KeyState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+def _inline(miss: Miss, state: KeyState, args: Args, kwargs: Kwargs) -> Config:
     if miss.tuner.isolation != "inline":
         _warn_once(why_not_isolated(miss.call))
     try:
@@ -220,7 +208,7 @@ def _inline(miss: Miss, state: KeyState, args: tuple[Any, ...], kwargs: dict[str
     return state.set_choice(_tune_inline(miss.tuner, args, kwargs))
 
 
-def _tune_inline(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Config:
+def _tune_inline(tuner: Tuner, args: Args, kwargs: Kwargs) -> Config:
     """Return the fastest config, measured as `triton.autotune` does; nothing is stored."""
     view: Any = copy.copy(tuner)
     view.nargs = named = call_shape.named_arguments(tuner.arg_names, args)
