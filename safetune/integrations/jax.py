@@ -7,14 +7,16 @@ can be captured and compiled ahead of time.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safetune.compilers import arrays
 from safetune.compilers.resolve import Resolved, resolve
 from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.inputs.call import checked_grid
+from safetune.keys.kernel_digest import base_function
 from safetune.launch.call_shape import named_arguments
 
 #: The launch options that jax-triton passes on to Triton.
@@ -24,23 +26,24 @@ _PASSED_ON = ("num_warps", "num_stages", "num_ctas")
 def triton_call(
     *args: Any,
     kernel: Any,
-    out_shape: Any,
     grid: Any,
+    out_type: Any = None,
+    out_shape: Any = None,
     input_output_aliases: Mapping[int, int] | None = None,
     device: int | None = None,
     **options: Any,
 ) -> Any:
     """Call a safetuned kernel as `jax_triton.triton_call` does; its other options are taken too.
 
-    The kernel gets `args`, a pointer for each of `out_shape`, then constants by name. Outside
+    The kernel gets `args`, a pointer for each of `out_type`, then constants by name. Outside
     `jax.jit` a key without a choice is tuned, on copies of the arrays. Inside there is no data, so
     the key must have a choice.
 
     Args:
-        out_shape: one `jax.ShapeDtypeStruct`, or a sequence of them.
         grid: integers, or a function of the arguments with the chosen config's values.
+        out_type: one `jax.ShapeDtypeStruct`, or a tree of them; `out_shape` is the same.
         input_output_aliases: which input array (counted without scalars) shares memory with which
-            output.
+            output. With jax-triton 0.4 the kernel may have one pointer for both.
         device: index of the GPU whose choice is used where no array says it.
 
     Raises:
@@ -51,36 +54,97 @@ def triton_call(
             not one; an option that the choice sets, such as num_warps, is passed.
     """
     jax, jax_triton = _modules()
-    # jax-triton takes all numpy scalars but float32 for arrays.
-    args = tuple(v if type(v).__name__ == "float32" else arrays.plain(v) for v in args)
     name = getattr(getattr(kernel, "base_fn", None), "__name__", repr(kernel))
+    args = _checked_arguments(name, args)
+    if (out_type is None) == (out_shape is None):
+        raise InvalidSetting(f"{name} needs out_type= (or out_shape=, which is the same)")
+    outputs, tree = jax.tree_util.tree_flatten(out_shape if out_type is None else out_type)
+    aliases = dict(input_output_aliases or {})
+    _check_aliases(name, args, outputs, aliases)
+    passed = _pop_passed(name, kernel, options)
+    by_reference = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    in_place = by_reference and _is_in_place(kernel, len(args), passed, len(outputs), aliases)
+    shared = {*aliases.values()} if in_place else set()
+    pointed = [output for number, output in enumerate(outputs) if number not in shared]
+    contents = [_contents(jax, value) for value in args]
+    index = _device(contents) if device is None else device
+    resolved = resolve(kernel, (*contents, *pointed), passed, checked_grid(grid), index)
+    _check_options(resolved)
+    options |= _launch(resolved, len(args) + len(pointed), passed)
+    operands = {
+        name: resolved.metaparams.get(name, value)
+        for name, value in named_arguments(resolved.fn.arg_names, args).items()
+    }
+    if by_reference:
+        places = None if in_place else resolved.fn.arg_names[len(args) :]
+        made = _by_reference(jax, jax_triton, operands, outputs, aliases, places, options)
+    else:
+        made = jax_triton.triton_call(
+            *operands.values(), out_shape=outputs, input_output_aliases=aliases, **options
+        )
+    return jax.tree_util.tree_unflatten(tree, made)
+
+
+def _by_reference(
+    jax: Any,
+    jax_triton: Any,
+    operands: dict[str, Any],
+    outputs: Sequence[Any],
+    aliases: Mapping[int, int],
+    places: Sequence[str] | None,
+    options: dict[str, Any],
+) -> list[Any]:
+    """Call jax-triton 0.4, where an aliased output is a `Ref` that begins as the input.
+
+    Args:
+        places: the names of the outputs' pointers; None if an aliased one has that of its input.
+    """
+    inputs = [name for name, value in operands.items() if arrays.is_array(value)]
+    references = {out: jax.new_ref(operands[inputs[source]]) for source, out in aliases.items()}
+    if references and options.get("zeroed_outputs"):
+        raise InvalidSetting("zeroed_outputs= cannot be passed with input_output_aliases=")
+    for source, out in aliases.items():
+        if places is None:
+            operands[inputs[source]] = references[out]
+        else:
+            options[places[out]] = references[out]
+    types = [each for number, each in enumerate(outputs) if number not in references]
+    made = iter(jax_triton.triton_call(*operands.values(), out_type=types, **options))
+    return [
+        references[number][...] if number in references else next(made)
+        for number in range(len(outputs))
+    ]
+
+
+def _is_in_place(
+    kernel: Any,
+    positional: int,
+    passed: Mapping[str, Any],
+    outputs: int,
+    aliases: Mapping[int, int],
+) -> bool:
+    """Whether the kernel has no pointers for aliased outputs but those of their inputs."""
+    if not aliases:
+        return False
+    fn, _ = base_function(kernel)
+    pointers = (p for p in fn.params[positional:] if not p.is_constexpr and p.name not in passed)
+    return len([*pointers]) < outputs
+
+
+def _contents(jax: Any, value: Any) -> Any:
+    """Return what a reference holds, and all else as it is."""
+    is_reference = isinstance(value, getattr(jax, "Ref", ())) and not arrays.is_traced(value)
+    return value[...] if is_reference else value
+
+
+def _checked_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if any(type(value).__name__ == "BatchTracer" for value in args):
         raise TracingError(
             f"{name} was called under jax.vmap, which cannot batch a Triton kernel: add the batch "
             "to its grid, or wrap the call in jax.custom_batching.custom_vmap"
         )
-    outputs = jax.tree_util.tree_leaves(out_shape)
-    aliases = dict(input_output_aliases or {})
-    _check_aliases(name, args, outputs, aliases)
-    passed = _pop_passed(name, kernel, options)
-    grid = checked_grid(grid)
-    resolved = resolve(
-        kernel, (*args, *outputs), passed, grid, _device(args) if device is None else device
-    )
-    _check_options(resolved)
-    named = named_arguments(resolved.fn.arg_names, args)
-    return jax_triton.triton_call(
-        *(resolved.metaparams.get(name, value) for name, value in named.items()),
-        kernel=resolved.fn,
-        out_shape=out_shape,
-        grid=resolved.grid,
-        input_output_aliases=aliases,
-        num_warps=resolved.num_warps,
-        num_stages=resolved.num_stages,
-        num_ctas=resolved.num_ctas,
-        **_constants(resolved, len(args) + len(outputs), passed),
-        **options,
-    )
+    # jax-triton takes all numpy scalars but float32 for arrays.
+    return tuple(v if type(v).__name__ == "float32" else arrays.plain(v) for v in args)
 
 
 def _modules() -> tuple[Any, Any]:
@@ -153,7 +217,7 @@ def _check_options(resolved: Resolved) -> None:
         )
 
 
-def _device(args: tuple[Any, ...]) -> int | None:
+def _device(args: Sequence[Any]) -> int | None:
     """Return the index of the GPU of the first array that has one; None without such an array."""
     for value in args:
         devices = getattr(value, "devices", None)
@@ -167,9 +231,12 @@ def _device(args: tuple[Any, ...]) -> int | None:
     return None
 
 
-def _constants(resolved: Resolved, positional: int, passed: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments after the pointers, by name; jax-triton does not know defaults."""
+def _launch(resolved: Resolved, positional: int, passed: dict[str, Any]) -> dict[str, Any]:
+    """Return the launch by name, with the arguments after the pointers: jax-triton does not know
+    defaults.
+    """
     defaults = {p.name: p.default for p in resolved.fn.params[positional:] if p.has_default}
     before = resolved.fn.arg_names[:positional]
     chosen = {n: v for n, v in resolved.metaparams.items() if n not in before}
-    return {**defaults, **passed, **chosen}
+    launch = {name: getattr(resolved, name) for name in ("grid", *_PASSED_ON)}
+    return {"kernel": resolved.fn, **launch, **defaults, **passed, **chosen}

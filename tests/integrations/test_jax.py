@@ -8,6 +8,7 @@ tests/compilers/test_resolve.py shows the same choices without JAX.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ jax = pytest.importorskip("jax", reason="needs jax: pip install 'safetune[jax]'"
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 
 import jax.numpy as jnp  # noqa: E402
+import jax_triton  # noqa: E402
 
 from safetune import InvalidSetting, MissingChoice, TracingError  # noqa: E402
 from safetune.compilers.resolve import Resolved  # noqa: E402
@@ -30,6 +32,9 @@ from safetune.integrations.jax import triton_call  # noqa: E402
 from tests.compilers import traced  # noqa: E402
 
 N = 1000
+#: Since jax-triton 0.4.
+BY_REFERENCE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+OUT = "out_type" if BY_REFERENCE else "out_shape"
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def scaling(tuner: Any, **options: Any) -> Any:
             x,
             N,
             kernel=tuner,
-            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
             grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
             compute_capability=90,
             **options,
@@ -90,11 +95,9 @@ def test_one_plain_kernel_reaches_xla(tuner: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_stock_jax_triton_on_the_tuner_is_refused(tuner: Any) -> None:
-    import jax_triton
-
     def stock(x: Any) -> Any:
         return jax_triton.triton_call(
-            x, N, kernel=tuner, out_shape=x, grid=(1,), compute_capability=90
+            x, N, kernel=tuner, **{OUT: x}, grid=(1,), compute_capability=90
         )
 
     with pytest.raises(TracingError, match=r"integrations\.jax\.triton_call"):
@@ -106,6 +109,39 @@ def test_aliases(tuner: Any) -> None:
     assert "output_operand_alias" in text
     with pytest.raises(InvalidSetting, match=r"\{0: 1\}.*1 input arrays and 1 outputs"):
         lowered(scaling(tuner, input_output_aliases={0: 1}), jnp.zeros(N))
+
+
+def test_the_outputs_have_one_of_two_names(tuner: Any) -> None:
+    x = jnp.zeros(N)
+    options: dict[str, Any] = {"kernel": tuner, "grid": (1,), "compute_capability": 90}
+    by_type = lowered(lambda x: triton_call(x, N, out_type={"y": x}, **options)["y"], x)
+    assert by_type == lowered(lambda x: triton_call(x, N, out_shape=[x], **options)[0], x)
+    for outputs in ({}, {"out_type": x, "out_shape": x}):
+        with pytest.raises(InvalidSetting, match="needs out_type="):
+            triton_call(x, N, **outputs, **options)
+
+
+@pytest.mark.skipif(not BY_REFERENCE, reason="this jax-triton has no references")
+def test_a_kernel_with_one_pointer_for_an_input_and_its_output(tuner: Any, tmp_path: Path) -> None:
+    """By an alias, as jax-triton 0.4 has it, and by a reference: the same program."""
+    text = traced.SOURCE.replace("dst, src, n", "src, n").replace("(dst", "(src")
+    module = traced.load(tmp_path / "in_place_jax.py", text)
+    in_place = traced.kernel(module, configs=traced.configs(64, 128))
+    x = torch.zeros(N)
+    traced.choose(in_place, in_place.configs[1], x, N)
+    options: dict[str, Any] = {"kernel": in_place, "grid": (1,), "compute_capability": 90}
+
+    def by_alias(x: Any) -> Any:
+        return triton_call(x, N, out_type=x, input_output_aliases={0: 0}, **options)
+
+    def by_reference(x: Any) -> Any:
+        reference = jax.new_ref(x)
+        assert triton_call(reference, N, out_type=(), **options) == ()
+        return reference[...]
+
+    named = [lowered(each, jnp.zeros(N)) for each in (by_alias, by_reference)]
+    assert named[0].replace("by_alias", "by_reference") == named[1]
+    assert "output_operand_alias" in named[0]
 
 
 def test_scalars_are_no_arrays_and_names_no_places(tuner: Any) -> None:
@@ -177,14 +213,16 @@ def test_the_lowered_call_names_the_choice_and_no_other_config(tuner: Any) -> No
     """The serialised call is compressed in the module: it names one kernel, of 2 warps."""
     compiled = jax.jit(scaling(tuner)).trace(jnp.zeros(N)).lower(lowering_platforms=("cuda",))
     module = compiled.compiler_ir("stablehlo")
-    calls = [
-        op.attributes["backend_config"]
+    (call,) = (
+        op.attributes
         for function in module.body.operations
         for block in function.regions[0].blocks
         for op in block.operations
         if op.operation.name == "stablehlo.custom_call"
-    ]
-    (config,) = calls
-    proto = zlib.decompress(config.value_bytes)
+    )
+    if BY_REFERENCE:
+        proto = zlib.decompress(call["mhlo.backend_config"]["opaque"].value_bytes)
+    else:
+        proto = zlib.decompress(call["backend_config"].value_bytes)
     assert proto.count(b"scale_kernel") >= 1
     assert b"BLOCK" not in proto  # an autotuned call carries each config's text

@@ -166,7 +166,7 @@ def _opened(path: Path | str, prepare: Prepare, wait_s: float = 0.0) -> sqlite3.
     """Return a connection once `prepare` is done with it; else it is closed."""
     connection = sqlite3.connect(
         path,
-        wait_s,
+        timeout=wait_s,
         isolation_level=None,
         check_same_thread=False,
         uri=str(path).startswith("file:"),
