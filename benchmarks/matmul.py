@@ -61,11 +61,15 @@ def configs(most: int | None = None) -> list[triton.Config]:
     return every if most is None else every[:: -(-len(every) // most)]
 
 
-def operands(size: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    m: int, n: int, k: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return random A and B, and a C full of NaN: an element that is not written shows."""
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(size, size, device=device, generator=generator).half() for _ in range(2))
-    return a, b, torch.full_like(a, float("nan"))
+    a, b = (
+        torch.randn(*shape, device=device, generator=generator).half() for shape in ((m, k), (k, n))
+    )
+    return a, b, torch.full((m, n), float("nan"), device=device, dtype=a.dtype)
 
 
 def grid(meta: dict[str, Any]) -> tuple[int]:

@@ -6,8 +6,11 @@ and an empty store. The two tuners alternate, and change who goes first. The tim
 before the first call until the device has finished it. What each tuner chose is then timed long,
 in turns, in one process.
 
-One alternation is one part (about two minutes); parts are kept as they end, so that the script can
-be run again and goes on: `--parts 1 --budget 450`. One part more, with `--isolation-cost`, is a
+The cold process goes on to two further keys, for which every config is compiled: half the rows, and
+an output of 128 MiB.
+
+One alternation is one part (under three minutes); parts are kept as they end, so that the script
+can be run again and goes on: `--parts 1 --budget 450`. One part more, with `--isolation-cost`, is a
 cold tuning with a fresh process for every config; it is in no ratio.
 """
 
@@ -37,12 +40,15 @@ STATES = ("cold", "warm")
 PROCESS_TIMEOUT_S = 240.0
 
 #: What the first part of a run is expected to take on an H100 with 16 cores.
-PART_S = 115.0
+PART_S = 150.0
 ISOLATION_PART = "isolation"
 
 #: safetune with a fresh process for every config.
 ISOLATED = "safetune-isolated"
 ERROR_LIMIT = 1e-2
+
+#: M and N of the further keys, in the size of the first.
+FURTHER = {"further_key": (0.5, 1), "further_key_128MiB": (2, 2)}
 
 #: The long measurement: rounds in turns, each of ROUND_LAUNCHES from a cold L2.
 ROUNDS = 20
@@ -52,6 +58,11 @@ ROUND_LAUNCHES = 50
 def figures(rows: Sequence[Row]) -> Figures:
     """Return ratios of medians, the medians, and how much slower a choice is than the better."""
     found: Figures = {}
+    further = [row for row in rows if row["kind"] == "further_key"]
+    seconds = recording.medians(further, "seconds", "key", "tuner")
+    for key in FURTHER:
+        if all((key, tuner) in seconds for tuner in TUNERS):
+            found[f"{key}_ratio"] = seconds[key, "safetune"] / seconds[key, "triton"]
     firsts = [row for row in rows if row["kind"] == "first_call"]
     times = recording.medians(firsts, "first_call_s", "state", "tuner")
     whole = recording.medians(firsts, "process_s", "state", "tuner")
@@ -113,9 +124,14 @@ def run_part(part: int, options: argparse.Namespace) -> list[Row]:
         for state in STATES:
             for order, tuner in enumerate(tuners):
                 row = _measure_first_call(tuner, state, Path(folder), options)
+                further = row.pop("further", {})
                 rows.append({"kind": "first_call", "part": part, "order": order, **row})
+                rows += [
+                    {"kind": "further_key", "part": part, "key": key, "tuner": tuner, **found}
+                    for key, found in further.items()
+                ]
                 print(f"part {part}: {tuner} {state}: {row['first_call_s']:.2f} s", flush=True)
-        chosen = {row["tuner"]: row["config"] for row in rows if row["state"] == "cold"}
+        chosen = {row["tuner"]: row["config"] for row in rows if row.get("state") == "cold"}
         rows += [
             {"kind": "choice", "part": part, **choice}
             for choice in _measure_choices(chosen, Path(folder), options)
@@ -131,7 +147,9 @@ def _measure_first_call(
         assert not compile_cache.exists(), "a cold process needs an empty compile cache"
     store = folder / f"store-{tuner}-{state}"
     caches = {"TRITON_CACHE_DIR": compile_cache, "SAFETUNE_CACHE_DIR": store}
-    report = _in_fresh_process(["first-call", tuner], caches, folder, options)
+    task = "keys" if state == "cold" and tuner in TUNERS else "first-call"
+    report = _in_fresh_process([task, tuner], caches, folder, options)
+    report["process_s"] -= sum(found["seconds"] for found in report.get("further", {}).values())
     return {"tuner": tuner, "state": state, **report}
 
 
@@ -153,8 +171,11 @@ def _in_fresh_process(
     return fresh_process.run(__file__, [*size, "--task", *task], caches, folder, PROCESS_TIMEOUT_S)
 
 
-def first_call(tuner_name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """In a fresh process: tune the product once, and say how long that took."""
+def first_call(tuner_name: str, options: argparse.Namespace, further: bool) -> dict[str, Any]:
+    """In a fresh process: tune the product once, and say how long that took.
+
+    With `further`, tune the further keys, too.
+    """
     import matmul
 
     tuner = tuners.tuned(
@@ -164,22 +185,39 @@ def first_call(tuner_name: str, options: argparse.Namespace) -> dict[str, Any]:
         matmul.KEY,
         **({"isolation": "config"} if tuner_name == ISOLATED else {}),
     )
-    a, b, c = matmul.operands(options.size, recording.torch_device())
-    device_time.synchronize()
     began = time.time()
+    found = _tuned(tuner, tuner_name, options.size, options.size, options.size)
+    seconds = found.pop("seconds")
+    moments = _moments(began, began + seconds)
+    shapes = FURTHER if further else {}
+    return {
+        "first_call_s": seconds,
+        **found,
+        **moments,
+        "further": {
+            key: _tuned(tuner, tuner_name, int(m * options.size), n * options.size, options.size)
+            for key, (m, n) in shapes.items()
+        },
+    }
+
+
+def _tuned(tuner: Any, name: str, m: int, n: int, k: int) -> dict[str, Any]:
+    import matmul
+
+    a, b, c = matmul.operands(m, n, k, recording.torch_device())
+    device_time.synchronize()
     start = time.perf_counter()
     matmul.launch(tuner, a, b, c)
     device_time.synchronize()
     seconds = time.perf_counter() - start
     error = matmul.relative_error(a, b, c)
     if not error < ERROR_LIMIT:
-        raise SystemExit(f"{tuner_name} gave a wrong product: relative error {error}")
+        raise SystemExit(f"{name} gave a wrong product: relative error {error}")
     return {
-        "first_call_s": seconds,
+        "seconds": seconds,
         "config": str(tuner.best_config),
         "configs": len(tuner.configs),
         "failed": tuners.failed(tuner),
-        **_moments(began, began + seconds),
         **tuners.phases(tuner),
     }
 
@@ -206,7 +244,8 @@ def time_choices(chosen: dict[str, str], options: argparse.Namespace) -> dict[st
     """In a fresh process: time the chosen configs long and in turns."""
     import matmul
 
-    a, b, c = matmul.operands(options.size, recording.torch_device())
+    size = options.size
+    a, b, c = matmul.operands(size, size, size, recording.torch_device())
     by_text = {str(config): config for config in matmul.configs(options.configs)}
     texts = sorted(set(chosen.values()))
     samples: dict[str, list[float]] = {text: [] for text in texts}
@@ -237,8 +276,8 @@ def main() -> None:
     if options.task:
         kind, argument = options.task
         report = (
-            first_call(argument, options)
-            if kind == "first-call"
+            first_call(argument, options, further=kind == "keys")
+            if kind != "choices"
             else time_choices(json.loads(argument), options)
         )
         options.report.write_text(json.dumps(report))

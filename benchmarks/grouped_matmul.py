@@ -1,0 +1,91 @@
+"""The matrix product of `sweep`, and the 1,920 configs that SGLang tries for a fused mixture of
+experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    a_pointer,
+    b_pointer,
+    c_pointer,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    stride_cn,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GM: tl.constexpr,
+):
+    """Compute C = A B, one BM x BN tile per program, GM rows of tiles together; BK divides K."""
+    programs_m, programs_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first_m = tl.program_id(0) // (GM * programs_n) * GM
+    rows = tl.minimum(programs_m - first_m, GM)
+    within = tl.program_id(0) % (GM * programs_n)
+    row = (first_m + within % rows) * BM + tl.arange(0, BM)
+    column = within // rows * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    a = a_pointer + (row % M)[:, None] * stride_am + inner[None, :] * stride_ak
+    b = b_pointer + inner[:, None] * stride_bk + (column % N)[None, :] * stride_bn
+    accumulator = tl.zeros((BM, BN), dtype=tl.float32)
+    for _ in range(tl.cdiv(K, BK)):
+        accumulator = tl.dot(tl.load(a), tl.load(b), accumulator)
+        a += BK * stride_ak
+        b += BK * stride_bk
+    c = c_pointer + row[:, None] * stride_cm + column[None, :] * stride_cn
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    tl.store(c, accumulator.to(c_pointer.dtype.element_ty), mask=mask)
+
+
+KEY = ["M", "N", "K"]
+
+
+def configs(most: int | None = None) -> list[triton.Config]:
+    """Return the 1,920 configs, or `most` of them, evenly spread."""
+    every = [
+        triton.Config({"BM": bm, "BN": bn, "BK": bk, "GM": gm}, num_warps=warps, num_stages=stages)
+        for bm, bn, bk, gm, warps, stages in itertools.product(
+            (16, 32, 64, 128, 256),
+            (32, 64, 128, 256),
+            (64, 128, 256),
+            (1, 16, 32, 64),
+            (4, 8),
+            (2, 3, 4, 5),
+        )
+    ]
+    return every if most is None else every[:: -(-len(every) // most)]
+
+
+def operands(m: int, size: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random A (m x size) and B, and a C full of NaN: an element not written shows."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16  # which Triton cannot interpret
+    a, b = (
+        torch.randn(rows, size, device=device, generator=generator).to(dtype) for rows in (m, size)
+    )
+    return a, b, torch.full_like(a, float("nan"))
+
+
+def launch(kernel: Any, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, **options: Any) -> None:
+    """Launch a kernel, tuned or not, on these operands."""
+    sizes = (a.shape[0], b.shape[1], a.shape[1])
+    strides = (*a.stride(), *b.stride(), *c.stride())
+    kernel[_grid](a, b, c, *sizes, *strides, **options)
+
+
+def _grid(meta: dict[str, Any]) -> tuple[int]:
+    return (triton.cdiv(meta["M"], meta["BM"]) * triton.cdiv(meta["N"], meta["BN"]),)
