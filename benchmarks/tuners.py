@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import recording
@@ -12,17 +13,24 @@ import recording
 TUNERS = ("safetune", "triton")
 
 
-def tuned(name: str, kernel: Any, configs: Sequence[Any], key: Sequence[str], **ours: Any) -> Any:
+def tuned(
+    name: str,
+    kernel: Any,
+    configs: Sequence[Any],
+    key: Sequence[str],
+    both: Mapping[str, Any] = MappingProxyType({}),
+    **ours: Any,
+) -> Any:
     """Return a fresh tuner of a kernel: safetune's, with its own parameters, or Triton's."""
     if name == "safetune":
         from safetune import safetune
 
-        return safetune(configs=list(configs), key=list(key), **ours)(kernel)
+        return safetune(configs=list(configs), key=list(key), **both, **ours)(kernel)
     import triton
 
     # In the interpreter triton.autotune itself needs a GPU to take times.
     settings: dict[str, Any] = {"do_bench": _wall_clock} if recording.interpreted() else {}
-    return triton.autotune(configs=list(configs), key=list(key), **settings)(kernel)
+    return triton.autotune(configs=list(configs), key=list(key), **both, **settings)(kernel)
 
 
 def _wall_clock(launch: Callable[[], object], quantiles: Any) -> list[float]:

@@ -224,13 +224,54 @@ def lacks_allocator(error: BaseException) -> bool:
 def set_default_profile_allocator(allocate: Function) -> None:
     """Have `allocate` serve instrumented kernels, for the whole process, where nothing else does.
 
-    Triton 3.8 and 3.9 have a default of their own.
+    Triton 3.8 and 3.9 have a default of their own, which uses torch.
     """
-    from triton.runtime import _allocation
+    from triton.runtime import _allocation, driver
 
-    null = isinstance(_allocation._profile_allocator.get(), _allocation.NullAllocator)
-    if null and not hasattr(_allocation, "has_profile_allocator"):
+    if not isinstance(_allocation._profile_allocator.get(), _allocation.NullAllocator):
+        return
+    if hasattr(_allocation, "has_profile_allocator"):
+        driver.active.allocate_default_profile_scratch = allocate
+    else:
         _allocation.set_profile_allocator(allocate)
+
+
+def specialize_without_torch() -> None:
+    """Have Triton classify arguments once, which it imports torch for up to 3.6.
+
+    It only wants torch's class of tensors, and knows others by their attributes.
+    """
+    from types import ModuleType
+
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    if "torch" in sys.modules:
+        return
+    torch: Any = ModuleType("torch")
+    torch.Tensor = type("Tensor", (), {})
+    sys.modules["torch"] = torch
+    try:
+        native_specialize_impl(CUDABackend, 0, False, True, True)
+    finally:
+        del sys.modules["torch"]
+
+
+def use_device_without_torch(index: int, capability: tuple[int, int]) -> None:
+    """Have Triton launch on the default stream of one device, and ask torch for nothing."""
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+    from triton.runtime import driver
+
+    class Driver(CudaDriver):
+        def __init__(self) -> None:
+            self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+            self.get_current_device = lambda: index
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device=index: capability
+
+    specialize_without_torch()
+    driver.set_active(Driver())
 
 
 def unloader() -> Any | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -359,20 +361,24 @@ class TestScratchMemory:
         finally:
             _allocation._allocator.reset(token)
 
-    def test_a_profile_allocator_is_set_where_triton_has_none(
+    def test_a_profile_allocator_is_set_where_there_is_none(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Triton 3.8 and 3.9 have one of their own, which is kept."""
-        own = getattr(_allocation, "has_profile_allocator", None)
+        """Triton 3.8 and 3.9 have one of their own, which needs torch: ours takes its place."""
+        own = hasattr(_allocation, "has_profile_allocator")
+        active = SimpleNamespace()
         allocators: list[Any] = [_allocation.NullAllocator()]
         monkeypatch.setattr(
             _allocation, "_profile_allocator", SimpleNamespace(get=lambda: allocators[-1])
         )
         monkeypatch.setattr(_allocation, "set_profile_allocator", allocators.append)
+        monkeypatch.setattr(driver, "_active", active)
         triton_internals.set_default_profile_allocator(print)
         assert allocators[1:] == ([] if own else [print])
-        triton_internals.set_default_profile_allocator(repr)
-        assert allocators[1:] == ([] if own else [print]), "the first one stays"
+        assert vars(active) == ({"allocate_default_profile_scratch": print} if own else {})
+        if not own:
+            triton_internals.set_default_profile_allocator(repr)
+            assert allocators[1:] == [print], "the first one stays"
 
 
 class TestReplacedFunctions:
@@ -432,3 +438,36 @@ class TestKnobs:
         monkeypatch.setitem(os.environ, "TRITON_ALWAYS_COMPILE", "1")
         assert knobs.compilation.always_compile
         assert "always_compile" not in triton_internals.knobs_set_in_code().get("compilation", {})
+
+
+def test_a_process_without_torch_can_specialize() -> None:
+    """Up to Triton 3.6 the first argument of a process had torch imported."""
+    program = (
+        "import sys, triton\n"
+        "from safetune import triton_internals\n"
+        "from triton._C.libtriton import native_specialize_impl as specialize\n"
+        "from triton.backends.nvidia.compiler import CUDABackend\n"
+        "triton_internals.specialize_without_torch()\n"
+        "class Dtype:\n    __str__ = lambda self: 'torch.float16'\n"
+        "class Tensor:\n    dtype = Dtype()\n    data_ptr = lambda self: 32\n"
+        "assert specialize(CUDABackend, Tensor(), False, True, True) == ('*fp16', 'D')\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "x = torch.zeros(64, dtype=torch.float16)\n"
+        "assert specialize(CUDABackend, x, False, True, True) == ('*fp16', 'D')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_process_without_torch_can_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its device's default stream; nothing of the driver is asked before a kernel is loaded."""
+    from triton.backends.nvidia import driver as nvidia
+
+    monkeypatch.setattr(nvidia, "CudaUtils", SimpleNamespace)
+    monkeypatch.setattr(driver, "_active", None)
+    triton_internals.use_device_without_torch(1, (9, 0))
+    active = driver.active
+    assert active.get_current_target() == TARGET
+    assert (active.get_current_device(), active.get_current_stream(1)) == (1, 0)
+    assert active.launcher_cls is nvidia.CudaLauncher
+    assert not hasattr(active.utils, "load_binary")

@@ -44,10 +44,8 @@ def of_launch(error: BaseException) -> Outcome:
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory is short, which may pass."""
-    import torch
-
     refused = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-    return refused or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return refused or isinstance(error, MemoryError)  # torch's is a RuntimeError
 
 
 def _outcome(verdict: Verdict, error: BaseException) -> Outcome:

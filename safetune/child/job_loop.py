@@ -70,10 +70,8 @@ class _Worker:
                 return self._prepare(job, fds), b""
             case protocol.Compile():
                 return self._compile(job), b""
-            case protocol.Specify() if self._session is not None:
-                return self._session.spec_of(job.config)
-            case protocol.Measure() if self._session is not None:
-                return self._session.measure(job), b""
+            case protocol.Specify() | protocol.Measure() if self._session is not None:
+                return _asked(self._session, job)
             case _:
                 return Answer(Outcome(Verdict.PROTOCOL_ERROR, message="no call was prepared")), b""
         return DONE, b""
@@ -86,7 +84,7 @@ class _Worker:
             self._session = Session(job, *fds)
         except BaseException as error:
             return Answer(failures.of_launch(error))
-        return DONE
+        return replace(DONE, torch=self._session.has_torch)
 
     def _compile(self, job: protocol.Compile) -> Answer:
         """Compile a config into Triton's disk cache."""
@@ -98,6 +96,15 @@ class _Worker:
             return replace(DONE, binary=binary)
         except BaseException as error:
             return Answer(failures.of_compile(error))
+
+
+def _asked(session: Session, job: protocol.Specify | protocol.Measure) -> tuple[Answer, bytes]:
+    """Return the answer of a session, or that only one with torch can answer."""
+    if isinstance(job, protocol.Specify):
+        answer, data = session.spec_of(job.config)
+    else:
+        answer, data = session.measure(job), b""
+    return (replace(DONE, torch=True), b"") if session.needs_torch else (answer, data)
 
 
 def _take_over(job: Start) -> None:

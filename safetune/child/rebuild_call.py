@@ -6,35 +6,72 @@ starts from the same bits of it, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
 from triton.runtime.autotuner import Config
 
-from safetune.child import failures
+from safetune.child import failures, stand_ins
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting, with_nearest
-from safetune.inputs import kernel_pickle, pointers
+from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call
-from safetune.inputs.snapshot import Snapshot
 from safetune.inputs.spans import Absent, Layout
 from safetune.keys.kernel_digest import base_function
 
+if TYPE_CHECKING:
+    import torch
 
-def rebuild(layout: Layout, blob: bytes, fd: int) -> tuple[Arguments, Call, list[Config], Any]:
-    """Return the tensors in the memory file `fd`, the packed call with them, and its configs.
 
-    Last comes what addresses in the inputs may point to.
+@dataclass(frozen=True)
+class Rebuilt:
+    """A call, and what it works on.
+
+    Attributes:
+        tensors: those of the call in order: with `torch` its own, else stand-ins for them.
+        kept: what addresses in the inputs may point to.
+    """
+
+    arguments: Arguments
+    tensors: Sequence[Any]
+    call: Call
+    configs: list[Config]
+    torch: bool
+    kept: Any = None
+
+
+def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:
+    """Return the packed call with the tensors in the memory file `fd`.
 
     Raises `InvalidSetting` where `inputs=` raises, or does not return what the call needs.
     """
     arguments = Arguments(layout, fd)
+    if "torch" not in sys.modules and stand_ins.can_stand_in(layout):
+        tensors = stand_ins.of(arguments)
+        call, configs = kernel_pickle.unpack(blob, tensors)
+        # Unpacking imports what the user's functions refer to.
+        if "torch" not in sys.modules and _is_plain(call):
+            return Rebuilt(arguments, tensors, call, configs, torch=False)
+    return _with_torch(arguments, layout, blob)
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether stand-ins have all that is known to be asked of a call's tensors."""
+    hooks, named = call.hooks, call.named()
+    changed = [named.get(name) for name in (*hooks.restore_value, *hooks.reset_to_zero)]
+    dense = all(x.is_dense() for x in changed if isinstance(x, stand_ins.StandIn))
+    return dense and hooks.do_bench is None and hooks.inputs is None and hooks.reference is None
+
+
+def _with_torch(arguments: Arguments, layout: Layout, blob: bytes) -> Rebuilt:
     metas = {number: _meta(tensor) for number, tensor in layout.absent.items()}
     call, configs = kernel_pickle.unpack(blob, _merged(arguments.tensors, metas))
     if call.hooks.inputs is None:
-        return arguments, call, configs, None
+        return Rebuilt(arguments, arguments.tensors, call, configs, torch=True)
+    from safetune.inputs.snapshot import Snapshot
+
     made = _made(call, {id(meta): layout.absent[number] for number, meta in metas.items()})
     table = kernel_pickle.TensorTable()
     captured = [table.number(tensor) for tensor in arguments.tensors]
@@ -47,7 +84,8 @@ def rebuild(layout: Layout, blob: bytes, fd: int) -> tuple[Arguments, Call, list
     call, configs = kernel_pickle.unpack(blob, _merged(hooks, metas))
     values = kernel_pickle.unpack(packed, arguments.tensors)
     args, kwargs = call.with_values(values)
-    return arguments, replace(call, args=args, kwargs=kwargs), configs, kept
+    call = replace(call, args=args, kwargs=kwargs)
+    return Rebuilt(arguments, arguments.tensors, call, configs, True, kept)
 
 
 def values_of(call: Call, parameter: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,6 +119,8 @@ def described(call: Call, parameter: str) -> str:
 
 def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:
     """Call the factory and check what it returns."""
+    import torch
+
     named, what = call.named(), described(call, "inputs")
     torch.manual_seed(0)
     made = values_of(call, "inputs", named)
@@ -95,6 +135,8 @@ def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:
 
 def _check_kind(what: str, name: str, expected: Absent, value: Any) -> None:
     """The kernel is compiled for the caller's types and runs on the caller's kind of device."""
+    import torch
+
     wanted, got = f"torch.{expected.dtype} tensor on {expected.device}", type(value).__name__
     if isinstance(value, torch.Tensor):
         got = f"{value.dtype} tensor on {value.device.type}"
@@ -111,6 +153,10 @@ def _has_meta(value: Any) -> bool:
 
 def _may_point(made: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether addresses may be among what was made."""
+    import torch
+
+    from safetune.inputs import pointers
+
     return any(map(pointers.is_plausible, made.values())) or any(
         pointers.plausible(tensor.detach().cpu())
         for tensor in tensors
@@ -129,5 +175,7 @@ def _merged(
 
 
 def _meta(absent: Absent) -> torch.Tensor:
+    import torch
+
     dtype = getattr(torch, absent.dtype)
     return torch.empty_strided(absent.shape, absent.stride, dtype=dtype, device="meta")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.child import failures, rebuild_call
+from safetune.child import failures, rebuild_call, stand_ins
+from safetune.child.device import DeviceTimer, Launcher
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs import compile_spec
 from safetune.inputs.call import Call, owners_of
 from safetune.isolation import backend
 from safetune.isolation.protocol import DONE, Answer, Budget, Measure, Prepare
 from safetune.keys.kernel_digest import base_function
-from safetune.launch import scratch_memory
-from safetune.launch.timing import DeviceTimer, InvalidTime, Timer, from_do_bench, measure
+from safetune.launch.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.outcome import Outcome, OutputReport, Timing, Verdict
 
 _VERDICTS: dict[type[Exception], Verdict] = {
@@ -27,24 +28,30 @@ _VERDICTS: dict[type[Exception], Verdict] = {
 }
 
 
+def _called(run: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+    return run(*args, **kwargs)
+
+
 class Session:
     """The child's copy of a call: same kernel, same argument bits, memory of its own."""
 
     def __init__(self, job: Prepare, arguments_fd: int, results_fd: int) -> None:
-        self._uuid = ""
-        if job.index >= 0:
-            self._uuid = backend.named(job.backend).use(job.index)
-            scratch_memory.serve_profiles()
-        self._arguments, call, self._configs, self._kept = rebuild_call.rebuild(
-            job.layout, job.packed, arguments_fd
-        )
-        self._call = call
+        found = backend.named(job.backend) if job.index >= 0 else None
+        self._uuid = found.use(job.index) if found else ""
+        self._rebuilt = rebuild_call.rebuild(job.layout, job.packed, arguments_fd)
+        stand_ins.asked.clear()
+        self._arguments, self._configs = self._rebuilt.arguments, self._rebuilt.configs
+        self._call = call = self._rebuilt.call
         self._grids = job.grids
+        self._timer: Timer = Timer()
+        self._launched: Callable[..., object] = _called
+        if found:
+            where = found.bytes_of(job.index)
+            self._timer, self._launched = DeviceTimer(where), Launcher(where)
         self._named = call.named()
         restored = {name: self._named.get(name) for name in call.hooks.restore_value}
         self._restored = {n: value.clone() for n, value in restored.items() if value is not None}
-        self._timer: Timer = Timer() if call.interpreted else DeviceTimer()
-        names = owners_of(self._named, self._arguments.tensors)
+        names = owners_of(self._named, self._rebuilt.tensors)
         self._outputs = OutputCheck(
             *(self._arguments, names, call.hooks.scratch, job.effects, results_fd),
             relaunch=functools.partial(Session._relaunch, weakref.proxy(self)),
@@ -55,14 +62,25 @@ class Session:
                 rebuild_call.described(call, "reference"),
             )
 
+    @property
+    def has_torch(self) -> bool:
+        """Whether the call has tensors of torch's."""
+        return self._rebuilt.torch
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether code of the user's has asked for torch, so that no answer counts without it."""
+        return not self.has_torch and bool(stand_ins.asked)
+
     def spec_of(self, config: int) -> tuple[Answer, bytes]:
         """Return what a compiler needs for a config, after its heuristics and hooks have run."""
-        launch = ConfigLaunch(self._call, self._configs[config], self._grids[config])
+        launch = self._launch_of(config)
         jit, _ = base_function(self._call.kernel)
         try:
-            spec = launch.with_hooks(
-                lambda: compile_spec.capture_spec(jit, launch, self._call.index)
-            )
+            with stand_ins.noting_torch():
+                spec = launch.with_hooks(
+                    lambda: compile_spec.capture_spec(jit, launch, self._call.index)
+                )
             self._arguments.restore()
         except BaseException as error:  # sys.exit in a hook is a failed config like any other
             return Answer(failures.of_launch(error)), b""
@@ -95,14 +113,18 @@ class Session:
         self._finished(self._launch_of(config))
 
     def _launch_of(self, config: int) -> ConfigLaunch:
-        return ConfigLaunch(self._call, self._configs[config], self._grids[config], self._restored)
+        configs, grids = self._configs, self._grids
+        return ConfigLaunch(
+            self._call, configs[config], grids[config], self._launched, self._restored
+        )
 
     def _finished(self, launch: ConfigLaunch) -> None:
         def checked() -> None:
             self._outputs.after_hooks()
             launch()
 
-        launch.with_hooks(checked)
+        with stand_ins.noting_torch():
+            launch.with_hooks(checked)
         self._timer.synchronize()
 
     def _time(self, launch: ConfigLaunch, budget: Budget) -> Timing:
@@ -116,20 +138,26 @@ class ConfigLaunch:
     """One config's launch: its hooks see the caller's values, the kernel sees the pinned ones."""
 
     def __init__(
-        self, call: Call, config: Config, grid: Any, restored: dict[str, Any] | None = None
+        self,
+        call: Call,
+        config: Config,
+        grid: Any,
+        launched: Callable[..., object] = _called,
+        restored: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         options = config.all_kwargs()
+        self._launched = launched
         self._run: Callable[..., object] = call.kernel.run
         self._args, pinned = call.pinned()
         self._kwargs = {**pinned, **options, "grid": grid, "warmup": False}
         self._named = {**call.named(), **options}
         self._hooks = call.hooks
         self._config = config
-        self._restored = restored or {}
+        self._restored = restored
 
     def __call__(self) -> None:
         """Launch the kernel, without hooks."""
-        scratch_memory.launch(self._run, *self._args, **self._kwargs)
+        self._launched(self._run, *self._args, **self._kwargs)
 
     def before(self) -> None:
         """Run what triton.autotune runs before each launch: the config's hook, then the tuner's."""

@@ -14,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from safetune import triton_internals
 from safetune.errors import BackendError
 from safetune.isolation.backend import Memory
 from safetune.isolation.cuda_driver import Driver
@@ -23,6 +24,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # Values of cuda.h: CUdevice_attribute, CUpointer_attribute, CUstreamCaptureMode.
 COMPUTE_MODE = 20
+_MAJOR, _MINOR = 75, 76  # the compute capability
 MPS_ENABLED = 133
 _POINTER_MEMORY_TYPE = 2
 _CAPTURE_RELAXED = 2
@@ -79,6 +81,8 @@ class Cuda:
 
     def __init__(self, library: Any, mps_directory: str = _MPS_DEFAULT) -> None:
         self._library = library
+        self._driver = Driver(library)
+        self._in_use = False
         self._mps_directory = mps_directory
         self._side_streams: dict[int, int] = {}
         self._bytes: dict[int, DeviceBytes] = {}
@@ -203,7 +207,7 @@ class Cuda:
 
     def bytes_of(self, index: int) -> DeviceBytes:
         if index not in self._bytes:
-            self._bytes[index] = DeviceBytes(Driver(self._library), index, f"cuda:{index}")
+            self._bytes[index] = DeviceBytes(self._driver, index, f"cuda:{index}")
         return self._bytes[index]
 
     def synchronize(self) -> None:
@@ -213,20 +217,24 @@ class Cuda:
             torch.cuda.synchronize()
 
     def use(self, index: int) -> str:
-        import torch
-
-        torch.cuda.set_device(index)
-        return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+        """See `Backend`. A process without torch has its launches made by Triton alone."""
+        driver = self._driver
+        driver.use(index)
+        if torch := sys.modules.get("torch"):
+            torch.cuda.set_device(index)
+        else:
+            capability = driver.attribute(_MAJOR, index), driver.attribute(_MINOR, index)
+            triton_internals.use_device_without_torch(index, capability)
+        self._in_use = True
+        return str(uuid.UUID(bytes=driver.device_uuid(index)))
 
     def works(self) -> bool:
-        import torch
-
-        if not torch.cuda.is_initialized():
+        if not self._in_use:
             return True
         try:
-            torch.cuda.synchronize()
-            torch.ones(1, device="cuda").item()
-        except RuntimeError:
+            self._driver.synchronize()
+            self._driver.free(self._driver.allocate(1))
+        except BackendError:
             return False
         return True
 

@@ -139,7 +139,8 @@ class DeviceBytes:
 
     def __init__(self, driver: Driver, index: int, name: str) -> None:
         self.name = name
-        self._driver, self._index = driver, index
+        self.driver = self._driver = driver
+        self._index = index
         self._functions: dict[str, int] = {}
         self._dims: dict[tuple[tuple[int, int], ...], DeviceMemory] = {}
         self._slots = self.allocate(8 * _SLOTS)

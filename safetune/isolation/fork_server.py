@@ -249,19 +249,25 @@ class FilesHash:
 
 files_hash = FilesHash()
 
-#: Importing torch takes seconds: what compiles needs none.
-plain_server = ForkServer(("triton.compiler", "safetune.child.job_loop"))
+#: Whether calls that need no torch are measured in children without it.
+WITHOUT_TORCH = False
+
+#: Importing torch takes longer than tuning a small kernel.
+plain_server = ForkServer(("triton.compiler", "safetune.child.job_loop", "safetune.child.session"))
 server = ForkServer(("triton", "torch", "safetune.child.job_loop", "safetune.child.session"))
 
 
-def start_servers(compiling: bool) -> None:
-    """Start both servers, or the one with torch alone, and wait for neither."""
+def start_servers(compiling: bool, with_torch: bool) -> None:
+    """Start the servers that a tuning needs, and wait for none."""
     if compiling:
         plain_server.start()
         files_hash.begin()
     else:
         plain_server.collect()
-    server.start()
+    if with_torch:
+        server.start()
+    else:
+        server.collect()
 
 
 def close_servers() -> None:

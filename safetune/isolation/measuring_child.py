@@ -12,8 +12,14 @@ from concurrent.futures import Future
 from safetune.errors import InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
+from safetune.isolation.fork_server import plain_server, server
 from safetune.isolation.protocol import Answer, Budget, Prepare
 from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Verdict
+
+
+class TorchNeeded(Exception):
+    """A child without torch could not do a job; the next child has torch."""
+
 
 _measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
 
@@ -25,15 +31,22 @@ class MeasuringChild:
         call: what the child rebuilds, from the two files whose descriptors are `fds`.
         run_timeout_s: for one job.
         fresh: take no child that an earlier tuning has left.
+        with_torch: take one that has imported torch; without it a call may turn out to need one.
     """
 
     def __init__(
-        self, call: Prepare, fds: tuple[int, ...], run_timeout_s: float, fresh: bool = False
+        self,
+        call: Prepare,
+        fds: tuple[int, ...],
+        run_timeout_s: float,
+        fresh: bool = False,
+        with_torch: bool = True,
     ) -> None:
         self._call = call
         self._fds = fds
         self._timeout_s = run_timeout_s
         self._fresh = fresh
+        self.with_torch = with_torch
         self._child: Child | None = None
         self._coming: Future[Child] | None = None
         self._interrupted = ""
@@ -112,7 +125,7 @@ class MeasuringChild:
             return
         with contextlib.suppress(ChildFailed):
             self._child.ask(protocol.Release(), timeout_s=self._timeout_s)
-            idle.keep(_measures_on(self._call.index), self._child)
+            idle.keep(_measures_on(self._call.index, self.with_torch), self._child)
         self._child = None
 
     def interrupt(self, reason: str) -> None:
@@ -122,10 +135,14 @@ class MeasuringChild:
             self._interrupted = reason
             child.interrupt()
 
-    def _ask(self, job: protocol.Job) -> tuple[Answer, bytes]:
+    def _ask(self, job: protocol.Specify | protocol.Measure) -> tuple[Answer, bytes]:
         answer, blob = self._answered(job)
         if answer.outcome.killed:  # perhaps for want of memory, which is free again
             answer, blob = self._answered(job)
+        if answer.torch:
+            self.with_torch = True
+            self.replace()
+            raise TorchNeeded
         return answer, blob
 
     def _answered(self, job: protocol.Job) -> tuple[Answer, bytes]:
@@ -144,16 +161,22 @@ class MeasuringChild:
     def _prepared(self, fds: tuple[int, ...]) -> Child:
         index = self._call.index
         child_handle.check_device(index)
-        child = None if self._fresh else idle.take(_measures_on(index))
+        with_torch = self.with_torch
+        purposes = [_measures_on(index, kind) for kind in (True, False) if kind or not with_torch]
+        child = None
+        for purpose in () if self._fresh else purposes:
+            child = child or idle.take(purpose)
         if child is not None:
             try:  # the environment may have changed since
                 child.ask(start_job(gpu_blind=index < 0), timeout_s=START_S)
             except ChildFailed:
                 child = None
-        child = child or Child(gpu_blind=index < 0, device=index)
+        forks = server if with_torch else plain_server
+        child = child or Child(gpu_blind=index < 0, device=index, forks=forks)
         try:
-            outcome = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))[0].outcome
-            reason = outcome.message
+            answer, _ = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))
+            outcome, reason = answer.outcome, answer.outcome.message
+            self.with_torch |= answer.torch
         except ChildFailed as failure:
             outcome, reason = failure.outcome, str(failure)
         if outcome.ok:
@@ -167,8 +190,8 @@ class MeasuringChild:
         )
 
 
-def _measures_on(index: int) -> str:
-    return f"measures on {index}"
+def _measures_on(index: int, with_torch: bool) -> str:
+    return f"measures on {index}{' with torch' if with_torch else ''}"
 
 
 def _kill_unwanted(coming: Future[Child]) -> None:
@@ -184,6 +207,7 @@ def interrupt(reason: str) -> None:
 
 def drop_idle(index: int) -> None:
     """Kill the idle child of a device, so that its memory is free when this returns."""
-    child = idle.take(_measures_on(index))
-    if child is not None:
-        child.kill()
+    for with_torch in (True, False):
+        child = idle.take(_measures_on(index, with_torch))
+        if child is not None:
+            child.kill()

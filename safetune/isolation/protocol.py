@@ -170,11 +170,14 @@ class Answer:
         outcome: ok, or what went wrong.
         report: of a `Measure` with groups, if the outcome is ok.
         binary: of a `Compile`, if the outcome is ok.
+        torch: of a `Prepare`, whether the call was rebuilt with torch; of a `Specify` or `Measure`,
+            that only a child which has imported torch can do this.
     """
 
     outcome: Outcome
     report: OutputReport | None = None
     binary: Binary | None = None
+    torch: bool = False
 
 
 #: The answer to a job that has been done and has no result.

@@ -104,17 +104,6 @@ def scratch_allocator() -> Iterator[None]:
         yield
 
 
-def serve_profiles() -> None:
-    """In a measuring child: give instrumented kernels zeroed memory, where Triton does not."""
-
-    def allocate_zeroed(size: int, alignment: int, stream: int | None) -> Any:
-        import torch
-
-        return torch.zeros(size, dtype=torch.int8, device=backend.required().torch_type)
-
-    triton_internals.set_default_profile_allocator(allocate_zeroed)
-
-
 @contextlib.contextmanager
 def observed() -> Iterator[list[int]]:
     """Yield a list that gets the bytes of each request, from any thread."""

@@ -95,38 +95,3 @@ class Timer:
 
     def synchronize(self) -> None:
         """Wait until every launch is done."""
-
-
-class DeviceTimer(Timer):
-    """Device events, with the L2 cache flushed before each launch.
-
-    The flush is queued in front of the first event, so the launch is queued behind it by the time
-    the device gets there, and Python's own time stays out of the span.
-    """
-
-    def __init__(self) -> None:
-        from triton.runtime import driver
-
-        super().__init__()
-        self._driver = driver.active
-        self._interface = self._driver.get_device_interface()
-        self._flush_buffer = self._driver.get_empty_cache_for_benchmark()
-
-    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
-        """Return the milliseconds of `count` launches on the current stream."""
-        event = self._interface.Event
-        starts = [event(enable_timing=True) for _ in range(count)]
-        ends = [event(enable_timing=True) for _ in range(count)]
-        for start, end in zip(starts, ends, strict=True):
-            before()
-            self._driver.clear_cache(self._flush_buffer)
-            start.record()
-            launch()
-            end.record()
-            after()
-        self._interface.synchronize()
-        return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
-
-    def synchronize(self) -> None:
-        """Wait until every launch is done; raises what a launch has done to the context."""
-        self._interface.synchronize()

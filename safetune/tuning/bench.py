@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from triton.runtime.errors import OutOfResources
 
@@ -15,11 +17,12 @@ from safetune import forks, triton_internals
 from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
 from safetune.inputs import compile_spec, kernel_pickle
+from safetune.inputs.call import Call
 from safetune.inputs.snapshot import copy_inputs
 from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
-from safetune.isolation.fork_server import start_servers
-from safetune.isolation.measuring_child import MeasuringChild
+from safetune.isolation.fork_server import WITHOUT_TORCH, start_servers
+from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
 from safetune.isolation.protocol import DONE, Budget, Prepare
 from safetune.keys.effects import effects_of
 from safetune.keys.kernel_digest import base_function, inner_heuristics
@@ -28,6 +31,11 @@ from safetune.tuning.requests import Phases, TuningRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Result = TypeVar("Result")
+
+#: The name of torch, or of a module of it, as a pickle has it: unpickling would import it.
+_NAMES_TORCH = re.compile(rb"\x8c.torch(\.[\w.]+)?\x94", re.DOTALL)
 
 _device_locks: dict[int, threading.RLock] = {}
 
@@ -76,8 +84,9 @@ class LaunchBench:
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
             kernel, key = request.key.kernel.name, str(request.key)
             raise NoWorkingConfig(kernel, key, outcomes, measured=len(outcomes))
+        self._with_torch = _asks_for_torch(request.call)
         if self._has_arguments:  # else the call waits for its turn, and needs no process yet
-            start_servers(compiling=not self.interpreted)
+            start_servers(not self.interpreted, self._with_torch)
         with self.phases("transfer"), contextlib.ExitStack() as opened:
             self._child = self._packed(request, opened)
             self._exit = opened.pop_all()
@@ -113,13 +122,14 @@ class LaunchBench:
             (inputs.fd, results_fd),
             request.limits.run_timeout_s,
             fresh=self._fresh,
+            with_torch=self._with_torch or bool(_NAMES_TORCH.search(packed)),
         )
 
     def __enter__(self) -> Self:
         """Start the servers and the measuring child; wait for neither."""
         with contextlib.ExitStack() as on_error:
             on_error.push(self.__exit__)
-            start_servers(compiling=not self.interpreted)
+            start_servers(not self.interpreted, self._child.with_torch)
             self._child.begin()
             on_error.pop_all()
         return self
@@ -180,11 +190,9 @@ class LaunchBench:
                     cached.append(Compiled(index, DONE.outcome, spec))
         yield from cached
         for index in unknown:
-            self.wait()
-            with self.phases("resolve"):
-                outcome, blob = self._child.spec_of(index)
-                if outcome.ok:
-                    pool.add(index, blob)
+            outcome, blob = self._asked("resolve", functools.partial(self._child.spec_of, index))
+            if outcome.ok:
+                pool.add(index, blob)
             if not outcome.ok:
                 yield Compiled(index, outcome)
 
@@ -227,9 +235,10 @@ class LaunchBench:
         self, index: int, budget: Budget | None, groups: Sequence[Group] | None = None
     ) -> tuple[Outcome, OutputReport | None]:
         """Run a config in the measuring child; see `MeasuringChild.measure`."""
-        self.wait()
-        with self.phases("finals" if groups is None else "measure"):
-            outcome, report = self._child.measure(index, budget, groups)
+        outcome, report = self._asked(
+            "finals" if groups is None else "measure",
+            lambda: self._child.measure(index, budget, groups),
+        )
         if self._fresh:
             self._child.replace()
         return outcome.with_marks(self._marks), report
@@ -240,8 +249,22 @@ class LaunchBench:
 
     def wait(self) -> None:
         """Return when the measuring child is ready; raises `WorkerUnavailable`."""
-        with self.phases("start"):
+        with self.phases("torch" if self._child.with_torch else "start"):
             self._child.wait()
+
+    def _asked(self, phase: str, ask: Callable[[], Result]) -> Result:
+        """Return an answer of the measuring child, in a phase."""
+        self.wait()
+        with contextlib.suppress(TorchNeeded), self.phases(phase):
+            return ask()
+        return self._asked(phase, ask)
+
+
+def _asks_for_torch(call: Call) -> bool:
+    """Whether a call is certain to need torch in its measuring child."""
+    hooks = call.hooks
+    asking = (hooks.do_bench, hooks.inputs, hooks.reference)
+    return call.interpreted or not WITHOUT_TORCH or any(hook is not None for hook in asking)
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

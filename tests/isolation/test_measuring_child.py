@@ -370,11 +370,11 @@ def interprets(child: Child) -> str:
 
 def test_both_servers_start_at_once_and_are_not_waited_for() -> None:
     stop_servers()
-    start_servers(compiling=True)
+    start_servers(compiling=True, with_torch=True)
     assert plain_server._process is not None
     assert server._process is not None
     pids = plain_server._process.pid, server._process.pid
-    assert not plain_server._ready, "it is importing torch, and no launch has waited for it"
+    assert not plain_server._ready, "it is importing Triton, and no launch has waited for it"
     assert not server._ready
     compiler = Child(gpu_blind=True, forks=plain_server)
     measurer = Child(gpu_blind=True)

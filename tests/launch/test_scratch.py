@@ -363,18 +363,3 @@ class Memory:
             {"address": base, "total_size": size, "segment_pool_id": self.pool}
             for base, size, _ in self.live
         ]
-
-
-@pytest.mark.skipif(
-    hasattr(_allocation, "has_profile_allocator"), reason="this Triton has a default of its own"
-)
-def test_instrumented_kernels_have_memory_in_a_child() -> None:
-    before = _allocation._profile_allocator.get()
-    try:
-        scratch_memory.serve_profiles()
-        assert not isinstance(_allocation._profile_allocator.get(), _allocation.NullAllocator)
-        own = _allocation._profile_allocator.get()
-        scratch_memory.serve_profiles()
-        assert _allocation._profile_allocator.get() is own
-    finally:
-        _allocation._profile_allocator.set(before)

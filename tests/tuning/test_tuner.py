@@ -220,7 +220,7 @@ def test_every_second_of_a_first_miss_is_in_one_phase(
         "lookup": 1,
         "wait": 10,
         "transfer": 100,
-        "start": 2_000,
+        "torch": 2_000,
         "measure": 22_000,  # each measurement asks once more for the child
         "store": 1_000_000,
     }

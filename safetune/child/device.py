@@ -1,0 +1,89 @@
+"""What launches in a measuring child need of their device: times, and scratch memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from safetune import triton_internals
+from safetune.isolation.device_bytes import DeviceBytes, Run
+from safetune.launch.timing import Launch, Timer
+
+#: What Triton's own benchmarks overwrite: several times the largest L2 cache.
+_FLUSHED_BYTES = 256 << 20
+
+
+class DeviceTimer(Timer):
+    """Events of the driver on the default stream, with the L2 cache flushed before each launch.
+
+    The flush is queued in front of the first event, so the launch is queued behind it by the time
+    the device gets there, and Python's own time stays out of the span.
+    """
+
+    def __init__(self, where: DeviceBytes) -> None:
+        super().__init__()
+        self._events: list[int] = []
+        self._driver = where.driver
+        self._flushed = where.allocate(_FLUSHED_BYTES)
+
+    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
+        """Return the milliseconds of `count` launches."""
+        driver, flushed = self._driver, self._flushed.address
+        while len(self._events) < 2 * count:
+            self._events.append(driver.event())
+        pairs = list(zip(self._events[:count], self._events[count : 2 * count], strict=True))
+        for start, end in pairs:
+            before()
+            driver.fill(flushed, 0, _FLUSHED_BYTES // 4, width=4)
+            driver.record(start)
+            launch()
+            driver.record(end)
+            after()
+        driver.synchronize()
+        return [driver.elapsed_ms(start, end) for start, end in pairs]
+
+    def synchronize(self) -> None:
+        """Wait until every launch is done; raises what a launch has done to the context."""
+        self._driver.synchronize()
+
+    def __del__(self) -> None:
+        for event in self._events:
+            with contextlib.suppress(Exception):
+                self._driver.drop_event(event)
+
+
+class Scratch:
+    """The memory that Triton asks for at a launch; launches follow each other on one stream, so all
+    of a kind get the same.
+    """
+
+    def __init__(self, where: DeviceBytes) -> None:
+        self._where = where
+        self._memory: Any = where.allocate(0)
+
+    def allocate(self, size: int, alignment: int, stream: int | None) -> int:
+        """Return an address; an allocator as Triton defines them."""
+        if self._memory.size < size + alignment:
+            self._memory = self._where.allocate(size + alignment)
+        address = int(self._memory.address)
+        return address + -address % alignment
+
+    def allocate_zeroed(self, size: int, alignment: int, stream: int | None) -> int:
+        """Return the address of bytes that are zero, as instrumented kernels expect them."""
+        address = self.allocate(size, alignment, stream)
+        self._where.set_bytes(Run(address, size), 0)
+        return address
+
+
+class Launcher:
+    """Calls launches on a device, with scratch memory where they need some."""
+
+    def __init__(self, where: DeviceBytes) -> None:
+        self._scratch = Scratch(where)
+        triton_internals.set_default_profile_allocator(Scratch(where).allocate_zeroed)
+
+    def __call__(self, run: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+        """Call a launch."""
+        with triton_internals.default_allocator(self._scratch.allocate):
+            return run(*args, **kwargs)

@@ -1,0 +1,258 @@
+"""Tensors without torch: what Triton, heuristics and simple hooks ask of one.
+
+Importing torch takes longer than tuning a small kernel. A stand-in for a tensor of a GPU says what
+the tensor would; where code of the user's asks for more, this is noted, and the call is rebuilt in
+a child that has torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from safetune.child.arguments import Arguments
+from safetune.inputs.spans import Layout, TensorSpec
+from safetune.isolation.device_bytes import Run
+
+#: What stand-ins have been asked for in vain, in this process.
+asked: list[str] = []
+
+#: The types whose names say how large they are.
+_PLAIN = re.compile(r"(float|bfloat|int|uint|complex)(8|16|32|64|128)(_e\dm\d(fn|fnuz|fnu)?)?|bool")
+
+_OPERATORS = """
+add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv
+mod rmod pow rpow matmul rmatmul and rand iand or ror ior xor rxor ixor lshift rshift neg pos abs
+invert lt le gt ge eq ne getitem setitem delitem len iter reversed contains bool int float complex
+index round array dlpack dlpack_device deepcopy copy reduce_ex format
+"""
+
+
+class TorchNeeded(BaseException):
+    """Code of the user's needs a tensor of torch's; not an `Exception`, which it might catch."""
+
+
+def _more(what: str) -> NoReturn:
+    asked.append(what)
+    raise TorchNeeded(f"{what} needs torch")
+
+
+class _Limited:
+    """Notes what it is asked for beyond its attributes, and cannot be changed."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        # Python and Triton look for special methods that a tensor does not have either.
+        if name.startswith("__") and not name.endswith("_array_interface__"):
+            raise AttributeError(name)
+        return _more(f"{type(self).__name__}.{name}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _more(f"{type(self).__name__}.{name} = ...")
+
+
+class DType(_Limited):
+    """An element type; the same object for the same name, as torch has one of each."""
+
+    def __init__(self, name: str) -> None:
+        bits = re.search(r"\d+", name)
+        super().__init__(
+            name=name,
+            itemsize=int(bits[0]) // 8 if bits else 1,
+            is_floating_point="float" in name,
+            is_complex=name.startswith("complex"),
+            is_signed=not name.startswith(("uint", "bool")),
+        )
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+    def __reduce__(self) -> NoReturn:
+        _more("pickling a dtype")
+
+
+@functools.cache
+def dtype_of(name: str) -> DType:
+    """Return the element type that torch has under this name."""
+    return DType(name)
+
+
+class Device(_Limited):
+    """A GPU, by its kind and index."""
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+class Shape(tuple[int, ...]):
+    """The sizes of a tensor."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return functools.reduce(int.__mul__, self, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return _more(f"shape.{name}")
+
+
+class StandIn(_Limited):
+    """A tensor at an address of a device."""
+
+    def __init__(
+        self, spec: TensorSpec, address: int, device: Device, where: Any, memory: Any = None
+    ) -> None:
+        super().__init__(
+            dtype=dtype_of(spec.dtype),
+            itemsize=dtype_of(spec.dtype).itemsize,
+            shape=Shape(spec.shape),
+            ndim=len(spec.shape),
+            device=device,
+            is_cuda=True,
+            requires_grad=False,
+            _spec=spec,
+            _address=address if 0 not in spec.shape else 0,  # as torch says of one without elements
+            _where=where,
+            _memory=memory,  # freed with this
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype!r} tensor of shape {tuple(self.shape)} on {self.device}>"
+
+    def data_ptr(self) -> int:
+        """Return the address of the first element."""
+        return int(self._address)
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Return the strides, or one of them, in elements."""
+        return self._spec.stride if dim is None else self._spec.stride[dim]
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the sizes, or one of them."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return int(self.shape.numel())
+
+    nelement = numel
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return int(self.ndim)
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return int(self.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.numel() * self.element_size()
+
+    def is_floating_point(self) -> bool:
+        """Whether the elements are floats."""
+        return bool(self.dtype.is_floating_point)
+
+    def get_device(self) -> int:
+        """Return the index of the device."""
+        return int(self.device.index)
+
+    def is_contiguous(self, **options: Any) -> bool:
+        """Whether the elements follow each other in their order."""
+        if options:
+            _more("is_contiguous(memory_format)")
+        return self._follows(zip(reversed(self.shape), reversed(self._spec.stride), strict=True))
+
+    def zero_(self) -> StandIn:
+        """Set all bytes to zero."""
+        self._check_dense("zero_")
+        self._where.set_bytes(Run(self._address, self.nbytes), 0)
+        return self
+
+    def clone(self) -> StandIn:
+        """Return a copy in memory of its own."""
+        self._check_dense("clone")
+        memory = self._where.allocate(self.nbytes)
+        copied = StandIn(self._spec, memory.address, self.device, self._where, memory)
+        return copied.copy_(self)
+
+    def copy_(self, other: StandIn) -> StandIn:
+        """Take over the elements of a tensor of the same shape, strides and type."""
+        self._check_dense("copy_")
+        mine, theirs = self._spec, other._spec if isinstance(other, StandIn) else None
+        if theirs is None or (mine.dtype, mine.shape, mine.stride) != (
+            (theirs.dtype, theirs.shape, theirs.stride)
+        ):
+            _more("copy_ from another kind of tensor")
+        self._where.copy(self._address, other._address, self.nbytes)
+        return self
+
+    def is_dense(self) -> bool:
+        """Whether no other bytes are between the elements."""
+        dims = sorted(zip(self.shape, self._spec.stride, strict=True), key=lambda dim: dim[1])
+        return self._follows(dims)
+
+    def _check_dense(self, what: str) -> None:
+        if not self.is_dense():
+            _more(f"{what} of elements that are apart")
+
+    def _follows(self, dims: Any) -> bool:
+        """Whether each dimension, the innermost first, begins where the last one ends."""
+        expected = 1
+        for size, step in dims:
+            if size != 1 and step != expected and self.numel():
+                return False
+            expected *= size
+        return True
+
+
+def _refusing(operator: str) -> Any:
+    return lambda self, *args, **kwargs: _more(f"the operator {operator} of a tensor")
+
+
+for _operator in _OPERATORS.split():
+    setattr(StandIn, f"__{_operator}__", _refusing(_operator))
+StandIn.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as torch's
+
+
+@contextlib.contextmanager
+def noting_torch() -> Iterator[None]:
+    """Note where code that runs in here imports torch: it does not work on stand-ins."""
+    before = "torch" in sys.modules
+    try:
+        yield
+    finally:
+        if not before and "torch" in sys.modules:
+            asked.append("an import of torch")
+
+
+def can_stand_in(layout: Layout) -> bool:
+    """Whether all tensors of a call are on a GPU, and of types known here."""
+    on_gpu = all(":" in block.device for block in layout.blocks)
+    known = all(_PLAIN.fullmatch(view.dtype) for view in layout.tensors)
+    return on_gpu and known and not layout.absent
+
+
+def of(arguments: Arguments) -> list[StandIn]:
+    """Return stand-ins for the tensors of a call."""
+    made = []
+    for number, view in enumerate(arguments.views):
+        block = arguments.blocks[view.block]
+        kind, _, index = block.spec.device.partition(":")
+        device = Device(type=kind, index=int(index))
+        made.append(StandIn(view, arguments.elements(number).address, device, block.bytes))
+    return made

@@ -1,0 +1,289 @@
+"""A measuring child without torch, on a driver whose kernels are functions of C (tests/libcuda)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Heuristics
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from safetune.inputs import kernel_pickle
+from safetune.inputs.call import Call, Hooks
+from safetune.inputs.snapshot import Snapshot
+from safetune.isolation import child_handle
+from safetune.isolation.fork_server import files_hash
+from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
+from safetune.isolation.protocol import Budget, Prepare
+from safetune.outcome import Effects, Outcome, OutputReport, Verdict
+from tests.backends import FakeBackend, launching_on
+from tests.conftest import stop_servers
+from tests.libcuda import stub
+
+pytestmark = pytest.mark.internals
+
+N = 100
+NAMES = ("dst", "src", "n")
+
+
+def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
+
+
+def spill_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset <= n)
+
+
+def fail_kernel(dst, src, n, BLOCK: tl.constexpr):
+    tl.store(dst + 10**12, tl.load(src + n))
+
+
+def add_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(dst + offset, mask=offset < n) + tl.load(src + offset, mask=offset < n)
+    tl.store(dst + offset, value, mask=offset < n)
+
+
+def scratch_kernel(dst, src, n, BLOCK: tl.constexpr):
+    described = tl.make_tensor_descriptor(src, [n], [1], [BLOCK])
+    tl.store(dst + tl.arange(0, BLOCK), described.load([0]))
+
+
+class Device:
+    """Children of this process measure on the stub, and this process knows nothing of it."""
+
+    def __init__(self) -> None:
+        self._made: list[Callable[[], object]] = []
+
+    def child(
+        self,
+        function: Any,
+        hooks: Hooks | None = None,
+        heuristics: dict[str, Any] | None = None,
+        configs: int = 1,
+        described: bool = False,
+        **options: Any,
+    ) -> MeasuringChild:
+        """Return the child of a call of a kernel, with a config of BLOCK=16, and further ones."""
+        kernel: Any = JITFunction(function)
+        kernel = kernel if heuristics is None else Heuristics(kernel, kernel.arg_names, heuristics)
+        args: list[Any] = [torch.full((N,), 5.0), torch.arange(N).float(), N]
+        if described:
+            args[1] = TensorDescriptor(torch.zeros(64, 64), [64, 64], [64, 1], [16, 16])
+        call = Call(
+            kernel=kernel,
+            arg_names=tuple(kernel.arg_names),
+            args=tuple(args),
+            kwargs={},
+            grid=None,
+            pins={},
+            hooks=hooks or Hooks(),
+            index=0,
+        )
+        made = [triton.Config({"BLOCK": 16 << i}, **options) for i in range(configs)]
+        tensors = kernel_pickle.TensorTable()
+        blob = kernel_pickle.pack((call, made), "a call", tensors, by_value=[function])
+        snapshot = Snapshot(tensors.tensors)
+        blocks = tuple(replace(block, device="cuda:0") for block in snapshot.layout.blocks)
+        layout, results = replace(snapshot.layout, blocks=blocks), os.memfd_create("results")
+        job = Prepare(blob, layout, 0, [(8,)] * configs, Effects(), backend="cuda")
+        child = MeasuringChild(job, (snapshot.fd, results), 60.0, with_torch=False)
+        self._made += [child.replace, snapshot.close, lambda: os.close(results)]
+        return child
+
+    def close(self) -> None:
+        for end in self._made:
+            end()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[None]:
+    """Servers whose children load the stub in place of libcuda."""
+    folder = str(stub.folder())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_LIBRARY_PATH", folder, prepend=os.pathsep)
+        patch.setenv("TRITON_LIBCUDA_PATH", folder)
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        stop_servers()
+        files_hash.begin()
+        yield
+    stop_servers()
+
+
+@pytest.fixture
+def device(servers: None) -> Iterator[Device]:
+    made = Device()
+    with launching_on(FakeBackend(), "cuda"):
+        try:
+            yield made
+        finally:
+            made.close()
+            child_handle.idle.drop()
+
+
+def measured(child: MeasuringChild, config: int = 0) -> tuple[Outcome, OutputReport | None]:
+    return child.measure(config, Budget(time_ms=0.1), groups=())
+
+
+def imported(path: Path) -> Callable[[Any], None]:
+    """Return a hook that writes down whether its process has torch."""
+    text = str(path)
+
+    def hook(arguments: Any, **others: Any) -> None:
+        import sys
+
+        with open(text, "a") as file:
+            file.write(f"{'torch' in sys.modules}\n")
+
+    return hook
+
+
+def test_a_config_is_measured_and_checked(device: Device, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    child = device.child(copy_kernel, Hooks(post_hook=imported(told)))
+    child.measure(0, None)  # compiles it, and what takes seconds is launched once
+    outcome, report = measured(child)
+    assert outcome.verdict is Verdict.OK, outcome
+    assert outcome.timing is not None
+    assert outcome.timing.count > 1
+    assert outcome.gpu_uuid == "01010101-0101-0101-0101-010101010101"
+    assert report is not None
+    assert report.written == (N, 0)
+    assert set(told.read_text().split()) == {"False"}
+    assert not child.with_torch
+
+
+def test_configs_that_agree_are_one_group(device: Device) -> None:
+    child = device.child(copy_kernel, configs=2)
+    _, first = measured(child)
+    assert first is not None
+    assert first.new_group is not None
+    outcome, second = child.measure(1, None, groups=(first.new_group,))
+    assert outcome.ok, outcome
+    assert second is not None
+    assert second.group == first.new_group.number
+
+
+def test_a_write_beside_a_storage_is_found(device: Device) -> None:
+    outcome, _ = measured(device.child(spill_kernel))
+    assert outcome.verdict is Verdict.OUT_OF_BOUNDS
+    assert "after the storage of dst" in outcome.message
+
+
+def test_a_sticky_error_is_an_illegal_access(device: Device) -> None:
+    outcome, _ = measured(device.child(fail_kernel))
+    assert outcome.verdict is Verdict.ILLEGAL_ACCESS, outcome
+
+
+@pytest.mark.parametrize(("names", "left"), [("reset_to_zero", 3.0), ("restore_value", 8.0)])
+def test_arguments_are_reset_and_restored_before_each_launch(
+    device: Device, tmp_path: Path, names: str, left: float
+) -> None:
+    """Else the sums of a launch would contain those of the one before."""
+    text = str(tmp_path / "told")
+
+    def tell(arguments: dict[str, Any], **others: Any) -> None:
+        import ctypes  # the stub's memory is that of the host
+
+        address = arguments["dst"].data_ptr() + 3 * arguments["dst"].element_size()
+        with open(text, "a") as file:
+            file.write(f"{ctypes.c_float.from_address(address).value}\n")
+
+    hooks: dict[str, Any] = {names: ("dst",)}
+    child = device.child(add_kernel, Hooks(post_hook=tell, **hooks))
+    assert measured(child)[0].ok
+    found = Path(text).read_text().split()
+    assert len(found) > 5
+    assert set(map(float, found)) == {left}, "5, and what the kernel adds"
+    assert not child.with_torch
+
+
+def test_heuristics_and_hooks_see_stand_ins(device: Device) -> None:
+    def block(arguments: dict[str, Any]) -> int:
+        return 16 if arguments["src"].numel() == N and arguments["src"].is_contiguous() else 1 << 20
+
+    def zero(arguments: dict[str, Any]) -> None:
+        arguments["dst"].zero_()
+
+    child = device.child(copy_kernel, heuristics={"BLOCK": block}, pre_hook=zero)
+    outcome, spec = child.spec_of(0)
+    assert outcome.ok, outcome
+    assert kernel_pickle.unpack(spec)[1] == {(3,): 16}
+    outcome, _ = measured(child)
+    assert outcome.ok, outcome
+    assert not child.with_torch
+
+
+def test_hooks_may_set_the_blocks_of_descriptors(device: Device) -> None:
+    def blocks(arguments: dict[str, Any]) -> None:
+        arguments["src"].block_shape = [32, 64]
+
+    child = device.child(described_kernel, described=True, pre_hook=blocks)
+    outcome, spec = child.spec_of(0)
+    assert outcome.ok, outcome
+    assert kernel_pickle.unpack(spec)[0]["src"] == "tensordesc<fp32[32, 64]>"
+
+
+def described_kernel(dst, src, n, BLOCK: tl.constexpr):
+    tl.store(dst, tl.sum(src.load([0, 0])) + n)
+
+
+def test_a_launch_gets_its_scratch_memory(device: Device) -> None:
+    outcome, _ = measured(device.child(scratch_kernel))
+    assert outcome.ok, outcome
+
+
+def sums(arguments: dict[str, Any]) -> None:
+    arguments["src"].sum()
+
+
+def catches(arguments: dict[str, Any]) -> None:
+    import contextlib
+
+    with contextlib.suppress(BaseException):
+        arguments["src"].sum()
+
+
+def imports(arguments: dict[str, Any]) -> None:
+    import torch
+
+    assert torch.float32 is arguments["src"].dtype
+
+
+@pytest.mark.parametrize(
+    "hook", [sums, *(pytest.param(each, marks=pytest.mark.full) for each in (catches, imports))]
+)
+def test_a_hook_that_asks_for_more_gets_a_child_with_torch(device: Device, hook: Any) -> None:
+    """No device of torch's is here: that child is only asked for."""
+    child = device.child(copy_kernel, pre_hook=hook)
+    for ask in (lambda: measured(child), lambda: child.spec_of(0)):
+        child.with_torch = False
+        with pytest.raises(TorchNeeded):
+            ask()
+        assert child.with_torch
+
+
+@pytest.mark.parametrize("hook", ["do_bench", "inputs", "reference"])
+def test_hooks_that_return_tensors_are_never_tried_without_torch(device: Device, hook: str) -> None:
+    from safetune.tuning.bench import _asks_for_torch
+
+    call = SimpleNamespace(interpreted=False, hooks=Hooks(**{hook: print}))
+    assert _asks_for_torch(call)  # type: ignore[arg-type]
+
+
+def test_the_target_is_the_devices_own(device: Device) -> None:
+    outcome, spec = device.child(copy_kernel).spec_of(0)
+    assert outcome.ok, outcome
+    assert kernel_pickle.unpack(spec)[4] == GPUTarget("cuda", 90, 32)
