@@ -61,7 +61,7 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     file is broken, no choice is copied.
     """
     from safetune.store.packs import exchange
-    from safetune.store.shared.record import namespace
+    from safetune.store.shared.protocol import namespace
 
     entries = _merged(source)
     done = exchange.import_into(open_store(writes=True), entries)

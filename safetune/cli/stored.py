@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from safetune.store.local.store import Store
     from safetune.store.location import Location
     from safetune.store.records import TrialRecord
-    from safetune.store.shared.directory import Directory
+    from safetune.store.shared.files import Directory
 
 #: How many kernels an error names.
 _MOST_NAMES = 20
@@ -253,7 +253,7 @@ def shared_directory(writes: bool = False) -> Directory | None:
     choices = located(writes).choices
     if choices is None:
         return None
-    from safetune.store.shared.directory import Directory
+    from safetune.store.shared.files import Directory
 
     return Directory(choices)
 

@@ -191,11 +191,7 @@ class _Report:
         self.left_out: list[LeftOut] = []
 
     def add(
-        self,
-        task: Task,
-        rows: list[Row],
-        measured: int,
-        result: TuningResult | None = None,
+        self, task: Task, rows: list[Row], measured: int, result: TuningResult | None = None
     ) -> None:
         """Note a finished tuning; without a result no config works."""
         from safetune.config import config_text

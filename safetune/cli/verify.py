@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -55,27 +56,40 @@ def verify_command(
     left_out: list[str] = []
     with contextlib.redirect_stdout(sys.stderr):  # what the targets print
         kernels = targets.kernels_of(target, left_out=left_out)
-        verified = list(_verify_all(kernels, shape, dtype, max_elements))
+        rows = list(_verify_all(kernels, shape, dtype, max_elements))
+    ok = all(row.ok for row in rows)
     if as_json:
-        print_json({**_data(verified), "no_workload": left_out})
+        launches = [row.data() for row in rows if not row.skipped]
+        skipped = [{**row.facts, "elements": row.elements} for row in rows if row.skipped]
+        data = {"ok": ok, "launches": launches, "skipped": skipped}
+        print_json({**data, "no_workload": left_out})
     else:
-        _print(verified)
+        _print(rows)
         if left_out:
             echo(f"not checked, because they declare no workload: {', '.join(left_out)}")
-    sys.exit(1 if any(not row.ok for one in verified for row in one.rows) else 0)
+    sys.exit(0 if ok else 1)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One config of one task, or all configs: a report, or the reason why it is missing."""
+    """One config of a kernel at a workload and dtype, or all of them: a report, or an error.
 
-    config: str
-    report: OverlapReport | None
-    error: str
+    It has neither where the workload has too many elements.
+    """
+
+    facts: dict[str, str]
+    elements: int
+    config: str = "all configs"
+    report: OverlapReport | None = None
+    error: str = ""
+
+    @property
+    def skipped(self) -> bool:
+        return self.report is None and not self.error
 
     @property
     def ok(self) -> bool:
-        return self.report is not None and self.report.ok
+        return self.skipped or (self.report is not None and self.report.ok)
 
     @property
     def verdict(self) -> str:
@@ -83,14 +97,9 @@ class _Row:
             return "not checked"
         return "ok" if self.ok else ", ".join(f.kind.value for f in self.report.findings)
 
-
-@dataclass(frozen=True)
-class _Verified:
-    """One kernel at one workload and dtype; without rows if it has too many elements."""
-
-    facts: dict[str, str]
-    elements: int
-    rows: tuple[_Row, ...]
+    def data(self) -> dict[str, Any]:
+        found = {"config": self.config, "verdict": self.verdict, "error": self.error}
+        return {**self.facts, **found, "report": self.report and self.report.data()}
 
 
 def _verify_all(
@@ -98,26 +107,26 @@ def _verify_all(
     shapes: Sequence[str],
     dtypes: Sequence[str],
     max_elements: int,
-) -> Iterator[_Verified]:
+) -> Iterator[_Row]:
     from safetune.inputs.call import leaves
     from safetune.offline import tasks
 
     console = Console(stderr=True)
-    checked, seen = 0, []
-    for kernel in kernels:
-        for task in tasks.tasks(kernel, "cpu", dtypes):
-            seen.append(task.workload.name)
-            if shapes and task.workload.name not in shapes:
-                continue
-            facts = {"kernel": kernel.name, "shape": task.workload.name, "dtype": task.dtype}
-            values = leaves((task.workload.args, dict(task.workload.kwargs)))
-            elements = sum(leaf.numel() for leaf in values if hasattr(leaf, "numel"))
-            rows: tuple[_Row, ...] = ()
-            if elements <= max_elements:
-                with console.status("  ".join(facts.values())):
-                    rows = _rows(task)
-                checked += 1
-            yield _Verified(facts, elements, rows)
+    checked, seen = False, []
+    for task in (task for kernel in kernels for task in tasks.tasks(kernel, "cpu", dtypes)):
+        workload = task.workload
+        seen.append(workload.name)
+        if shapes and workload.name not in shapes:
+            continue
+        facts = {"kernel": task.kernel.name, "shape": workload.name, "dtype": task.dtype}
+        values = leaves((workload.args, dict(workload.kwargs)))
+        elements = sum(leaf.numel() for leaf in values if hasattr(leaf, "numel"))
+        if elements > max_elements:
+            yield _Row(facts, elements)
+            continue
+        checked = True
+        with console.status("  ".join(facts.values())):
+            yield from _rows(task, functools.partial(_Row, facts, elements))
     targets.check_shapes(shapes, seen)
     if not checked:
         raise TargetError(
@@ -126,17 +135,19 @@ def _verify_all(
         )
 
 
-def _rows(task: Task) -> tuple[_Row, ...]:
+def _rows(task: Task, row: Callable[..., _Row]) -> Iterator[_Row]:
     from safetune.config import config_text
     from safetune.verify.overlap import check_overlap, configs_for
 
     kernel, workload = task.kernel.outer, task.workload
     configs, error = _tried(configs_for, kernel, workload.args, workload.kwargs)
     if error:
-        return (_Row("all configs", None, error),)
+        yield row(error=error)
+        return
     check = functools.partial(_tried, check_overlap, kernel, workload.grid, *workload.args)
     options = {"outputs": workload.outputs, **workload.kwargs}
-    return tuple(_Row(config_text(config), *check(config=config, **options)) for config in configs)
+    for config in configs:
+        yield row(config_text(config), *check(config=config, **options))
 
 
 def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
@@ -146,41 +157,23 @@ def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[
     """
     try:
         return function(*args, **kwargs), ""
+    except SafetuneError as error:
+        return None, describe(error)
     except (Exception, SystemExit) as error:
-        if isinstance(error, SafetuneError):
-            return None, describe(error)
         return None, typed(error) + location_of(error)
 
 
-def _data(verified: Sequence[_Verified]) -> dict[str, Any]:
-    launches = [
-        {
-            **one.facts,
-            "config": row.config,
-            "verdict": row.verdict,
-            "error": row.error,
-            "report": row.report and row.report.data(),
-        }
-        for one in verified
-        for row in one.rows
-    ]
-    skipped = [{**one.facts, "elements": one.elements} for one in verified if not one.rows]
-    ok = all(row.ok for one in verified for row in one.rows)
-    return {"ok": ok, "launches": launches, "skipped": skipped}
-
-
-def _print(verified: Sequence[_Verified]) -> None:
+def _print(verified: Sequence[_Row]) -> None:
     console = stdout_console()
-    for one in verified:
-        title = "  ".join(one.facts.values())
-        if not one.rows:
-            console.print(
-                f"{title}: skipped, because it has {one.elements} elements (--max-elements)"
-            )
+    for facts, group in itertools.groupby(verified, lambda row: row.facts):
+        rows, title = list(group), "  ".join(facts.values())
+        if rows[0].skipped:
+            elements = rows[0].elements
+            console.print(f"{title}: skipped, because it has {elements} elements (--max-elements)")
             continue
         table = empty_table(title, "config", "verdict", "grid", "notes")
         reasons: dict[str, list[str]] = {}  # each with the configs that share it
-        for row in one.rows:
+        for row in rows:
             grid = " x ".join(map(str, row.report.grid)) if row.report else ""
             notes = "; ".join(row.report.notes) if row.report else ""
             style = "green" if row.ok else "red"
@@ -192,10 +185,9 @@ def _print(verified: Sequence[_Verified]) -> None:
         for text, (first, *others) in reasons.items():
             console.print(f"  {first}, {len(others)} more" if others else f"  {first}")
             console.print(textwrap.indent(text, "    "))
-    rows = [row for one in verified for row in one.rows]
-    reports = [row.report for row in rows if row.report is not None]
+    reports = [row.report for row in verified if row.report is not None]
     found = sum(not report.ok for report in reports)
-    missing = len(rows) - len(reports)
+    missing = sum(bool(row.error) for row in verified)
     console.print(
         f"{len(reports)} launches checked, {found} with findings"
         + (f"; {missing} not checked" if missing else "")

@@ -127,7 +127,7 @@ def _replace(state: KeyState, config: Config) -> None:
 def _candidates(
     settings: Settings, known: Iterable[tuple[KeyState, Asked]]
 ) -> dict[str, Candidate]:
-    from safetune.store.shared.record import space_of  # no launch needs it
+    from safetune.store.shared.protocol import space_of  # no launch needs it
 
     found: dict[str, Candidate] = {}
     lookup, now, spaces = None, time.time(), set()

@@ -93,10 +93,9 @@ def _guarded_read(method: Method, merged: Callable[[list[Any]], Any]) -> Method:
 
 def _tried(again: type[StoreError], method: Callable[..., Any], *arguments: Any) -> Any:
     """Try once more after some errors: opening it again repairs damage or moves it aside."""
-    try:
+    with contextlib.suppress(again):
         return method(*arguments)
-    except again:
-        return method(*arguments)
+    return method(*arguments)
 
 
 def _trials(answers: list[list[TrialRecord]]) -> list[TrialRecord]:
@@ -110,12 +109,11 @@ def _choice(answers: list[ChoiceRecord | None]) -> ChoiceRecord | None:
 
 
 class GuardedStore(Store):
-    """A store whose tuning methods never raise.
+    """A store whose tuning methods never raise; those of the command line raise as in `Store`.
 
     What cannot be written goes to memory, and is written as soon as that is possible again; where
     the database cannot be read, only memory is left. Each is logged once. A record that no store
-    would keep is logged and dropped. The methods of the command line (`choices`, `trials_of`,
-    `kernels`, `clear`) raise as they do in `Store`.
+    would keep is logged and dropped.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -133,16 +131,14 @@ class GuardedStore(Store):
 
     def write_unsent(self) -> None:
         """Write what could not be written before; raises `StoreError`."""
-        while True:
-            try:
+        with contextlib.suppress(IndexError):  # also where another thread has taken the last one
+            while True:
                 write = self._unsent.popleft()
-            except IndexError:  # also where another thread has taken the last one
-                break
-            try:
-                write()
-            except StoreError:
-                self._unsent.appendleft(write)
-                raise
+                try:
+                    write()
+                except StoreError:
+                    self._unsent.appendleft(write)
+                    raise
         if self._spare is not None:
             self._spare = None
             logger.info("the store %s is written to again", self.path)
@@ -175,11 +171,7 @@ class Lookup:
     """
 
     def __init__(self, store: GuardedStore, directories: Sequence[Path] | None = None) -> None:
-        """Look in this store, and in the packs of these directories and of safetune itself.
-
-        Args:
-            directories: None for no packs at all.
-        """
+        """Look in this store, and in the packs of these directories and of safetune, if any."""
         self.store = store
         self._directories = directories
         self._memory: dict[tuple[str, str], ChoiceRecord] = {}
@@ -187,16 +179,14 @@ class Lookup:
     def find(
         self, key: TuningKey, declared: str, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
-        """Return the choice of the first layer that has one.
+        """Return the choice of the first layer that has one; the caller checks and remembers it.
+
+        The local store is first brought up to date with the shared one, at most once a minute.
 
         Args:
-            declared: digest over the list of configs; a choice made from another one does not
-                count.
+            declared: digest over the list of configs that the choice was made from.
             among: digests of the configs that pruning leaves, None for all. Pruning may read what
                 is not in the key, so a call may have an older choice than another.
-
-        The caller looks for its config among the declared ones, and then calls `remember`. The
-        local store is first brought up to date with the shared one, at most once a minute.
         """
         found = self._layers(key, declared, among)
         return next((c for c in found if c and (among is None or c.config_digest in among)), None)
@@ -208,7 +198,7 @@ class Lookup:
         if self.store.shared is None:
             yield self.store.choice(key.digest, declared, among)
         else:
-            from safetune.store.shared.record import space_of
+            from safetune.store.shared.protocol import space_of
 
             space = space_of(key)
             self.store.shared.refresh(space)
@@ -241,12 +231,10 @@ class Lookup:
 
 
 def open_lookup(settings: Settings) -> Lookup:
-    """Return this process's `Lookup` for the settings.
+    """Return this process's `Lookup` for the settings, which stays usable after a fork.
 
-    There is one object per process, directory of the store, shared store, packs, and whether the
-    store is only read, as it is under `Mode.FROZEN`; usable after a fork. It warns once if the
-    database cannot be opened, and choices are kept in memory, or if it is not in the cache
-    directory (`location`).
+    Under `Mode.FROZEN` the store is only read. Warns once if the database cannot be opened, and
+    choices are kept in memory, or if it is not in the cache directory (`location`).
 
     Raises:
         InvalidSetting: no kind of shared store can open SAFETUNE_SHARED. Never `StoreError`.
@@ -258,29 +246,25 @@ def open_lookup(settings: Settings) -> Lookup:
             return _lookups[identity]
         backend, where = None, locate(settings, writes=not frozen)
         if shared := where.shared(settings):
-            from safetune.store.shared.layer import SharedLayer
-            from safetune.store.shared.url import open_shared
+            from safetune.store.shared.layer import SharedLayer, open_shared
 
             backend = open_shared(shared)
         store, problem = _opened(where.database, frozen, settings.wait_s)
         if backend is not None:
             store.shared = SharedLayer(backend, store.connection, writes=not frozen)
         lookup = _lookups[identity] = Lookup(store, settings.packs)
-    if text := where.warning(settings):
-        warnings.warn(f"safetune: {text}", stacklevel=2)
+    problems = [where.warning(settings)]
     if problem is not None:
-        warnings.warn(
-            f"safetune: {problem}; choices are kept in memory"
-            f"{', for this process only' if store.path is None else ' until it is free'}",
-            stacklevel=2,
-        )
+        until = ", for this process only" if store.path is None else " until it is free"
+        problems.append(f"{problem}; choices are kept in memory{until}")
     if not shared and settings.world_size > settings.local_world_size:
-        warnings.warn(
-            f"safetune: {settings.world_size} processes, {settings.local_world_size} of them on "
+        problems.append(
+            f"{settings.world_size} processes, {settings.local_world_size} of them on "
             "this node, and no SAFETUNE_SHARED: each node tunes for itself, and they may launch "
-            "different configs until safetune.sync()",
-            stacklevel=2,
+            "different configs until safetune.sync()"
         )
+    for text in filter(None, problems):
+        warnings.warn(f"safetune: {text}", stacklevel=2)
     return lookup
 
 

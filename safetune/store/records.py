@@ -15,14 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeyRecord:
-    """One tuning key, written before its first trial so that every other row can point at it.
+    """One `TuningKey` as plain data: its digest, kernel, device, toolchain and `record()`.
 
-    Attributes:
-        digest: `TuningKey.digest`.
-        kernel_name, kernel_digest, kernel_source, kernel_file, kernel_line: `KernelIdentity`.
-        device_digest, device: `Device.digest` and `Device.record()`.
-        toolchain: `Toolchain.record()`.
-        call: `TuningKey.record()`: values, dtypes and options.
+    Written before its first trial, so that every other row can point at it.
     """
 
     digest: str
@@ -39,29 +34,17 @@ class KeyRecord:
     @classmethod
     def of(cls, key: TuningKey) -> KeyRecord:
         """Return the row that the trials and the choice of a key refer to."""
-        return cls(
-            digest=key.digest,
-            kernel_name=key.kernel.name,
-            kernel_digest=key.kernel.digest,
-            kernel_source=key.kernel.source,
-            kernel_file=key.kernel.file,
-            kernel_line=key.kernel.line,
-            device_digest=key.device.digest,
-            device=key.device.record(),
-            toolchain=key.toolchain.record(),
-            call=key.record(),
-        )
+        kernel, device = key.kernel, key.device
+        of_kernel = (kernel.name, kernel.digest, kernel.source, kernel.file, kernel.line)
+        of_device = (device.digest, device.record())
+        return cls(key.digest, *of_kernel, *of_device, key.toolchain.record(), key.record())
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """The outcome of one config for one key.
+    """The outcome of one config (by digest, and for people) for one key (by digest).
 
-    Attributes:
-        key: the key's digest.
-        config_digest, config: the config's digest, and its values for people (`config_record`).
-        generation: 1, or more after `--force` (see `ChoiceRecord`).
-        created: seconds since the epoch.
+    A generation is 1, or more after `--force`; `created` is in seconds since the epoch.
     """
 
     key: str
@@ -78,8 +61,7 @@ class ChoiceRecord:
 
     Attributes:
         declared: digest over the config list that it was chosen from.
-        median_ms: its time when it was chosen.
-        measured: how many configs were measured to choose it.
+        median_ms, measured: its time then, and how many configs were measured to choose it.
         marks: what users must know of it: `Mark.DISPUTED`, with a reason.
     """
 
@@ -104,8 +86,6 @@ class RecordedCall:
     """A launch that was not tuned, described so that it can be tuned offline.
 
     Attributes:
-        key: `TuningKey.digest`.
-        name: the kernel's name.
         place: `module:qualname` of the kernel's function.
         arguments: the description of the call that `miss.record` makes, as plain JSON data.
     """
@@ -121,8 +101,7 @@ class RecordedCall:
 class RelatedChoice:
     """A choice for a key of the same kernel on the same device, with that key's call and toolchain.
 
-    Attributes:
-        pack: the path of the pack that it is in; empty for a store's own.
+    `pack` is the path of the pack that it is in; empty for a store's own.
     """
 
     toolchain: dict[str, Any]

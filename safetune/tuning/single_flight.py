@@ -120,7 +120,7 @@ class Election:
         """Publish a choice that may be shared; return the one that every node launches."""
         if self.shared is None or not outcome.shareable:
             return choice
-        from safetune.store.shared.record import space_of
+        from safetune.store.shared.protocol import space_of
 
         stored = StoredChoice(KeyRecord.of(self.request.key), choice)
         self.published = True
@@ -250,7 +250,7 @@ def _elected(
     Args:
         again: tune, although there is a choice.
     """
-    from safetune.store.shared.record import space_of
+    from safetune.store.shared.protocol import space_of
 
     wanted = (space_of(request.key), request.key.digest, request.declared, again)
     for _ in budget.tries(request.key.kernel.name, *_NODE_PAUSES_S):

@@ -21,7 +21,7 @@ from safetune.store.local import rows
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord, TrialRecord
 from safetune.store.shared import local_copy
-from safetune.store.shared.record import decode, encode
+from safetune.store.shared.protocol import decode, encode
 from tests.selection import FULL
 from tests.store.shared.conftest import config, key, stored
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetune.cli import main
 from safetune.settings import Settings
 from safetune.store import location, lookup
-from safetune.store.shared.directory import Directory
+from safetune.store.shared.files import Directory
 from tests.store.shared.conftest import SPACE, stored, tuned
 
 Run = Callable[..., Any]

@@ -18,7 +18,7 @@ from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
 from safetune.store.packs import exchange, packs
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
-from safetune.store.shared import record as shared_record
+from safetune.store.shared import protocol as shared_record
 
 numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 values = st.none() | st.booleans() | numbers | st.text(max_size=9) | st.just({"dtype": "bfloat16"})

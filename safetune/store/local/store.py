@@ -1,8 +1,8 @@
 """The local store: outcomes and choices in one SQLite database that processes share.
 
 Statements are plain `sqlite3`, built once, and every write is one BEGIN IMMEDIATE transaction. A
-corrupt row is absent, and logged once. Every method raises `StoreError` and nothing else; `lookup`
-keeps that out of a run.
+corrupt row is absent, and logged once. Every method raises `StoreError` and nothing else
+(`RecordError` for a record that no store keeps); `lookup` keeps that out of a run.
 """
 
 from __future__ import annotations
@@ -130,8 +130,7 @@ class Store:
     def put_trial(self, *records: TrialRecord) -> None:
         """Write outcomes of configs of one key, over earlier rows of the same generation.
 
-        A transient outcome never replaces a row: it says nothing about the config. Raises
-        `RecordError` if a record itself is refused.
+        A transient outcome never replaces a row: it says nothing about the config.
         """
         sealed = [(rows.trial_row(record), record.outcome.verdict) for record in records]
         with self.connection.transaction() as connection:
@@ -159,10 +158,9 @@ class Store:
     def choice(
         self, key: str, declared: str | None = None, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
-        """Return the choice of the highest generation, made from this config list or from any.
+        """Return the choice of the highest generation of this config list, or of any.
 
-        Args:
-            among: the digests of the configs that count, None for all.
+        With `among`, only configs of these digests count.
         """
         wanted = [text(digest) for digest in (key, declared) if digest is not None]
         statement = CHOICES_OF_KEY if declared is None else CHOICES_OF_LIST
@@ -171,10 +169,7 @@ class Store:
         return next((c for c in found if among is None or c.config_digest in among), None)
 
     def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
-        """Write a choice unless its generation has one; return the one that is stored now.
-
-        One for each key, config list and generation. Raises as `put_trial` does.
-        """
+        """Write a choice unless its key, list and generation have one; return what is there now."""
         row = rows.choice_row(record)
         wanted = [row[name] for name in CHOICE.primary_key]
         with self.connection.transaction() as connection:
@@ -224,9 +219,9 @@ class Store:
         ]
 
     def origin(self, choice: ChoiceRecord) -> str:
-        """Return the location of the shared store that a choice is from, `IMPORTED` or `AGREED`.
+        """Return which shared store a choice is from, `IMPORTED` or `AGREED`; empty for no other.
 
-        Empty for one that was tuned here, and where that is not known.
+        It is also empty where that is not known.
         """
         wanted = (choice.key, choice.declared, choice.generation)
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from safetune.errors import PackError
 from safetune.frozen import dataclass
-from safetune.outcome import Mark, Outcome
+from safetune.outcome import Mark
 from safetune.store.local import rows
 from safetune.store.local.rows import CHOICE, Scalar
 from safetune.store.local.store import CHOICES_OF_LIST, DATABASE_NAME, IMPORTED, Store
@@ -103,29 +103,22 @@ def of_store(store: Store) -> Collected:
             trials.setdefault((trial.key, trial.config_digest), []).append(trial)
     found = Collected()
     for entry in store.choices_of_lists():
-        what = f"{entry.key.kernel_name} {entry.key.call['values']}"
-        outcome = _outcome(entry.choice, trials.get((entry.key.digest, entry.choice.config_digest)))
-        if outcome is not None and outcome.marked(Mark.CONTENDED):
+        choice, what = entry.choice, f"{entry.key.kernel_name} {entry.key.call['values']}"
+        of_config = trials.get((choice.key, choice.config_digest), [])
+        made_from = [trial for trial in of_config if trial.generation <= choice.generation]
+        marks: tuple[str, ...] = ()
+        if made_from:
+            marks = max(made_from, key=lambda trial: trial.generation).outcome.marks
+        if Mark.CONTENDED.reason_in(marks):
             found.left_out.append(f"{what}: it was timed while the program used the device")
             continue
+        drawn = [mark for mark in marks if Mark.REGENERATED.reason_in([mark])]
+        kept = tuple(dict.fromkeys([*choice.marks, *drawn]))
         try:
-            found.entries.append(checked(_marked(entry, outcome)))
+            found.entries.append(checked(replace(entry, choice=replace(choice, marks=kept))))
         except PackError as error:
             found.left_out.append(f"{what}: {error}")
     return found
-
-
-def _outcome(choice: ChoiceRecord, trials: Sequence[TrialRecord] | None) -> Outcome | None:
-    """The outcome that a choice was made from, if it is stored."""
-    made = [trial for trial in trials or () if trial.generation <= choice.generation]
-    return max(made, key=lambda trial: trial.generation).outcome if made else None
-
-
-def _marked(entry: StoredChoice, outcome: Outcome | None) -> StoredChoice:
-    of_trial = outcome.marks if outcome is not None else ()
-    drawn = [mark for mark in of_trial if mark.partition(":")[0] == Mark.REGENERATED.value]
-    marks = tuple(dict.fromkeys([*entry.choice.marks, *drawn]))
-    return replace(entry, choice=replace(entry.choice, marks=marks))
 
 
 def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:

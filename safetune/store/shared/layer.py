@@ -19,10 +19,13 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import unquote
 
 from safetune import forks
-from safetune.errors import StoreError
+from safetune.errors import InvalidSetting, StoreError
+from safetune.settings import SharedKind, display_url, shared_kind
 from safetune.store.local import key_locks
 from safetune.store.records import precedence
 from safetune.store.shared import local_copy, once_per_node
@@ -48,6 +51,41 @@ REFRESH_S = 60.0
 #: The thread pulls for this long before it looks for another task, and waits this long for other
 #: processes that write to the database before it keeps the choices in memory.
 _SLICE_S = 0.2
+
+
+def open_shared(url: str) -> SharedStore:
+    """Return the store that a URL names. Does not connect yet.
+
+    Raises:
+        InvalidSetting: a package is missing, or fsspec does not know the scheme.
+    """
+    kind = shared_kind(url)
+    if kind is SharedKind.DIRECTORY:
+        from safetune.store.shared.files import Directory
+
+        return Directory(Path(unquote(url.partition("://")[2])))
+    try:
+        if kind is SharedKind.POSTGRES:
+            from safetune.store.shared.postgres import Postgres
+
+            return Postgres(url)
+        import fsspec
+
+        for protocol in url.partition("://")[0].split("::"):
+            fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        install = "pip install 'safetune[postgres]'"
+        if kind is SharedKind.OBJECTS:
+            install = (
+                "pip install 'safetune[shared]' installs fsspec, which may need a package of its "
+                "own for this scheme"
+            )
+        raise InvalidSetting(
+            f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; {install}"
+        ) from error
+    from safetune.store.shared.files import Objects
+
+    return Objects(url)
 
 
 class _Budget:

@@ -17,12 +17,12 @@ from safetune.store.local import rows
 from safetune.store.local.connection import Connection
 from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
-from safetune.store.shared.record import Name, encode, namespace
+from safetune.store.shared.protocol import Name, encode, namespace
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from safetune.store.shared.directory import Directory
+    from safetune.store.shared.files import Directory
 
 logger = logging.getLogger("safetune")
 

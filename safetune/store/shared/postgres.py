@@ -24,9 +24,16 @@ from safetune.errors import SafetuneError, StoreError
 from safetune.keys import encoding
 from safetune.settings import display_url, without_password
 from safetune.store.records import StoredChoice
-from safetune.store.shared import record as shared_record
-from safetune.store.shared.protocol import Lease, NoLease, Unwritable
-from safetune.store.shared.record import Name
+from safetune.store.shared.protocol import (
+    MAX_BYTES,
+    Lease,
+    Name,
+    NoLease,
+    Unwritable,
+    decoded,
+    encode,
+    name_of,
+)
 from safetune.store.waiting import tries
 
 _TIMEOUT = "SET LOCAL statement_timeout = 5000"  # milliseconds
@@ -46,7 +53,7 @@ INSERT INTO safetune.choice (namespace, key, declared, generation, kernel, recor
 VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING
 """
 _OF_NAME = "namespace = %s AND key = %s AND declared = %s AND generation = %s"
-_BEGINNING = f"left(record, {shared_record.MAX_BYTES + 1})"
+_BEGINNING = f"left(record, {MAX_BYTES + 1})"
 _SELECT = f"SELECT {_BEGINNING} FROM safetune.choice WHERE {_OF_NAME}"
 _REPLACE = f"UPDATE safetune.choice SET record = %s WHERE {_OF_NAME} AND {_BEGINNING} = %s"
 _NAMES = "SELECT key, declared, generation FROM safetune.choice WHERE namespace = %s"
@@ -54,11 +61,11 @@ _PULL = f"""
 SELECT record FROM safetune.choice
 JOIN unnest(%s::text[], %s::text[], %s::integer[]) AS wanted(key, declared, generation)
 USING (key, declared, generation)
-WHERE namespace = %s AND octet_length(record) <= {shared_record.MAX_BYTES}
+WHERE namespace = %s AND octet_length(record) <= {MAX_BYTES}
 """
 _GET = f"""
 SELECT record, generation FROM safetune.choice WHERE namespace = %s AND key = %s AND declared = %s
-AND octet_length(record) <= {shared_record.MAX_BYTES} ORDER BY generation DESC
+AND octet_length(record) <= {MAX_BYTES} ORDER BY generation DESC
 """
 
 # The clock is the server's. The token goes up with each holder, and an earlier one has no effect. A
@@ -190,20 +197,22 @@ class Postgres:
         for start in range(0, len(listed), _TOGETHER):
             columns = map(list, zip(*listed[start : start + _TOGETHER], strict=True))
             for (text,) in self._rows(_PULL, *columns, namespace):
-                stored = shared_record.decoded(text, namespace)
-                if stored is not None and shared_record.name_of(stored) in names:
+                stored = decoded(text, namespace)
+                if stored is not None and name_of(stored) in names:
                     yield stored
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation; raises `StoreError`."""
         for text, generation in self._rows(_GET, namespace, key, declared):
-            if stored := shared_record.decoded(text, namespace, Name(key, declared, generation)):
+            if stored := decoded(text, namespace, Name(key, declared, generation)):
                 return stored
         return None
 
     def _rows(self, statement: str, *parameters: Any) -> list[Any]:
-        with self.reading() as connection:
-            return connection.execute(statement, parameters).fetchall() if connection else []
+        """What a statement finds: nothing where no writer has made the tables yet."""
+        with self._transaction("read") as connection:
+            has_tables = _version(connection) > 0
+            return connection.execute(statement, parameters).fetchall() if has_tables else []
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
         """Write records, none over a valid one; return what is there now."""
@@ -228,12 +237,6 @@ class Postgres:
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
                 connection.close()
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[psycopg.Connection[Any] | None]:
-        """A connection in a transaction; None where no writer has made the tables yet."""
-        with self._transaction("read") as connection:
-            yield connection if _version(connection) else None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[psycopg.Connection[Any]]:
@@ -297,13 +300,13 @@ class PostgresLease:
 def _publish(
     connection: psycopg.Connection[Any], namespace: str, record: StoredChoice
 ) -> StoredChoice:
-    name, text = shared_record.name_of(record), shared_record.encode(record)
+    name, text = name_of(record), encode(record)
     key = (namespace, *name)
     kernel = record.key.kernel_name.encode("ascii", "backslashreplace").decode()
     connection.execute(_INSERT, (*key, kernel, text))  # ASCII, which a database of any encoding has
     for _ in range(2):
         row = connection.execute(_SELECT, key).fetchone()
-        if row and (stored := shared_record.decoded(row[0], namespace, name)):
+        if row and (stored := decoded(row[0], namespace, name)):
             return stored
         if row:  # what is there is not a record; the first to replace it wins
             connection.execute(_REPLACE, (text, *key, row[0]))
@@ -321,11 +324,11 @@ def connect(
     url: str, for_s: float = CONNECT_FOR_S, clock: Callable[[], float] = time.monotonic
 ) -> psycopg.Connection[Any]:
     """Connect, and try again for `for_s` seconds: a server may have no connection left just now."""
-    given = {*psycopg.conninfo.conninfo_to_dict(url), *_given_in_environment()}
+    given = {*psycopg.conninfo.conninfo_to_dict(url)}
+    # What a PG* variable or a service file sets.
+    given |= {o.keyword.decode() for o in Conninfo.get_defaults() if o.val != o.compiled}
     options: dict[str, Any] = {n: v for n, v in _DEFAULTS.items() if n not in given}
-    options["client_encoding"] = (
-        "SQL_ASCII"  # no conversion, as one may fail: what we write is ASCII
-    )
+    options["client_encoding"] = "SQL_ASCII"  # not converted, which may fail: we write ASCII
     for last in tries(for_s, *_CONNECT_PAUSES_S, clock):
         try:
             # No prepared statements: a pooler may give each transaction another server process.
@@ -337,12 +340,6 @@ def connect(
             connection.adapters.register_loader("text", _Text)
             return connection
     raise AssertionError("the last try returns or raises")
-
-
-def _given_in_environment() -> set[str]:
-    """The options that a PG* variable or a service file sets."""
-    defaults = Conninfo.get_defaults()
-    return {each.keyword.decode() for each in defaults if each.val != each.compiled}
 
 
 def _may_pass(error: psycopg.OperationalError) -> bool:

@@ -23,7 +23,7 @@ from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKe
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
-from safetune.store.shared.record import namespace
+from safetune.store.shared.protocol import namespace
 
 ROOT = Path(__file__).parents[3]
 

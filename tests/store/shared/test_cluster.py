@@ -16,9 +16,8 @@ from safetune.errors import Busy, NoMemory, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord
-from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.layer import SharedLayer, open_shared
 from safetune.store.shared.protocol import NoLease
-from safetune.store.shared.url import open_shared
 from safetune.tuning import single_flight
 from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import Election, WaitBudget, elect, elect_cluster

@@ -14,9 +14,9 @@ import pytest
 
 from safetune.errors import StoreError
 from safetune.store.records import StoredChoice
-from safetune.store.shared import directory as module
-from safetune.store.shared.directory import Directory
-from safetune.store.shared.record import FORMAT, Name, name_of
+from safetune.store.shared import files as module
+from safetune.store.shared.files import Directory
+from safetune.store.shared.protocol import FORMAT, Name, name_of
 
 from .conftest import LIST, SPACE, Children, key, stored
 
@@ -25,7 +25,7 @@ import os, resource, signal, sys, warnings
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from tests.store.shared.conftest import SPACE, stored
-from safetune.store.shared.directory import Directory
+from safetune.store.shared.files import Directory
 from safetune.store.shared.protocol import Unwritable
 store = Directory(Path(sys.argv[1]))
 """

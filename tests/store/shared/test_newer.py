@@ -10,10 +10,9 @@ import pytest
 
 from safetune.keys import encoding
 from safetune.store.lookup import GuardedStore
-from safetune.store.shared.layer import SharedLayer
-from safetune.store.shared.record import FORMAT, encode
-from safetune.store.shared.record_files import file_name
-from safetune.store.shared.url import open_shared
+from safetune.store.shared.files import file_name
+from safetune.store.shared.layer import SharedLayer, open_shared
+from safetune.store.shared.protocol import FORMAT, encode
 
 from .conftest import LIST, SPACE, choice, key, stored, tuned
 

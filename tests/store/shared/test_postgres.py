@@ -18,8 +18,11 @@ psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycop
 from safetune.errors import StoreError  # noqa: E402
 from safetune.keys.tuning_key import key_digest  # noqa: E402
 from safetune.store.shared.postgres import Postgres, connect  # noqa: E402
-from safetune.store.shared.protocol import NoLease, Unwritable  # noqa: E402
-from safetune.store.shared.record import name_of  # noqa: E402
+from safetune.store.shared.protocol import (  # noqa: E402
+    NoLease,
+    Unwritable,
+    name_of,
+)
 
 from .conftest import LIST, SPACE, key, stored  # noqa: E402
 
@@ -91,7 +94,7 @@ def test_no_connection_is_open_between_tasks(database: str, shared: Postgres) ->
 def test_a_fork_between_two_statements_leaves_both_sides_working(shared: Postgres) -> None:
     """Regression: the child asked over its parent's connection, and then closed it."""
     shared.publish(SPACE, [stored()])
-    with shared.reading() as connection:
+    with shared.writing() as connection:
         pid = os.fork()
         if pid == 0:
             try:

@@ -15,7 +15,7 @@ from safetune.keys import encoding
 from safetune.store.local.rows import RecordError
 from safetune.store.packs import packs
 from safetune.store.schema import Choice
-from safetune.store.shared.record import decode, decoded, encode, name_of, namespace
+from safetune.store.shared.protocol import decode, decoded, encode, name_of, namespace
 
 from . import conftest as make
 from .conftest import DEVICE, TOOLCHAIN

@@ -17,8 +17,8 @@ from safetune.keys import encoding
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.records import KeyRecord, StoredChoice
-from safetune.store.shared.directory import Directory
-from safetune.store.shared.record import space_of
+from safetune.store.shared.files import Directory
+from safetune.store.shared.protocol import space_of
 
 from . import conftest as make
 from .conftest import Children

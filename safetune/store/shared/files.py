@@ -1,0 +1,359 @@
+"""Shared stores that keep one immutable file, or one object, for each choice.
+
+    ROOT/2/NAMESPACE/KEY[:2]/KERNEL.KEY.LIST.GENERATION.json    a directory
+    ROOT/2/NAMESPACE/KERNEL.KEY.LIST.GENERATION.json            any other URL, through fsspec
+
+They have no lock that can be trusted, so they have no leases: the first record that is published
+wins, and the record that is read back counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from safetune.errors import PackError, StoreError
+from safetune.settings import display_url, without_password
+from safetune.store.packs.packs import beginning, sync_directory
+from safetune.store.records import StoredChoice
+from safetune.store.shared.protocol import (
+    FORMAT,
+    MAX_BYTES,
+    Lease,
+    Name,
+    NoLease,
+    Unwritable,
+    decoded,
+    encode,
+    name_of,
+)
+
+logger = logging.getLogger("safetune")
+
+#: How many files are read together.
+_TOGETHER = 200
+
+#: Errors of a file system that cannot be written to.
+_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_FILE = re.compile(
+    r"[\w-]{0,64}\.([0-9a-f]{32})\.([0-9a-f]{32})\.([1-9][0-9]{0,9})\.json", re.ASCII
+)
+
+#: Errors of a network file system for a file that another client has just changed or removed.
+_MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.ENOTDIR}
+
+#: Its errors where it has no hard links.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class RecordFiles(ABC):
+    """Records as files. A subclass decides where they are, and how one is read and written."""
+
+    location: str
+    url: str
+
+    @property
+    def identity(self) -> str:
+        """Return the location: no parameter or variable changes which store it is."""
+        return self.location
+
+    def names(self, namespace: str) -> set[Name]:
+        """Return the names of all records in a namespace."""
+        with self._failures("read"):
+            return set(self._listing(namespace, None))
+
+    def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
+        """Yield the records of these names; raises `StoreError`."""
+        with self._failures("read"):
+            listing = self._listing(namespace, {name.key for name in names})
+        wanted = sorted(names & listing.keys())
+        for start in range(0, len(wanted), _TOGETHER):
+            with self._failures("read"):
+                found = self._load(
+                    namespace, {n: listing[n] for n in wanted[start : start + _TOGETHER]}
+                )
+            yield from found
+
+    def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
+        """Return the record of the highest generation; raises `StoreError`."""
+        with self._failures("read"):
+            listing = self._listing(namespace, {key})
+            for name in sorted((n for n in listing if n[:2] == (key, declared)), reverse=True):
+                if found := self._load(namespace, {name: listing[name]}):
+                    return found[0]
+        return None
+
+    def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
+        """Write records, none over a valid one; return what is there now; raises `StoreError`."""
+        with self._failures("write to"):
+            return [self._publish(namespace, record) for record in records]
+
+    def lease(self, key: str, node: str) -> Lease:
+        """Return a lease that excludes no other node."""
+        return NoLease()
+
+    def close(self) -> None:  # noqa: B027 - a subclass need not override it
+        """Do nothing: nothing stays open between calls."""
+
+    @abstractmethod
+    def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Any]:
+        """The path of each record, of these keys at least."""
+
+    @abstractmethod
+    def _load(self, namespace: str, paths: Mapping[Name, Any]) -> list[StoredChoice]:
+        """The valid records in these files."""
+
+    @abstractmethod
+    def _read(self, path: Any, namespace: str, name: Name) -> StoredChoice | None:
+        """The valid record in one file, None without one."""
+
+    @abstractmethod
+    def _path(self, namespace: str, file: str, key: str) -> Any:
+        """The path of a record's file."""
+
+    @abstractmethod
+    def _create(self, path: Any, data: bytes, is_record: Callable[[Any], object]) -> None:
+        """Write a file, in place of one that is not a record, and of no other."""
+
+    def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
+        name = name_of(record)
+        path = self._path(namespace, file_name(record), name.key)
+        if stored := self._read(path, namespace, name):
+            return stored
+        data = encode(record).encode()
+        self._create(path, data, lambda path: self._read(path, namespace, name))
+        return self._read(path, namespace, name) or record
+
+    @contextlib.contextmanager
+    def _failures(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:  # fsspec's back ends raise what their libraries raise
+            refused = isinstance(error, PermissionError)
+            refused = refused or getattr(error, "errno", None) in _UNWRITABLE
+            kind = Unwritable if refused and action != "read" else StoreError
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = without_password(reason, self.url)
+            raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
+
+
+class Directory(RecordFiles):
+    """The records below a directory. The first writer makes it, but not the directory above it.
+
+    Made for NFS, Lustre and FUSE: no locks, no mmap, no rename over a valid file, and no directory
+    is ever removed. A file is written under another name, synced, and linked to its own, which
+    fails where that exists. Where there are no hard links it is renamed if the name is free. A file
+    that is gone, stale or unreadable is a miss, as is anything else under a record's name: a
+    directory, a pipe, a link to itself.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.location = self.url = f"file://{root}"
+        self._root = root / str(FORMAT)
+
+    def namespaces(self) -> list[str]:
+        """Return the namespaces that have records; raises `StoreError`."""
+        with self._failures("read"):
+            return sorted(_namespace_entries(self._root))
+
+    def forget(self, kernel: str) -> None:
+        """Delete the records of a kernel; raises `StoreError`."""
+        for namespace in self.namespaces():
+            with self._failures("write to"):
+                for name, path in self._listing(namespace, None).items():
+                    found = self._read(path, namespace, name)
+                    if found is not None and found.key.kernel_name == kernel:
+                        path.unlink(missing_ok=True)
+
+    def _path(self, namespace: str, file: str, key: str) -> Path:
+        return self._root / namespace / key[:2] / file
+
+    def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
+        self._check_mounted()
+        root = self._root / namespace
+        buckets = _namespace_entries(root) if keys is None else {key[:2] for key in keys}
+        paths = (root / bucket / file for bucket in buckets for file in _entries(root / bucket))
+        return {name: path for path in paths if (name := name_in(path.name))}
+
+    def _check_mounted(self) -> None:
+        """Raise `OSError` where the directory is not there, and its share may not be mounted."""
+        place = self._root.parent
+        if not place.exists() and not os.listdir(place.parent) and not place.parent.is_mount():
+            problem = f"{place.parent} is empty, as where nothing is mounted: create {place} first"
+            raise FileNotFoundError(errno.ENOENT, problem)
+
+    def _load(self, namespace: str, paths: Mapping[Name, Path]) -> list[StoredChoice]:
+        read = (self._read(path, namespace, name) for name, path in paths.items())
+        return [found for found in read if found]
+
+    def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
+        try:
+            text = beginning(path, MAX_BYTES + 1)
+        except (OSError, PackError) as error:
+            logger.debug("%s is not read: %s", path, error)
+            return None
+        return decoded(text, namespace, name)
+
+    def _create(self, path: Path, data: bytes, is_record: Callable[[Path], object]) -> None:
+        self._check_mounted()
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            logger.info("%s is not a directory, and is left as it is: %s", path.parent, error)
+            return
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if not _link(temporary, path):
+                _mend(path, temporary, is_record)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        for directory in path.parents[:4]:  # each may be new
+            sync_directory(directory)
+
+
+class Objects(RecordFiles):
+    """The records below a path of an fsspec file system.
+
+    Written with `mode="create"`, a conditional put where the file system has one (S3's
+    If-None-Match; memory). Elsewhere, and where `mode` has no effect, it looks and then writes: if
+    two nodes write at the same moment the later one may win, and the next pull corrects the other.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.location, self.url = display_url(url), url
+
+    @property
+    def _files(self) -> Any:
+        """The file system, without what it remembers; may ask the network for credentials."""
+        filesystem, _ = self._at
+        filesystem.invalidate_cache()
+        return filesystem
+
+    @property
+    def _at(self) -> tuple[Any, str]:
+        import fsspec
+
+        return fsspec.core.url_to_fs(self.url)  # type: ignore[no-any-return]
+
+    def _path(self, namespace: str, file: str, key: str) -> str:
+        return f"{self._at[1].rstrip('/')}/{FORMAT}/{namespace}/{file}"
+
+    def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, str]:
+        try:
+            entries = self._files.ls(self._path(namespace, "", "").rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return {}
+        small = [each["name"] for each in entries if _is_small(each)]
+        return {name: path for path in small if (name := name_in(path.rpartition("/")[2]))}
+
+    def _load(self, namespace: str, paths: Mapping[Name, str]) -> list[StoredChoice]:
+        listed = list(paths.values())
+        texts = self._files.cat(listed, on_error="omit")
+        if isinstance(texts, bytes):  # some file systems answer so for a list of one
+            texts = dict.fromkeys(listed, texts)
+        present = ((name, texts[path]) for name, path in paths.items() if path in texts)
+        return [found for name, text in present if (found := decoded(text, namespace, name))]
+
+    def _read(self, path: str, namespace: str, name: Name) -> StoredChoice | None:
+        files = self._files
+        try:
+            if not _is_small(files.info(path)):
+                return None
+            return decoded(files.cat_file(path), namespace, name)
+        except (FileNotFoundError, IsADirectoryError):
+            return None
+
+    def _create(self, path: str, data: bytes, is_record: Callable[[str], object]) -> None:
+        try:
+            self._files.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            if not is_record(path):
+                self._files.pipe_file(path, data)
+
+
+def _is_small(facts: Mapping[str, Any]) -> bool:
+    return (facts.get("size") or 0) <= MAX_BYTES
+
+
+def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> None:
+    """Put a record in place of a file that is not one, such as half of one, and of nothing else.
+
+    The file is moved aside first and looked at there: another node may have mended it meanwhile.
+    """
+    try:
+        beginning(path, 1)
+    except (OSError, PackError) as error:
+        logger.info("%s is not a record, and is left as it is: %s", path, error)
+        return
+    if is_record(path):
+        return
+    aside = temporary.with_name(f"{temporary.name}.old")
+    with contextlib.suppress(FileNotFoundError):  # another node has moved it
+        path.rename(aside)
+        if is_record(aside):
+            _link(aside, path)
+        aside.unlink()
+    _link(temporary, path)
+
+
+def _namespace_entries(directory: Path) -> list[str]:
+    """What is in the directory of a namespace; raises `OSError` where the store does not answer."""
+    try:
+        return os.listdir(directory)
+    except OSError as error:
+        if error.errno in _MISSES:
+            return []
+        raise
+
+
+def _entries(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _link(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:
+    """Give a finished file its name; False where another file has it."""
+    try:
+        link(temporary, path)
+    except OSError as error:
+        # The reply was lost: NFS sends the request again, and finds the name taken.
+        if temporary.stat().st_nlink == 2:
+            return True
+        if error.errno in _NO_LINKS and not path.exists():
+            os.rename(temporary, path)
+            return True
+        if error.errno != errno.EEXIST and not path.exists():
+            raise
+        return False
+    return True
+
+
+def file_name(record: StoredChoice) -> str:
+    """Return the name of a record's file."""
+    kernel = re.sub(r"[^\w-]", "_", record.key.kernel_name, flags=re.ASCII)[:64]
+    return ".".join([kernel, *map(str, name_of(record)), "json"])
+
+
+def name_in(file: str) -> Name | None:
+    """Return the name of the record in a file of this name; None if it is not a record's file."""
+    match = _FILE.fullmatch(file)
+    return Name(match[1], match[2], int(match[3])) if match else None
