@@ -53,14 +53,11 @@ class WorkerUnavailable(SafetuneError):
 
 
 class NoMemory(WorkerUnavailable):
-    """The device lacks the memory for a tuning now. This is not the fault of a config.
-
-    Attributes:
-        needed_bytes: free device memory that another attempt needs at least; 0 if unknown.
-    """
+    """The device lacks the memory for a tuning now. This is not the fault of a config."""
 
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
+        #: Free device memory that another attempt needs at least; 0 if unknown.
         self.needed_bytes = needed_bytes
 
 

@@ -114,12 +114,11 @@ class Binary:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a kernel's text says of its writes.
+    """What a kernel's text says of its writes, and of those of what it calls.
 
     Attributes:
-        atomics: whether it, or something it calls, has atomic operations.
-        any_order: whether the result of one is used, as a slot to write to: its values may then
-            come in any order.
+        atomics: whether there are atomic operations.
+        any_order: whether the result of one is used, as a slot to write to: in any order.
         only_stored: the parameters through which it stores, and never reads.
     """
 
@@ -196,9 +195,7 @@ class OutputReport:
 class Timing:
     """The time of one config, in milliseconds, over `count` launches.
 
-    Attributes:
-        stage: `screen` (every config), `final` (interleaved rounds of the best), `do_bench` (the
-            user's own function).
+    `stage` is `screen` (all configs), `final` (rounds of the best) or `do_bench` (the user's own).
     """
 
     median_ms: float

@@ -32,12 +32,7 @@ WorkloadFunction = Callable[..., Iterable[Workload]]
 
 @dataclass(frozen=True)
 class DeclaredWorkload:
-    """A workload function as registered by `@kernel.workload`.
+    """A workload function as registered by `@kernel.workload`."""
 
-    Attributes:
-        function: yields `Workload`s for a torch device and dtype.
-        dtypes: names of torch dtypes to call it with; empty means the default dtype.
-    """
-
-    function: WorkloadFunction
-    dtypes: tuple[str, ...] = ()
+    function: WorkloadFunction  # yields `Workload`s for a torch device and dtype
+    dtypes: tuple[str, ...] = ()  # by name; empty means the default dtype

@@ -93,8 +93,7 @@ autotune = safetune
 def take_over(kernel: Any) -> Any:
     """Apply bare `@safetune` above `@triton.autotune`, heuristics over it, or `@triton.jit`.
 
-    Raises:
-        InvalidConfig, InvalidSetting: as `safetune` raises for the tuner's settings.
+    Raises what `safetune` raises for the tuner's settings.
     """
     if isinstance(kernel, Heuristics) and _innermost_tuner(kernel) is not None:
         return Heuristics(take_over(kernel.fn), kernel.arg_names, kernel.values)

@@ -62,16 +62,12 @@ def _analysed(jit: Any, functions: dict[Any, _Function | None]) -> _Function | N
 
 
 class _Function:
-    """One function: which names point to where a parameter does, and which of them are read.
-
-    Attributes:
-        atomics: for each atomic operation, whether its result is used.
-    """
+    """One function: which names point to where a parameter does, and which of them are read."""
 
     def __init__(
         self, node: ast.FunctionDef, scope: Scope, functions: dict[Any, _Function | None]
     ) -> None:
-        self.atomics: list[bool] = []
+        self.atomics: list[bool] = []  # for each atomic operation, whether its result is used
         self._node = node
         self._scope = scope
         self._functions = functions

@@ -273,9 +273,7 @@ class _Kernel:
     ) -> tuple[NameKind, str]:
         """Return the class of an unread name that is not a stand-in, and why.
 
-        Args:
-            given: the key names whose values are in the key.
-            missing: the constexprs that the key lacks.
+        `given` are the key names whose values are in the key, `missing` constexprs that it lacks.
         """
         hidden = not arguments.shown or may_be_launched_unseen(self._kernel)
         if hidden and (missing or self._multiplies_matrices):

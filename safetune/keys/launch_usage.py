@@ -102,11 +102,7 @@ def _functions_in(maker: ast.AST | None) -> list[ast.AST | None]:
 
 
 class LaunchArguments:
-    """The arguments of each launch of a kernel, as expressions.
-
-    Attributes:
-        shown: whether the text shows the arguments of every launch, and there is one.
-    """
+    """The arguments of each launch of a kernel, as expressions."""
 
     def __init__(self, launches: Sequence[Launch], arg_names: Sequence[str]) -> None:
         passed = [
@@ -114,6 +110,7 @@ class LaunchArguments:
             for launch in launches
             if launch.call is not None or not isinstance(launch.grid, ast.Constant)  # a table's
         ]
+        #: Whether the text shows the arguments of every launch, and there is one.
         self.shown = bool(passed) and all(arguments is not None for _, arguments in passed)
         self._passed = [(launch, arguments or {}) for launch, arguments in passed]
 

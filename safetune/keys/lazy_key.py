@@ -45,12 +45,7 @@ class Tuner(Protocol):
 
 
 class LazyKey:
-    """A key as it was written, and its report.
-
-    Attributes:
-        written: the names before any is dropped.
-        known: the last report; None before the first.
-    """
+    """A key as it was written, and the last report on its names, None before the first."""
 
     def __init__(self, written: WrittenKey, policy: PhantomPolicy) -> None:
         self.written = written
@@ -89,11 +84,7 @@ class LazyKey:
         self._holds = False
 
     def report(self, tuner: Tuner) -> KeyReport:
-        """Return the classes of the names.
-
-        Raises:
-            PhantomKey: nothing reads a name, under the policy `error`.
-        """
+        """Return the classes of the names; raises `PhantomKey`."""
         known, basis = self.known, self._basis
         if known is not None and self._holds and basis is not None and basis.holds():
             return known
@@ -131,19 +122,12 @@ class LazyKey:
 
 @dataclass(frozen=True)
 class Basis:
-    """The objects that were read.
+    """The objects that were read."""
 
-    Attributes:
-        kernel: the kernel below the tuner.
-        text: the text of the kernel and of what it calls, and which names find that.
-        heuristics: below the tuner, and what is below each.
-        hooks: those of the configs and of the kernel.
-    """
-
-    kernel: Any
-    text: tuple[Fact, ...]
-    heuristics: tuple[Fact, ...]
-    hooks: tuple[Fact, ...]
+    kernel: Any  # below the tuner
+    text: tuple[Fact, ...]  # of the kernel and of what it calls, and which names find that
+    heuristics: tuple[Fact, ...]  # below the tuner, and what is below each
+    hooks: tuple[Fact, ...]  # those of the configs and of the kernel
 
     def holds(self) -> bool:
         """Whether all of them are what they were."""

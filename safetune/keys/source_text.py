@@ -301,11 +301,7 @@ def stores(tree: ast.AST) -> list[tuple[int, str]]:
 
 
 class RunOrder:
-    """Visits the names of a function in the order in which they are read and bound.
-
-    Attributes:
-        bound: the names that the text has bound so far.
-    """
+    """Visits the names of a function in the order in which they are read and bound."""
 
     #: The nodes whose parts are not just visited one after the other.
     SPECIAL: ClassVar[frozenset[type]] = frozenset(
@@ -314,7 +310,7 @@ class RunOrder:
     )
 
     def __init__(self) -> None:
-        self.bound: frozenset[str] = frozenset()
+        self.bound: frozenset[str] = frozenset()  # the names that the text has bound so far
 
     def read(self, name: ast.Name) -> None:
         """Called for each name that is read."""

@@ -52,11 +52,7 @@ class Bucket:
 
 
 class KeyNames(list[str]):
-    """The names in a key, in its order.
-
-    Attributes:
-        buckets: the function for each name that is in the key by its bucket.
-    """
+    """The names in a key, in its order, and the function for each that is there by its bucket."""
 
     def __init__(self, names: Iterable[str], buckets: Mapping[str, Bucket]) -> None:
         super().__init__(names)
@@ -71,15 +67,10 @@ def value_in_key(key_names: Sequence[str], name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class KernelIdentity:
-    """A kernel, by what it computes.
-
-    Attributes:
-        digest: over the sources of the kernel and of everything it calls or reads.
-        file, line: for people; not part of the identity.
-    """
+    """A kernel, by what it computes; `source`, `file` and `line` are for people."""
 
     name: str
-    digest: str
+    digest: str  # over the sources of the kernel and of everything it calls or reads
     source: str = ""
     file: str = ""
     line: int = 0
@@ -87,18 +78,12 @@ class KernelIdentity:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device; two cards with equal fields share their choices.
+    """A kind of device; two cards with equal fields share their choices."""
 
-    Attributes:
-        name: the product name, or `interpreter`.
-        capability: the back end's architecture, e.g. `90` for an H100.
-        shared_memory_bytes: the most that one program can have.
-    """
-
-    name: str
-    capability: str
+    name: str  # the product name, or `interpreter`
+    capability: str  # the back end's architecture, e.g. `90` for an H100
     sm_count: int
-    shared_memory_bytes: int
+    shared_memory_bytes: int  # the most that one program can have
 
     def record(self) -> dict[str, Any]:
         """Return the fields as plain JSON data."""
@@ -112,18 +97,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compiler and the settings that turn a kernel into a binary.
-
-    Attributes:
-        backend: the back end's own hash (for NVIDIA: ptxas version and architecture).
-        target: back end, architecture and warp size.
-        environment: the switches that change code generation, as sorted (name, value) pairs.
-    """
+    """The compiler and the settings that turn a kernel into a binary."""
 
     triton: str
-    backend: str
-    target: str
-    environment: tuple[tuple[str, str], ...] = ()
+    backend: str  # the back end's own hash (for NVIDIA: ptxas version and architecture)
+    target: str  # back end, architecture and warp size
+    environment: tuple[tuple[str, str], ...] = ()  # switches that change code generation, sorted
 
     def record(self) -> dict[str, Any]:
         """Return the fields as plain JSON data."""
@@ -181,13 +160,11 @@ def tuning_key(
     """Return the key of a call. No other code makes one, so every caller finds the same choice.
 
     Args:
-        key_names: the names in `key` that are kept, in the key's order.
-        arg_names: the kernel's parameters, in its order.
+        key_names: the names in `key` that are kept.
         arguments: the call's arguments and launch options by name, without grid and warmup.
         index: the device's index in this process; -1 in Triton's interpreter.
 
-    Raises:
-        NoDevice: Triton finds no GPU.
+    Raises `NoDevice` where Triton finds no GPU.
     """
     device, toolchain = interpreter() if index < 0 else detect(index)
     return TuningKey(

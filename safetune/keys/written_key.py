@@ -40,17 +40,11 @@ class PhantomKeyWarning(UserWarning):
 
 @dataclass(frozen=True)
 class WrittenKey:
-    """A key as it was written.
+    """A key as it was written."""
 
-    Attributes:
-        names: None for "auto".
-        keep: of the decorator.
-        kept: names that stay for another reason: a bucket, or SAFETUNE_KEEP.
-    """
-
-    names: tuple[str, ...] | None
-    keep: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    names: tuple[str, ...] | None  # None for "auto"
+    keep: tuple[str, ...] = ()  # of the decorator
+    kept: tuple[str, ...] = ()  # for another reason: a bucket, or SAFETUNE_KEEP
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
 
 

@@ -59,34 +59,22 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Job:
-    """One queued tuning.
-
-    Attributes:
-        request: without the caller's arguments; `bench` has a copy of them.
-        fallback: the config that the key launches meanwhile.
-        hold: keep the choice back until `sync`.
-        report: called with the result.
-        size: the bytes of the copied inputs.
-        over: set when the tuning has ended, with or without a choice.
-    """
+    """One queued tuning."""
 
     state: KeyState
-    request: TuningRequest
+    request: TuningRequest  # without the caller's arguments; `bench` has a copy of them
     bench: BackgroundBench
-    fallback: Config
+    fallback: Config  # which the key launches meanwhile
     store: Store
-    hold: bool
+    hold: bool  # keep the choice back until `sync`
     report: Callable[[TuningResult], None]
-    size: int
+    size: int  # the bytes of the copied inputs
+    #: Set when the tuning has ended, with or without a choice.
     over: threading.Event = field(default_factory=threading.Event)
 
 
 class BackgroundBench(LaunchBench):
-    """A bench whose measurements end with the process, and that marks those beside other work.
-
-    Raises:
-        KernelNotTransferable: the call cannot be rebuilt in a child.
-    """
+    """A bench whose measurements end with the process, and that marks those beside other work."""
 
     _has_arguments = False
     _entered = False

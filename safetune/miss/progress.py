@@ -24,11 +24,9 @@ _showing = threading.Lock()
 
 
 class Line:
-    """One line on standard error for the running tuning; it disappears at the end.
+    """One line on standard error for the running tuning, which disappears at the end.
 
-    Args:
-        hidden: show nothing.
-        redirect: show the output of this process above the line.
+    It shows nothing if `hidden`, and with `redirect` the output of this process above it.
     """
 
     def __init__(self, hidden: bool = False, redirect: bool = True) -> None:

@@ -35,10 +35,9 @@ _MOST_BYTES = 1 << 20
 
 
 def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
-    """Store a call, if its key is new to the store. Never raises.
+    """Store a call, or the problem why it cannot be rebuilt, if its key is new to the store.
 
-    Args:
-        problem: why the call cannot be rebuilt; stored with its key.
+    Never raises.
     """
     try:
         _, function = base_function(request.call.kernel)

@@ -46,19 +46,12 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch by Triton's own path.
+    """A launch by Triton's own path."""
 
-    Attributes:
-        result: what Triton returned.
-        config: the config that was launched; None if it took the place of another.
-        options: what the config set for this launch, by name.
-        values: what the heuristics set for this launch, by name.
-    """
-
-    result: Any
-    config: Config | None
-    options: Kwargs
-    values: Kwargs
+    result: Any  # what Triton returned
+    config: Config | None  # None if the config took the place of another
+    options: Kwargs  # what the config set for this launch, by name
+    values: Kwargs  # what the heuristics set for this launch, by name
 
 
 def launch(
@@ -128,9 +121,7 @@ def _relaunch(
 ) -> Any:
     """Launch a call with the next-best config after `config` could not be launched.
 
-    Raises:
-        Exception: the last error, where no config can be launched; an error of the caller's own
-            grid or heuristic at once.
+    Where none can be, this raises the last error; one of the caller's grid or heuristic at once.
     """
     rejected = state.reject(special, config)
     reason = _text(error)

@@ -30,15 +30,10 @@ _syncs = 0
 
 @dataclass
 class Retry:
-    """When tuning is tried again after a failure that may pass, such as a lack of memory.
+    """When tuning is tried again after a failure that may pass, such as a lack of memory."""
 
-    Attributes:
-        index: the device's index in this process; -1 in the interpreter.
-        needed_bytes: free device memory that another attempt needs at least; 0 if unknown.
-    """
-
-    index: int
-    needed_bytes: int = 0
+    index: int  # of the device in this process; -1 in the interpreter
+    needed_bytes: int = 0  # free device memory that another attempt needs at least, if known
     delay_s: float = RETRY_S
 
     def __post_init__(self) -> None:
