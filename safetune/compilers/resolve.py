@@ -166,7 +166,7 @@ def _chosen(
     if len(request.configs) == 1:
         return request.configs[0], "only"
     lookup = open_lookup(settings)
-    choice = stored(abstract.tuner, request, lookup, abstract.readable_key())
+    choice = stored(abstract.tuner, request, lookup)
     if choice is not None:
         return choice, "stored"
     if not request.has_work:

@@ -206,8 +206,7 @@ def best_first(
         return (compilable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
-    key = readable_key(tuner.keys, tuner.arg_names, _arguments(facts))
-    choice = resolve.stored(tuner, request, lookup, key)
+    choice = resolve.stored(tuner, request, lookup)
     if choice is None:
         order = list(candidates.best_first(request, lookup.store)) or [request.configs[0]]
         missed(tuner, request, order[0], lookup.store)
@@ -290,11 +289,13 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -
 def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
     """Return the request for a tuning of the traced call, without its tensors."""
     index = index if index >= 0 else current_index()
+    names, arguments = (tuner.keys, tuner.arg_names), _arguments(facts)
     return TuningRequest(
-        key=tuning_key(tuner.identity, tuner.keys, tuner.arg_names, _arguments(facts), index),
+        key=tuning_key(tuner.identity, *names, arguments, index),
         call=Call(tuner.fn, tuple(tuner.arg_names), (), {}, None, {}, tuner.hooks, index),
         configs=tuple(tuner.configs),
         declared=declared_digest(tuner.configs),
+        readable_key=readable_key(*names, arguments),
         limits=tuner.limits,
     )
 

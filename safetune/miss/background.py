@@ -126,7 +126,6 @@ def tune_meanwhile(
     tuner: Tuner,
     state: KeyState,
     request: TuningRequest,
-    readable_key: tuple[Any, ...],
     store: Store,
     settings: Settings,
 ) -> Config:
@@ -154,7 +153,7 @@ def tune_meanwhile(
     except (KernelNotTransferable, WorkerUnavailable) as error:
         return retry.fall_back(state, request, config, error)
     state.set_fallback(config)
-    report = functools.partial(reporting.report_result, tuner, readable_key, bench.request)
+    report = functools.partial(reporting.report_result, tuner, bench.request)
     hold = settings.world_size > 1
     _worker.submit(Job(state, bench.request, bench, config, store, hold, report, size))
     return config

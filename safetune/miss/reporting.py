@@ -61,14 +61,12 @@ def report(
         )
 
 
-def report_result(
-    tuner: Tuner, key: tuple[Any, ...], request: TuningRequest, result: TuningResult
-) -> None:
+def report_result(tuner: Tuner, request: TuningRequest, result: TuningResult) -> None:
     """Report a finished tuning: in the log, and as Triton's tuner does."""
     log_result(request, result)
     tuner.tuning_phases = dict(result.phases)
     phases = result.phases if result.measured else None
-    report(tuner, key, result.choice, timings_of(result.outcomes), phases)
+    report(tuner, request.readable_key, result.choice, timings_of(result.outcomes), phases)
 
 
 def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:

@@ -86,21 +86,17 @@ class Miss:
         positional = call_shape.named_arguments(self.tuner.arg_names, self.call.args)
         return tuple(call_shape.pruned_configs(self.tuner, positional, self._kwargs))
 
-    def readable_key(self) -> tuple[Any, ...]:
-        """Return the key as Triton writes it."""
-        return readable_key(self.tuner.keys, self.tuner.arg_names, self.call.named())
-
     def request(self, force: bool = False) -> TuningRequest:
         """Return the request for a tuning; raises `NoDevice`, and exceptions of prune functions."""
-        tuner = self.tuner
-        configs = self.configs()
+        tuner, configs, named = self.tuner, self.configs(), self.call.named()
         for config in configs:
-            check_conflicts(tuner.base_fn.__name__, config, self.call.named())
+            check_conflicts(tuner.base_fn.__name__, config, named)
         return TuningRequest(
             key=self.key(),
             call=self.call,
             configs=configs,
             declared=declared_digest(tuner.configs),
+            readable_key=readable_key(tuner.keys, tuner.arg_names, named),
             limits=tuner.limits,
             force=force,
         )
@@ -159,7 +155,7 @@ def _find(
         return state.set_choice(request.configs[0])
     state.asked = asked(request)
     lookup = open_lookup(settings) if not inline else None
-    choice = lookup and stored(tuner, request, lookup, miss.readable_key())
+    choice = lookup and stored(tuner, request, lookup)
     if lookup and choice:
         if capture:
             return state.set_choice(choice)
@@ -183,8 +179,7 @@ def _find(
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.miss.background import tune_meanwhile
 
-        key = miss.readable_key()
-        return tune_meanwhile(tuner, state, request, key, lookup.store, settings)
+        return tune_meanwhile(tuner, state, request, lookup.store, settings)
     return _tune(miss, state, request, lookup.store, settings, choice)
 
 
@@ -259,9 +254,7 @@ def waiting() -> Iterator[None]:
 _waiting: list[None] = []
 
 
-def stored(
-    tuner: Tuner, request: TuningRequest, lookup: Lookup, readable_key: tuple[Any, ...]
-) -> Config | None:
+def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
     configs = {config_digest(config): config for config in request.configs}
     choice = lookup.find(request.key, request.declared, configs)
@@ -281,7 +274,7 @@ def stored(
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     found = lookup.store.outcomes(request.key.digest)
     known = [(configs[digest], found[digest]) for digest in found if digest in configs]
-    reporting.report(tuner, readable_key, config, reporting.timings_of(known))
+    reporting.report(tuner, request.readable_key, config, reporting.timings_of(known))
     return config
 
 
@@ -312,7 +305,7 @@ def _tune(
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
         return retry.fall_back(state, request, candidates.fallback(request, store), error)
-    reporting.report_result(tuner, miss.readable_key(), request, result)
+    reporting.report_result(tuner, request, result)
     return _adopt(state, result.choice, settings)
 
 

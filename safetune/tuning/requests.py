@@ -9,7 +9,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from triton.runtime.autotuner import Config
 
@@ -78,6 +78,7 @@ class TuningRequest:
     Attributes:
         configs: those left after pruning, in the order they were declared.
         declared: digest over the whole declared list; a choice made from another is not final.
+        readable_key: the key as Triton writes it, for its listener and its messages.
         force: measure everything again, and open the next generation.
         marks: for every outcome.
     """
@@ -86,6 +87,7 @@ class TuningRequest:
     call: Call
     configs: tuple[Config, ...]
     declared: str
+    readable_key: tuple[Any, ...] = ()
     limits: Limits = Limits()
     force: bool = False
     marks: tuple[str, ...] = ()
