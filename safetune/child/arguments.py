@@ -1,8 +1,9 @@
 """The child's copies of the caller's tensors: same bits, shapes, strides, alignment and aliasing.
 
-They are made from the memory file that the parent wrote (see `snapshot`), in memory of the child's
-own, each storage between two guard bands. A checksum finds what a launch has written, so only that
-is kept twice and put back: the rest of the arguments is on the device once.
+They are made from what the parent has copied (see `snapshot`), in memory of the child's own, each
+storage between two guard bands. A checksum finds what a launch has written, so only that is put
+back. The caller's bits come from the device memory that the parent shares, which nothing here can
+write to; or from a memory file, and then what has been written is kept twice.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Copy:
 class Block:
     """One storage, or several that overlap: its live bytes, and how to restore the caller's."""
 
-    def __init__(self, spec: BlockSpec, file: Run) -> None:
+    def __init__(self, spec: BlockSpec, file: Run, shared: Sequence[Any]) -> None:
         guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
         self.spec = spec
         self.bytes = memory.bytes_on(spec.device)
@@ -69,8 +70,11 @@ class Block:
             self.bytes.set_bytes(band, _GUARD_BYTE)
         self._file = file
         self._pristine: Copy | None = None
+        if spec.place:
+            held = shared[spec.place - 1]
+            self._pristine = Copy(held, Run(held.address + spec.offset, spec.size))
         self.written = False
-        self._load(self.live)
+        self.restore()
 
     def restore(self) -> None:
         """Put the caller's bits back."""
@@ -140,7 +144,11 @@ class Arguments:
         self._file = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         os.close(fd)
         file = Run(ctypes.addressof(ctypes.c_char.from_buffer(self._file)), size)
-        self.blocks = [Block(spec, file) for spec in layout.blocks]
+        shared = [
+            memory.mapped(device, fd, size)
+            for (device, size), fd in zip(layout.shared, layout.fds, strict=True)
+        ]
+        self.blocks = [Block(spec, file, shared) for spec in layout.blocks]
         self.views = layout.tensors
         self.pristine_sums = self._checksums()
         self.sums = self.pristine_sums

@@ -81,7 +81,9 @@ class _Worker:
 
         self._session = None  # its memory is freed before the next one's is allocated
         try:
-            self._session = Session(job, *fds)
+            arguments_fd, results_fd, *shared = fds
+            job = replace(job, layout=replace(job.layout, fds=tuple(shared)))
+            self._session = Session(job, arguments_fd, results_fd)
         except BaseException as error:
             return Answer(failures.of_launch(error))
         return replace(DONE, torch=self._session.has_torch)

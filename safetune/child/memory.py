@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from safetune.errors import BackendError
+from safetune.errors import BackendError, HandOverFailed
 from safetune.inputs.spans import Noise, itemsize
 from safetune.isolation import backend
 from safetune.isolation.device_bytes import FLOATS, Bytes, Run, View
@@ -40,6 +41,22 @@ def bytes_on(device: str) -> Any:
         except BackendError:
             pass
     return TorchBytes(device)
+
+
+def mapped(device: str, fd: int, size: int) -> Any:
+    """Return the device memory behind a descriptor of the parent's, which is closed.
+
+    Raises `HandOverFailed` where that cannot be had.
+    """
+    try:
+        where = bytes_on(device)
+        if isinstance(where, TorchBytes):
+            raise HandOverFailed("kernels in PTX do not run here")
+        return where.mapped(fd, size)
+    except BackendError as error:
+        raise HandOverFailed(f"memory of {device} could not be shared: {error}") from error
+    finally:
+        os.close(fd)
 
 
 def draw(where: Any, memory: Any, run: Run, noise: Noise) -> None:

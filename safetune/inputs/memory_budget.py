@@ -15,6 +15,8 @@ CONTEXT = 512 << 20
 FLUSH = 256 << 20
 
 _GIB = 1 << 30
+#: Copies through host memory that take long enough to say so.
+_SLOW = 1 << 30
 
 
 def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
@@ -34,11 +36,12 @@ def check_host(needed: int, arguments: Mapping[str, int]) -> None:
 
 def check_device(
     index: int, size: int, arguments: Mapping[str, int], drop_idle: Callable[[int], None]
-) -> None:
+) -> str | None:
     """Check that a device can hold another `size` bytes of arguments.
 
-    If written arguments would not fit a third time, idle memory is released first: the idle child
-    of an earlier tuning, by `drop_idle`, then the unused blocks of torch's allocator.
+    If they would not fit a third time, idle memory is released first: the idle child of an earlier
+    tuning, by `drop_idle`, then the unused blocks of torch's allocator. Where that is not enough,
+    they go through host memory; return what to tell of that, which is nothing if they are small.
 
     Raises:
         NoMemory: they do not fit now.
@@ -54,6 +57,16 @@ def check_device(
     if free < needed:
         error = too_large(f"memory on device {index}", needed, free, arguments)
         raise error if needed > device.memory(index).total else NoMemory(str(error), needed)
+    if free >= enough:
+        return None
+    if size < _SLOW:
+        return ""
+    return (
+        f"its arguments of {size / _GIB:.3g} GiB are copied through host memory, because "
+        f"{free / _GIB:.3g} GiB are free on device {index} and two copies need "
+        f"{enough / _GIB:.3g} GiB: tuning takes seconds longer. Tune before the rest of the memory "
+        "is taken (for instance before a KV cache), or offline with `safetune tune`"
+    )
 
 
 def too_large(

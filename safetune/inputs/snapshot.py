@@ -1,13 +1,16 @@
-"""The caller's tensors, copied once into a memory file that children can map.
+"""The caller's tensors, copied once into memory that children can map.
 
-Storages that overlap in memory become one block, so arguments that alias each other still do. No
-CUDA memory is shared between the processes, so nothing that a config writes can reach the caller.
-What makes a copy impossible is found here, in the caller, before any child starts.
+Storages that overlap in memory become one block, so arguments that alias each other still do. The
+copies are on their devices where there is room (`hand_over`), else in a memory file. The caller's
+own memory is not shared, so nothing that a config writes can reach the caller. What makes a copy
+impossible is found here, in the caller, before any child starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,21 +18,28 @@ from dataclasses import replace
 
 import torch
 
-from safetune.errors import from_signal_handler
-from safetune.inputs import memory_budget, pointers, random_inputs, spans
+from safetune.errors import BackendError, from_signal_handler
+from safetune.inputs import hand_over, memory_budget, pointers, random_inputs, spans
 from safetune.inputs.call import Call, leaves, owners_of
+from safetune.inputs.hand_over import HandOver
 from safetune.inputs.spans import ALIGNMENT, Absent, BlockSpec, Layout, Noise, Span, TensorSpec
 from safetune.settings import Settings
 
+logger = logging.getLogger(__name__)
+
 
 def copy_inputs(
-    call: Call, tensors: Sequence[torch.Tensor], free_memory: Callable[[int], None]
+    call: Call,
+    tensors: Sequence[torch.Tensor],
+    free_memory: Callable[[int], None],
+    on_devices: bool = True,
 ) -> Snapshot:
     """Return the copies of a call's tensors that a child gets, besides the packed call.
 
     Args:
         tensors: all of the call's, in the order of the packed call; also those of hooks.
         free_memory: ends the idle child of a device, where memory is short.
+        on_devices: whether the copies may take memory of the devices until the snapshot is closed.
 
     Raises:
         NotReproducible: an argument holds addresses, or the copies do not fit.
@@ -42,12 +52,15 @@ def copy_inputs(
         for name, argument in call.named().items():
             numbers = filter(pointers.is_plausible, leaves(argument))
             pointers.check(name, numbers, call.interpreted)
-    if not call.interpreted:
-        _check_devices(copied, names, free_memory)
-    snapshot = Snapshot(copied, names, Settings.current().copy_limit)
+    short = [] if call.interpreted else _check_devices(copied, names, free_memory)
+    roomy = () if call.interpreted else _devices_of(copied) - {device for device, _ in short}
+    devices = sorted(roomy) if on_devices else ()
+    snapshot = Snapshot(copied, names, Settings.current().copy_limit, devices)
+    if on_devices:
+        snapshot.notes = tuple(note for _, note in short if note)
     if not made:
         try:
-            _check_tables(snapshot, names, call.interpreted)
+            _check_tables(snapshot, copied, names, call.interpreted)
         except BaseException:
             snapshot.close()
             raise
@@ -63,17 +76,25 @@ class Snapshot:
         owners: the argument that each tensor belongs to, or nothing for a hook's. Only tensors of
             arguments are drawn at random.
         limit: the bytes to copy before float blocks are drawn at random; None copies all.
+        devices: those whose blocks are copied on them, if their driver can.
 
     Attributes:
         regenerated: the arguments with a tensor that is not copied but drawn.
+        notes: why tuning is slow, a sentence for each reason.
 
     Raises:
         KernelNotTransferable: a tensor has no plain storage.
         NotReproducible: the host has no memory left for the copy.
     """
 
+    notes: tuple[str, ...] = ()
+
     def __init__(
-        self, tensors: Sequence[torch.Tensor], owners: Sequence[str] = (), limit: int | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        owners: Sequence[str] = (),
+        limit: int | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
         names = tuple(owners) or ("",) * len(tensors)
         merged = spans.merged_spans(tensors)
@@ -83,22 +104,53 @@ class Snapshot:
         for block in drawn:  # like its largest view
             views = [t for t, spec in zip(tensors, specs, strict=True) if spec.block == block]
             noises[block] = random_inputs.noise_like(max(views, key=torch.numel), seed=block)
-        self.layout = Layout(tuple(_lay_out(merged, noises)), specs)
+        self._on_device = _handed_over(merged, noises, devices)
+        blocks = tuple(_lay_out(merged, noises, dict(self._on_device.places)))
+        self.layout = Layout(blocks, specs, shared=self._on_device.layout)
         pairs = zip(specs, names, strict=True)
         self.regenerated = tuple(dict.fromkeys(name for spec, name in pairs if spec.block in drawn))
         sizes = memory_budget.sizes(names, [merged[spec.block].size for spec in specs])
-        self.fd = self._copy(tensors, merged, sizes)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._on_device.close)
+            self.fd = self._copy(tensors, merged, sizes)
+            on_error.pop_all()
+
+    @property
+    def shared_fds(self) -> tuple[int, ...]:
+        """The descriptors of the layout's shared memory."""
+        return tuple(memory.fd for memory in self._on_device.memories)
 
     def close(self) -> None:
-        """Close the memory file; children that have mapped it keep their mapping."""
+        """Close the memory; children that have mapped it keep their mapping."""
         os.close(self.fd)
+        self._on_device.close()
+
+    def move_to_host(self) -> None:
+        """Have the memory file hold what was on devices, for a child that could not map that."""
+        blocks, offset = list(self.layout.blocks), os.fstat(self.fd).st_size
+        moved = {}
+        for number, block in enumerate(blocks):
+            if block.place:
+                moved[number], blocks[number] = block, replace(block, offset=offset, place=0)
+                offset += spans.aligned(block.size)
+        memory_budget.check_host(offset, {})
+        os.posix_fallocate(self.fd, 0, offset)
+        with mmap.mmap(self.fd, offset) as memory:
+            for number, block in moved.items():
+                start = ctypes.c_char.from_buffer(memory, blocks[number].offset)
+                self._on_device.read(block, ctypes.addressof(start))
+                del start  # the mapping cannot be closed under it
+        self._on_device.close()
+        self._on_device = HandOver()
+        self.layout = replace(self.layout, blocks=tuple(blocks), shared=())
 
     def _copy(
         self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: Mapping[str, int]
     ) -> int:
-        """Return a memory file with the blocks that are not drawn."""
+        """Return a memory file with the blocks that are neither drawn nor on a device."""
         blocks = self.layout.blocks
-        size = max(1, sum(spans.aligned(block.size) for block in blocks if block.noise is None))
+        filed = [block for block in blocks if block.noise is None and not block.place]
+        size = max(1, sum(spans.aligned(block.size) for block in filed))
         # Tensors on the CPU are on the CPU in the child, too: once more, beside the file.
         needed = size + sum(block.size for block in blocks if block.device == "cpu")
         memory_budget.check_host(needed, sizes)
@@ -116,7 +168,7 @@ class Snapshot:
             with memory:
                 for span, tensor in {spans.span_of(tensor): tensor for tensor in tensors}.items():
                     index = spans.block_of(span, merged)
-                    if not span.size or blocks[index].noise is not None:
+                    if not span.size or blocks[index] not in filed:
                         continue
                     offset = blocks[index].offset + span.start - merged[index].start
                     target = torch.frombuffer(
@@ -129,13 +181,20 @@ class Snapshot:
         return fd
 
 
-def _check_tables(snapshot: Snapshot, owners: Sequence[str], interpreted: bool) -> None:
+def _check_tables(
+    snapshot: Snapshot, tensors: Sequence[torch.Tensor], owners: Sequence[str], interpreted: bool
+) -> None:
     """Raise `NotReproducible` for an address among the integers that have been copied."""
     layout = snapshot.layout
     with mmap.mmap(snapshot.fd, 0) as memory:
-        for spec, owner in zip(layout.tensors, owners, strict=True):
+        for tensor, spec, owner in zip(tensors, layout.tensors, owners, strict=True):
             block = layout.blocks[spec.block]
             if not owner or spec.dtype not in ("int64", "uint64") or 0 in spec.shape:
+                continue
+            if block.place:
+                with spans.reading(tensor.device):
+                    values = tensor.detach().cpu()
+                pointers.check(owner, pointers.plausible(values), interpreted)
                 continue
             begin = block.offset + spec.byte_offset
             count = (block.size - spec.byte_offset) // 8
@@ -145,19 +204,44 @@ def _check_tables(snapshot: Snapshot, owners: Sequence[str], interpreted: bool) 
             pointers.check(owner, candidates, interpreted)
 
 
+def _devices_of(tensors: Sequence[torch.Tensor]) -> set[str]:
+    return {str(tensor.device) for tensor in tensors if tensor.get_device() >= 0}
+
+
 def _check_devices(
     tensors: Sequence[torch.Tensor], owners: Sequence[str], free_memory: Callable[[int], None]
-) -> None:
-    """Raise if a device has no memory for another copy of the call's tensors there."""
-    for index in sorted({tensor.get_device() for tensor in tensors} - {-1}):
+) -> list[tuple[str, str]]:
+    """Raise if a device has no memory for another copy of the call's tensors there.
+
+    Return the devices without memory for two, and what that means.
+    """
+    short = []
+    for device in sorted(_devices_of(tensors)):
         pairs = zip(tensors, owners, strict=True)
-        here, names = zip(*(pair for pair in pairs if pair[0].get_device() == index), strict=True)
-        memory_budget.check_device(
-            index,
+        here, names = zip(*(pair for pair in pairs if str(pair[0].device) == device), strict=True)
+        note = memory_budget.check_device(
+            torch.device(device).index,
             sum(span.size for span in spans.merged_spans(here)),
             memory_budget.sizes(names, [tensor.untyped_storage().nbytes() for tensor in here]),
             free_memory,
         )
+        if note is not None:
+            short.append((device, note))
+    return short
+
+
+def _handed_over(
+    merged: Sequence[Span], noises: Mapping[int, Noise], devices: Sequence[str]
+) -> HandOver:
+    """Return copies on devices of the blocks that are not drawn; none where a driver refuses."""
+    if not devices:
+        return HandOver()
+    numbers = [number for number in range(len(merged)) if number not in noises]
+    try:
+        return hand_over.copied(merged, numbers, devices)
+    except BackendError as error:
+        logger.debug("arguments go through host memory: %s", error)
+        return HandOver()
 
 
 def _drawn(
@@ -177,9 +261,13 @@ def _drawn(
     return drawn
 
 
-def _lay_out(merged: Sequence[Span], noises: Mapping[int, Noise]) -> Iterator[BlockSpec]:
-    offset = 0
+def _lay_out(
+    merged: Sequence[Span], noises: Mapping[int, Noise], places: Mapping[int, tuple[int, int]]
+) -> Iterator[BlockSpec]:
+    end = 0
     for index, span in enumerate(merged):
         noise = noises.get(index)
-        yield BlockSpec(span.device, offset, span.size, span.start % ALIGNMENT, noise)
-        offset += 0 if noise else spans.aligned(span.size)
+        place, offset = places.get(index, (0, end))
+        misalignment = span.start % ALIGNMENT
+        yield BlockSpec(span.device, offset, span.size, misalignment, noise, place)
+        end += 0 if noise or place else spans.aligned(span.size)

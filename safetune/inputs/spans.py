@@ -52,6 +52,7 @@ class Noise:
 class BlockSpec:
     """One run of bytes: `size` bytes at `offset` in the memory file, to be placed on `device` at
     an address that is `misalignment` past a multiple of 512. With `noise` they are drawn instead.
+    With a `place` they are in the layout's shared memory of that number, counted from 1.
     """
 
     device: str
@@ -59,6 +60,7 @@ class BlockSpec:
     size: int
     misalignment: int
     noise: Noise | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,18 @@ class Absent:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a call's tensors are in a memory file, and by their number those that are not."""
+    """Where a call's tensors are in a memory file, and by their number those that are not.
+
+    Attributes:
+        shared: device and size of each piece of shared memory.
+        fds: in a child, the descriptors of these.
+    """
 
     blocks: tuple[BlockSpec, ...]
     tensors: tuple[TensorSpec, ...]
     absent: dict[int, Absent] = field(default_factory=dict)
+    shared: tuple[tuple[str, int], ...] = ()
+    fds: tuple[int, ...] = ()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

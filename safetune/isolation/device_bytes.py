@@ -10,14 +10,15 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune.frozen import dataclass
-from safetune.isolation.cuda_driver import Driver
+from safetune.isolation.cuda_driver import Driver, DriverError
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +131,63 @@ class DeviceMemory(Bytes):
                 self._free(self.address)
 
 
+class SharedMemory:
+    """Memory of one device that other processes can map by a descriptor, until it is closed.
+
+    It has an address in this process while it is `open`; no other process can reach any other
+    memory of this one through it.
+    """
+
+    def __init__(self, driver: Driver, index: int, size: int) -> None:
+        self._driver, self._index = driver, index
+        with driver.on(index):
+            step = driver.granularity(index)
+            self.size = -(-size // step) * step
+            self._handle = driver.create(self.size, index)
+            try:
+                self.fd = driver.export(self._handle)
+            except BaseException:
+                driver.release(self._handle)
+                raise
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[int]:
+        """Yield its address in here."""
+        with self._driver.on(self._index):
+            address = self._driver.map(self._handle, self.size, self._index)
+            try:
+                yield address
+            finally:
+                self._driver.unmap(address, self.size)
+
+    def close(self) -> None:
+        """Give the memory back, but for what a child still maps."""
+        os.close(self.fd)
+        with contextlib.suppress(DriverError), self._driver.on(self._index):
+            self._driver.release(self._handle)
+
+
+class MappedMemory(Bytes):
+    """Memory that another process shares, mapped so that nothing here can write to it."""
+
+    pinned = False
+
+    def __init__(self, driver: Driver, index: int, fd: int, size: int) -> None:
+        super().__init__(0, size)
+        self._driver, self._index = driver, index
+        with driver.on(index):
+            handle = driver.import_(fd)
+            try:
+                self.address = driver.map(handle, size, index, writable=False)
+            finally:
+                driver.release(handle)
+
+    def __del__(self) -> None:
+        if self.address:
+            with contextlib.suppress(Exception), self._driver.on(self._index):
+                self._driver.unmap(self.address, self.size)
+
+
 class DeviceBytes:
     """What is done with bytes of one device, in its primary context.
 
@@ -143,7 +201,10 @@ class DeviceBytes:
         self._index = index
         self._functions: dict[str, int] = {}
         self._dims: dict[tuple[tuple[int, int], ...], DeviceMemory] = {}
-        self._slots = self.allocate(8 * _SLOTS)
+
+    @functools.cached_property
+    def _slots(self) -> DeviceMemory:
+        return self.allocate(8 * _SLOTS)
 
     def works(self) -> bool:
         """Whether the kernels run here: a driver may come without its compiler."""
@@ -161,6 +222,19 @@ class DeviceBytes:
         except MemoryError:
             return DeviceMemory(self._driver, self._index, size, pinned=True)
 
+    def share(self, size: int) -> SharedMemory:
+        """Return memory that another process can map.
+
+        Raises `DriverError` where the device cannot do that, or has not as much left.
+        """
+        if not self._driver.can_share(self._index):
+            raise DriverError("cuDeviceGetAttribute", 0, "no support of shared memory")
+        return SharedMemory(self._driver, self._index, size)
+
+    def mapped(self, fd: int, size: int) -> MappedMemory:
+        """Return the memory behind a descriptor that another process has passed; see `share`."""
+        return MappedMemory(self._driver, self._index, fd, size)
+
     def tensor(self, memory: DeviceMemory, run: Run) -> torch.Tensor:
         """Return a run of bytes as a tensor, without a copy."""
         import torch
@@ -174,11 +248,16 @@ class DeviceBytes:
             whole = torch.as_tensor(memory, device=self.name)
         return whole[begin : begin + run.size]
 
-    def copy(self, target: int, source: int, size: int) -> None:
+    def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
         """Copy bytes between memory of the device and pinned memory."""
         if size:
             with self._driver.on(self._index):
-                self._driver.copy(target, source, size)
+                self._driver.copy(target, source, size, stream)
+
+    def wait(self, stream: int) -> None:
+        """Wait for what is queued on a stream."""
+        with self._driver.on(self._index):
+            self._driver.wait(stream)
 
     def load(self, target: int, source: int, size: int) -> None:
         """Copy bytes from pageable memory of the host."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from safetune.errors import InvalidSetting, KernelNotTransferable, WorkerUnavailable
+from safetune.errors import HandOverFailed, InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import plain_server, server
@@ -21,6 +22,8 @@ class TorchNeeded(Exception):
     """A child without torch could not do a job; the next child has torch."""
 
 
+logger = logging.getLogger(__name__)
+
 _measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
 
 
@@ -28,10 +31,12 @@ class MeasuringChild:
     """The measuring child of one call on one device, replaced after each outcome that is not clean.
 
     Args:
-        call: what the child rebuilds, from the two files whose descriptors are `fds`.
+        call: what the child rebuilds, from the files whose descriptors are `fds`.
         run_timeout_s: for one job.
         fresh: take no child that an earlier tuning has left.
         with_torch: take one that has imported torch; without it a call may turn out to need one.
+        on_host: returns the same without memory that is shared on a device, for a child that could
+            not map it, or that had no room beside it.
     """
 
     def __init__(
@@ -41,12 +46,14 @@ class MeasuringChild:
         run_timeout_s: float,
         fresh: bool = False,
         with_torch: bool = True,
+        on_host: Callable[[], tuple[Prepare, tuple[int, ...]]] | None = None,
     ) -> None:
         self._call = call
         self._fds = fds
         self._timeout_s = run_timeout_s
         self._fresh = fresh
         self.with_torch = with_torch
+        self._on_host = on_host
         self._child: Child | None = None
         self._coming: Future[Child] | None = None
         self._interrupted = ""
@@ -182,6 +189,11 @@ class MeasuringChild:
         if outcome.ok:
             return child
         child.kill()
+        lacking = outcome.detail == HandOverFailed.__name__ or outcome.verdict in TRANSIENT
+        if lacking and self._on_host is not None and self._call.layout.shared:
+            logger.debug("arguments go through host memory after all: %s", reason)
+            self._call, self._fds = self._on_host()
+            return self._prepared(self._fds)
         if outcome.detail == InvalidSetting.__name__:
             raise InvalidSetting(reason)
         passes = outcome.killed or outcome.verdict in TRANSIENT

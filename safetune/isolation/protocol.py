@@ -44,7 +44,7 @@ _MAX_HEADER = 1 << 24
 _MAX_BLOB = 1 << 34
 #: A child answers with nothing larger than a compiler's spec.
 MAX_ANSWER = 1 << 28
-_MAX_FDS = 4
+_MAX_FDS = 32
 
 
 class WireError(Exception):
@@ -105,8 +105,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Rebuild a call. The descriptors are the memory file with its tensors and the file in which
-    results are kept.
+    """Rebuild a call. The descriptors are the memory file with its tensors, the file in which
+    results are kept, and the layout's shared memory.
 
     Attributes:
         packed: the call and its configs.

@@ -68,6 +68,7 @@ class LaunchBench:
     Attributes:
         phases: those of the tuning.
         grids: the launch grid of each config.
+        notes: what to report to the user, a sentence for each finding.
     """
 
     #: Whether configs may be resolved on the caller's arguments.
@@ -104,25 +105,38 @@ class LaunchBench:
         self._kernel = b""
         if not self.interpreted:
             self._kernel = compile_spec.pack_for_compiler(base_function(call.kernel)[0])
-        inputs = copy_inputs(call, tensors.tensors, measuring_child.drop_idle)
+        inputs = copy_inputs(
+            call,
+            tensors.tensors,
+            measuring_child.drop_idle,
+            on_devices=self._has_arguments,  # a queued call holds no memory of a device
+        )
         opened.callback(inputs.close)
         drawn = ", ".join(inputs.regenerated)
         self._marks = (*([Mark.REGENERATED.of(drawn)] if drawn else ()), *request.marks)
+        self.notes = inputs.notes
         results_fd = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
         opened.callback(os.close, results_fd)
+        prepare = Prepare(
+            packed=packed,
+            layout=inputs.layout,
+            index=call.index,
+            grids=list(self.grids),
+            effects=effects_of(call.kernel),
+            backend="" if self.interpreted else triton_internals.target_name() or "",
+        )
+
+        def on_host() -> tuple[Prepare, tuple[int, ...]]:
+            inputs.move_to_host()
+            return replace(prepare, layout=inputs.layout), (inputs.fd, results_fd)
+
         return MeasuringChild(
-            Prepare(
-                packed=packed,
-                layout=inputs.layout,
-                index=call.index,
-                grids=list(self.grids),
-                effects=effects_of(call.kernel),
-                backend="" if self.interpreted else triton_internals.target_name() or "",
-            ),
-            (inputs.fd, results_fd),
+            prepare,
+            (inputs.fd, results_fd, *inputs.shared_fds),
             request.limits.run_timeout_s,
             fresh=self._fresh,
             with_torch=self._with_torch or bool(_NAMES_TORCH.search(packed)),
+            on_host=on_host,
         )
 
     def __enter__(self) -> Self:

@@ -214,6 +214,7 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
                 compiling.enter_context(single_flight.compiling(tuning.store, budget))
             device.enter_context(device_lock(call.index))
         with made or LaunchBench(tuning.request, phases) as bench:
+            tuning.notes.extend(bench.notes)
             outcomes = tuning.outcomes
             _screen(tuning, bench, [config for config in tuning.new if config not in outcomes])
             no_memory = [i for i in tuning.new if outcomes[i].verdict is Verdict.NO_MEMORY]

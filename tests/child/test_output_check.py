@@ -16,9 +16,10 @@ from safetune.child import memory, results
 from safetune.child.arguments import Arguments
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.child.results import MIN_KEPT
+from safetune.inputs import spans
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation import cuda, protocol
-from safetune.isolation.device_bytes import DeviceBytes, DeviceMemory, Run
+from safetune.isolation import protocol
+from safetune.isolation.device_bytes import DeviceBytes
 from safetune.outcome import Effects, Group, Outcome, OutputReport, Verdict
 from tests.backends import launching_on
 from tests.libcuda import stub
@@ -31,11 +32,13 @@ class Trial:
     """A child's view of a call with `out`, `x` and `part`; its launches are plain functions."""
 
     device = "cpu"
+    shared_on: tuple[str, ...] = ()
 
     def __init__(self, *tensors: torch.Tensor, effects: Effects = PLAIN, scratch=()) -> None:
-        snapshot = Snapshot(tensors)
+        snapshot = Snapshot(tensors, devices=self.shared_on)
         blocks = [replace(block, device=self.device) for block in snapshot.layout.blocks]
-        layout = replace(snapshot.layout, blocks=tuple(blocks))
+        fds = tuple(map(os.dup, snapshot.shared_fds))
+        layout = replace(snapshot.layout, blocks=tuple(blocks), fds=fds)
         self.arguments = Arguments(layout, os.dup(snapshot.fd))
         snapshot.close()
         self.file = os.memfd_create("results")
@@ -68,21 +71,21 @@ class Trial:
         return report
 
 
-@pytest.fixture(autouse=True, params=["host", "device"])
+@pytest.fixture(autouse=True, params=["host", "device", "shared"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The arguments are on the host, or on a device whose memory is that of the host."""
+    """The arguments are on the host, or on a device whose memory is that of the host; then they
+    come through a file, or through memory of that device.
+    """
     if request.param == "host":
         yield
         return
 
-    def tensor(where: DeviceBytes, memory: DeviceMemory, run: Run) -> torch.Tensor:
-        held = (ctypes.c_ubyte * run.size).from_address(run.address)
-        held.owner = memory
-        return torch.frombuffer(held, dtype=torch.uint8) if run.size else torch.empty(0).byte()
-
-    monkeypatch.setattr(DeviceBytes, "tensor", tensor)
+    monkeypatch.setattr(DeviceBytes, "tensor", stub.tensor)
     monkeypatch.setattr(Trial, "device", "cuda:0")
-    with launching_on(cuda.Cuda(stub.library()), "cuda"):
+    if request.param == "shared":
+        monkeypatch.setattr(Trial, "shared_on", ("cuda:0",))
+        monkeypatch.setattr(spans, "span_of", stub.span_on_a_device)
+    with launching_on(stub.Cuda(), "cuda"):
         assert isinstance(memory.bytes_on("cuda:0"), DeviceBytes)
         yield
     memory.bytes_on.cache_clear()
@@ -169,7 +172,7 @@ class TestResults:
         """Only where they differ: the same bits are known by their checksum."""
         monkeypatch.setattr(results, "_IN_FILE_BYTES", 0)
         trial = Trial(torch.zeros(N), torch.randn(N))
-        kept = trial.device == "cpu"  # there the file is as good
+        kept = Trial.device == "cpu"  # there the file is as good
 
         def near(out: torch.Tensor, x: torch.Tensor) -> None:
             out.copy_(2 * x + 1e-6)

@@ -214,7 +214,7 @@ class TestBeyond:
 
 class TestSharing:
     def test_another_mapping_sees_the_bytes_and_all_of_it_is_freed(self, driver: Driver) -> None:
-        before = used(driver)
+        before = used(driver._library)
         size = driver.granularity(0)
         handle = driver.create(size, 0)
         ours = driver.map(handle, size, 0)
@@ -229,7 +229,7 @@ class TestSharing:
         assert driver.read(theirs, 6) == b"shared"
         driver.unmap(theirs, size)
         os.close(fd)
-        assert used(driver) == before
+        assert used(driver._library) == before
 
     def test_an_error_has_the_drivers_name_for_it(
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import shutil
@@ -11,8 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from safetune.inputs.spans import Span
+from safetune.isolation import cuda
 from safetune.isolation.cuda_driver import Driver
+from safetune.isolation.device_bytes import Bytes, DeviceBytes, Run
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 
@@ -43,8 +48,32 @@ def driver() -> Iterator[Driver]:
         yield made
 
 
-def used(driver: Driver, device: int = 0) -> int:
+def used(library: ctypes.CDLL, device: int = 0) -> int:
     """Return the bytes that this process has allocated on a device."""
-    count = driver._library.stub_used
+    count = library.stub_used
     count.restype = ctypes.c_int64
     return int(count(device))
+
+
+class Cuda(cuda.Cuda):
+    """The back end on the library, in a process whose torch has no devices."""
+
+    def __init__(self) -> None:
+        super().__init__(library())
+
+    @contextlib.contextmanager
+    def reading(self, index: int) -> Iterator[None]:
+        yield
+
+
+def tensor(where: DeviceBytes, memory: Bytes, run: Run) -> torch.Tensor:
+    """Return device memory as a tensor of the CPU, in place of `DeviceBytes.tensor`."""
+    held = (ctypes.c_ubyte * max(1, run.size)).from_address(run.address)
+    held.owner = memory  # type: ignore[attr-defined]
+    return torch.frombuffer(held, dtype=torch.uint8)[: run.size]
+
+
+def span_on_a_device(tensor: torch.Tensor) -> Span:
+    """Return where a tensor of the CPU is, as if the device held it; in place of `span_of`."""
+    storage = tensor.untyped_storage()
+    return Span("cuda:0", storage.data_ptr(), storage.data_ptr() + storage.nbytes())

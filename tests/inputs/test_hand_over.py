@@ -1,0 +1,181 @@
+"""Copies of the arguments on a device, which a child maps: on a driver without a device."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from safetune.child import memory
+from safetune.child.arguments import Arguments
+from safetune.inputs import spans
+from safetune.inputs.snapshot import Snapshot
+from safetune.inputs.spans import Span
+from safetune.isolation.device_bytes import DeviceBytes
+from tests.backends import launching_on
+from tests.libcuda import stub
+
+#: Maps shared memory as a child does, says what it holds, and does what it is told.
+CHILD = """
+import ctypes, os, sys
+from safetune.isolation.cuda_driver import load
+from safetune.isolation.device_bytes import DeviceBytes
+fd, size, offset, what = map(int, sys.argv[1:])
+where = DeviceBytes(load(), 0, "cuda:0")
+mapped = where.mapped(fd, size)
+print(where.read(mapped.address + offset, 4).decode(), flush=True)
+if what == 1:
+    ctypes.memset(mapped.address, 0, 4)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DeviceBytes, "tensor", stub.tensor)
+    monkeypatch.setattr(spans, "span_of", stub.span_on_a_device)
+    with launching_on(stub.Cuda(), "cuda"):
+        yield
+    memory.bytes_on.cache_clear()
+
+
+def used() -> int:
+    return sum(stub.used(stub.library(), device) for device in (0, 1))
+
+
+def shared_files() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [link for link in found if "libcuda-shared" in link]
+
+
+def rebuilt(snapshot: Snapshot) -> list[torch.Tensor]:
+    layout = replace(snapshot.layout, fds=tuple(map(os.dup, snapshot.shared_fds)))
+    return Arguments(layout, os.dup(snapshot.fd)).tensors
+
+
+def tensors() -> list[torch.Tensor]:
+    storage = torch.arange(5000, dtype=torch.float32)
+    return [storage[3:700], storage[1000:].view(40, 100).t(), torch.arange(7), torch.empty(0)]
+
+
+def test_all_blocks_of_a_device_are_in_one_piece_and_the_file_holds_none() -> None:
+    given = tensors()
+    before = used()
+    snapshot = Snapshot(given, devices=["cuda:0"])
+    assert [device for device, _ in snapshot.layout.shared] == ["cuda:0"]
+    assert os.fstat(snapshot.fd).st_size == 1
+    for tensor, copy in zip(given, rebuilt(snapshot), strict=True):
+        assert torch.equal(tensor, copy)
+        assert tensor.data_ptr() % 512 == copy.data_ptr() % 512 or not tensor.numel()
+    given[0].fill_(-9.0)
+    assert not rebuilt(snapshot)[0].eq(-9.0).any(), "it is a copy"
+    snapshot.close()
+    assert used() <= before + (1 << 20)
+    assert shared_files() == []
+
+
+def test_each_device_has_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, found = tensors(), stub.span_on_a_device
+
+    def span_of(tensor: torch.Tensor) -> Span:
+        device = "cuda:1" if tensor is given[2] else "cuda:0"
+        return replace(found(tensor), device=device)
+
+    monkeypatch.setattr(spans, "span_of", span_of)
+    snapshot = Snapshot(given, devices=["cuda:0", "cuda:1"])
+    assert [device for device, _ in snapshot.layout.shared] == ["cuda:0", "cuda:1"]
+    assert all(map(torch.equal, given, rebuilt(snapshot)))
+    snapshot.close()
+    assert shared_files() == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("LIBCUDA_WITHOUT", "102"),
+        ("LIBCUDA_WITHOUT", "103"),
+        *[("LIBCUDA_FAIL", f"cuMem{call}=801") for call in ("Create", "Map", "SetAccess")],
+        ("LIBCUDA_FAIL", "cuMemExportToShareableHandle=801"),
+        ("LIBCUDA_FAIL", "cuMemAddressReserve=2"),
+        ("LIBCUDA_FAIL", "cuMemcpyAsync=1"),
+        ("LIBCUDA_MEMORY", "65536"),
+    ],
+)
+def test_a_driver_that_refuses_gets_the_file(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    given, before = tensors(), used()
+    monkeypatch.setenv(variable, value)
+    snapshot = Snapshot(given, devices=["cuda:0"])
+    monkeypatch.delenv(variable)
+    assert snapshot.layout.shared == snapshot.shared_fds == ()
+    assert used() == before
+    assert shared_files() == []
+    assert all(map(torch.equal, given, rebuilt(snapshot)))
+    snapshot.close()
+
+
+def test_a_child_that_cannot_map_it_gets_the_file_after_all() -> None:
+    given = tensors()
+    snapshot = Snapshot(given, devices=["cuda:0"])
+    snapshot.move_to_host()
+    assert snapshot.layout.shared == snapshot.shared_fds == ()
+    assert shared_files() == []
+    assert all(map(torch.equal, given, rebuilt(snapshot)))
+    snapshot.close()
+
+
+def child(snapshot: Snapshot, what: int) -> subprocess.Popen[bytes]:
+    (fd,), ((_, size),) = snapshot.shared_fds, snapshot.layout.shared
+    offset = snapshot.layout.blocks[0].offset
+    root = str(Path(memory.__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, *map(str, (fd, size, offset, what))],
+        pass_fds=[fd],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "LD_LIBRARY_PATH": str(stub.folder()), "PYTHONPATH": root},
+    )
+
+
+def test_another_child_gets_the_same_bits_after_one_was_killed() -> None:
+    """That one tried to write to them, which ended it."""
+    given = torch.frombuffer(bytearray(b"bits of the caller"), dtype=torch.uint8)
+    snapshot = Snapshot([given], devices=["cuda:0"])
+    with child(snapshot, 1) as writing:
+        assert writing.wait(60) == -signal.SIGSEGV
+    with child(snapshot, 0) as first, child(snapshot, 0) as second:
+        for each in (first, second):
+            assert each.stdout is not None
+            assert each.stdout.readline() == b"bits\n"
+        first.kill()
+        snapshot.close()
+        assert shared_files() == []
+        second.kill()
+    assert bytes(given.tolist()) == b"bits of the caller"
+
+
+def test_a_block_of_the_child_is_restored_from_it() -> None:
+    given = tensors()
+    snapshot = Snapshot(given, devices=["cuda:0"])
+    layout = replace(snapshot.layout, fds=tuple(map(os.dup, snapshot.shared_fds)))
+    arguments = Arguments(layout, os.dup(snapshot.fd))
+    snapshot.close()
+    ctypes.memset(arguments.tensors[0].data_ptr(), 0, 100)
+    block = layout.tensors[0].block
+    assert arguments.find_written() == [block]
+    arguments.restore()
+    assert arguments.find_written() == [block], "it is known as written"
+    assert torch.equal(arguments.tensors[0], given[0])
