@@ -195,7 +195,8 @@ class OutputReport:
 class Timing:
     """The time of one config, in milliseconds, over `count` launches.
 
-    `stage` is `screen` (all configs), `final` (rounds of the best) or `do_bench` (the user's own).
+    `stage` is `screen` (all configs), `coarse` (of one that is far slower than the best), `final`
+    (rounds of the best) or `do_bench` (the user's own).
     """
 
     median_ms: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ class DeviceTimer(Timer):
     """
 
     def __init__(self, where: DeviceBytes) -> None:
-        super().__init__()
+        super().__init__(long_ms=math.inf)
         self._events: list[int] = []
         self._driver = where.driver
         self._flushed = where.allocate(_FLUSHED_BYTES)

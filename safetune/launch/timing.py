@@ -17,6 +17,11 @@ from safetune.outcome import Timing
 
 Launch = Callable[[], object]
 
+#: The launches after which a config is given up, if the fastest of them took this many times as
+#: long as the best config: no cold cache and no low clock explains that.
+_FIRST = 2
+HOPELESS_RATIO = 3.0
+
 
 class InvalidTime(Exception):
     """A measured time is not a positive, finite number."""
@@ -31,12 +36,19 @@ def measure(launch: Launch, before: Launch, after: Launch, timer: Timer, budget:
     Raises:
         InvalidTime: the clock gave zero, a negative number or NaN.
     """
-    samples = timer.samples(launch, before, after, budget.estimate_launches)
+    best_ms, samples = budget.best_ms, list[float]()
+    if best_ms is not None:
+        samples = timer.samples(launch, before, after, min(_FIRST, budget.estimate_launches))
+        if min(samples) > HOPELESS_RATIO * best_ms:
+            return summarize(samples, "coarse")
+    if sum(samples) < timer.long_ms:
+        rest = budget.estimate_launches - len(samples)
+        samples += timer.samples(launch, before, after, rest) if rest > 0 else []
     estimate = statistics.median(samples)
     _check(estimate)
-    hopeless = budget.best_ms is not None and estimate > budget.give_up_ratio * budget.best_ms
+    slower = best_ms is not None and estimate > budget.give_up_ratio * best_ms
     more = min(int(budget.time_ms / estimate), budget.max_launches) - len(samples)
-    if more > 0 and not hopeless:
+    if more > 0 and not slower:
         # The first launches found cold instruction caches and low clocks.
         samples = timer.samples(launch, before, after, more) + samples[len(samples) // 2 :]
     return summarize(samples, "screen")
@@ -80,12 +92,12 @@ class Timer:
     """
 
     def __init__(self, long_ms: float = 50.0) -> None:
-        self._long_ms = long_ms
+        self.long_ms = long_ms
 
     def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
         """Return the milliseconds of `count` launches, or of at least two if they are slow."""
         times: list[float] = []
-        while len(times) < count and (len(times) < 2 or sum(times) < self._long_ms):
+        while len(times) < count and (len(times) < 2 or sum(times) < self.long_ms):
             before()
             start = time.perf_counter()
             launch()

@@ -17,6 +17,8 @@ from safetune.outcome import Outcome, Timing
 
 #: Configs within this ratio of the best screening median go to the final.
 FINAL_RATIO = 1.08
+#: A coarse time is of the first launches. It counts where those that were faster proved wrong.
+_COARSE_DOUBT = 1.5
 #: At most this many configs, the best ones, go to the final.
 MAX_FINALISTS = 10
 #: Medians within this ratio count as equal; the config declared first then wins.
@@ -43,7 +45,7 @@ def finalists(
     if not rivals:
         return []
     limit = FINAL_RATIO * min(timing.median_ms for timing in rivals.values())
-    near = [index for index, timing in rivals.items() if timing.median_ms <= limit]
+    near = [i for i, timing in rivals.items() if timing.median_ms <= limit * _doubt(timing)]
     return sorted(heapq.nsmallest(MAX_FINALISTS, near, key=lambda i: rivals[i].median_ms))
 
 
@@ -124,6 +126,11 @@ def best(timings: Mapping[int, Timing]) -> int:
     """Return the fastest config; of those that tie with it, the first declared."""
     limit = TIE_RATIO * min(timing.median_ms for timing in timings.values())
     return min(index for index, timing in timings.items() if timing.median_ms <= limit)
+
+
+def _doubt(timing: Timing) -> float:
+    """Return how many times as long as in truth a config may have taken in its screening."""
+    return _COARSE_DOUBT if timing.stage == "coarse" else 1.0
 
 
 def _budget(screened: Timing, short: bool) -> Budget:

@@ -14,6 +14,7 @@ class FakeClock(Timer):
     """Gives recorded times, and records the order of the calls."""
 
     def __init__(self, milliseconds):
+        super().__init__(long_ms=math.inf)
         self.milliseconds = milliseconds
         self.asked = []
 
@@ -60,8 +61,24 @@ def test_a_slow_kernel_is_not_launched_more_than_the_estimate_needs():
 
 def test_a_hopeless_config_is_given_up_after_the_estimate():
     clock = FakeClock(2.0)
-    measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0, time_ms=1000))
-    assert clock.asked == [5]
+    found = measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0, time_ms=1000))
+    assert clock.asked == [2, 3]
+    assert (found.stage, found.count) == ("screen", 5)
+
+
+def test_a_config_that_is_slower_beyond_doubt_is_given_up_after_two_launches():
+    clock = FakeClock(3.1)
+    found = measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0, time_ms=1000))
+    assert clock.asked == [2]
+    assert (found.stage, found.count, found.median_ms) == ("coarse", 2, 3.1)
+
+
+def test_one_launch_that_was_interrupted_gives_no_config_up():
+    clock = FakeClock(1.0)
+    first = clock.samples
+    clock.samples = lambda *given: [*first(*given)[1:], 50.0]
+    found = measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0))
+    assert found.stage == "screen"
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])

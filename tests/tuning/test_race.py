@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,13 @@ def test_only_those_near_the_best_race():
 def test_only_new_configs_challenge_an_incumbent():
     timings = {0: timing(1.0), 1: timing(1.01), 2: timing(1.02)}
     assert race.finalists(timings, new=[2], incumbent=0) == [0, 2]
+
+
+def test_a_coarse_time_near_the_best_is_measured_again():
+    """Where the configs that were faster have proved wrong, it may be the best of the others."""
+    coarse = Timing(1.4, 1.4, 1.4, 2, "coarse")
+    timings = {0: timing(1.0), 1: coarse, 2: timing(1.4), 3: replace(coarse, median_ms=3.5)}
+    assert race.finalists(timings, new=[0, 1, 2, 3], incumbent=None) == [0, 1]
 
 
 def rounds(*medians: float) -> list[Timing]:
