@@ -249,7 +249,7 @@ class Side:
             tuner.prune_configs = lambda kwargs: [self.chosen({**self.tuner.nargs, **kwargs})]
         return tuner
 
-    def _miss(self, key: Any, shape: Any, args: Any, kwargs: Any) -> triton.Config:
+    def _miss(self, key: Any, args: Any, kwargs: Any) -> triton.Config:
         named = {**dict(zip(self.tuner.arg_names, args, strict=False)), **kwargs}
         config = self.tuner.cache[key] = self.chosen(named)
         return config
