@@ -297,6 +297,32 @@ class TestDebug:
         assert "safetune.errors.TargetError: " in result.stderr
 
 
+#: A kernel whose second workload is made when no choice can be stored any more.
+FILLING = """
+import os, sqlite3
+import torch, triton, triton.language as tl
+from safetune import Workload, safetune
+
+@safetune(configs=[triton.Config({{"BLOCK": 64}})], key=["N"])
+@triton.jit
+def double(x, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offsets, tl.load(x + offsets, mask=offsets < N) * 2, mask=offsets < N)
+
+@double.workload
+def vectors(device, dtype):
+    for count in (100, 300):
+        if count == 300 and os.path.exists({database!r}):
+            with sqlite3.connect({database!r}) as other:
+                other.execute(
+                    "CREATE TRIGGER full BEFORE INSERT ON choice "
+                    "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+                )
+            other.close()
+        yield Workload(str(count), (5,), (torch.zeros(count, device=device, dtype=dtype), count))
+"""
+
+
 class TestStore:
     """A file where the cache directory should be: root may write wherever the bits forbid it."""
 
@@ -333,27 +359,14 @@ class TestStore:
         assert message.endswith("database is locked")
 
     def test_tune_fails_at_the_end_where_an_outcome_is_not_stored(
-        self, safetune: Any, targets: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+        self, safetune: Any, tmp_path: Path, cache_dir: Path
     ) -> None:
         """Though the disk was not full at the beginning."""
-        from safetune.offline import tasks
-
-        tune_task = tasks.tune_task
-
-        def filled(*arguments: Any) -> Any:
-            assert tasks.open_tuning_store().path == cache_dir / "safetune.db"
-            with sqlite3.connect(cache_dir / "safetune.db") as other:
-                other.execute(
-                    "CREATE TRIGGER IF NOT EXISTS full BEFORE INSERT ON choice "
-                    "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
-                )
-            other.close()
-            return tune_task(*arguments)
-
-        monkeypatch.setattr(tasks, "tune_task", filled)
-        result = safetune("tune", f"{targets / 'add.py'}:add_one")
+        target = tmp_path / "filling.py"
+        target.write_text(FILLING.format(database=str(cache_dir / "safetune.db")))
+        result = safetune("tune", target)
         assert result.exit_code == 2
-        assert result.stdout.splitlines()[-1] == "2 tunings, 4 configs measured"
+        assert result.stdout.splitlines()[-1] == "2 tunings, 2 configs measured"
         assert "disk is full" in result.stderr.splitlines()[-1]
 
     @pytest.mark.parametrize("words", [("list",), ("show", "add_one"), ("clear", "add_one")])

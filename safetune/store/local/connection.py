@@ -201,7 +201,7 @@ class Connection:
 
     def _end(self) -> None:
         """Close the file, and first save what a deleted log holds."""
-        if self._lost() or self._rescued:
+        if self._lost() == "log" or self._rescued:
             with contextlib.suppress(StoreError), self._alone():
                 pass
         self._disconnect()

@@ -55,9 +55,10 @@ def launch(n: int) -> int:
     return int(kernel.best_config.kwargs["BLOCK"])
 
 
-def process(node: int, home: Path, url: str, commands: Any, answers: Any) -> None:
+def process(node: int, home: Path, wait_s: float, url: str, commands: Any, answers: Any) -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: gone with the launcher
+    layer.BUDGET_S = wait_s
     os.environ.update(HOME=str(home), SAFETUNE_CACHE_DIR=str(home / "cache"), SAFETUNE_SHARED=url)
     while (numbers := commands.recv()) is not None:
         begin = time.monotonic()
@@ -76,16 +77,16 @@ def process(node: int, home: Path, url: str, commands: Any, answers: Any) -> Non
 
 
 def main() -> None:
-    directory, count, urls = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]
-    layer.BUDGET_S = float(sys.argv[3])
+    directory, count = Path(sys.argv[1]), int(sys.argv[2])
+    nodes = zip(map(float, sys.argv[3::2]), sys.argv[4::2], strict=True)
     fork = multiprocessing.get_context("fork")
     running = []
-    for node, url in enumerate(urls):
+    for node, (wait_s, url) in enumerate(nodes):
         home = directory / f"node{node}"
         home.mkdir(parents=True, exist_ok=True)
         for _ in range(count):
             (commands, theirs), (answers, mine) = fork.Pipe(), fork.Pipe()
-            child = fork.Process(target=process, args=(node, home, url, theirs, mine))
+            child = fork.Process(target=process, args=(node, home, wait_s, url, theirs, mine))
             child.start()
             running.append((child, commands, answers))
     for line in sys.stdin:
