@@ -8,6 +8,7 @@ the database, so both are checked before SQLite opens anything.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sqlite3
@@ -41,9 +42,7 @@ creating = forks.lock()
 def make_directory(path: Path) -> None:
     """Make the directory of a database, which only its owner can read.
 
-    Raises:
-        StoreError: it is a symbolic link or another user's, or there is no home.
-        OSError: it cannot be made.
+    Raises `StoreError` if it is a symbolic link or another user's, or there is no home; `OSError`.
     """
     if path.parts[0].startswith("~"):
         raise StoreError(
@@ -146,9 +145,9 @@ def move_aside(path: Path, found: Identity, reason: BaseException, wait_s: float
 def unmoved(path: Path, wait_s: float) -> Iterator[None]:
     """Keep other processes from moving a database aside while it is opened; raises `StoreError`.
 
-    SQLite finds the logs by their names: a process that has just opened the file that is moved, and
-    finds beside it the logs of the one that took its place, rolls those back or deletes them.
-    Where no lock is to be had, such as on a full disk, it is opened all the same.
+    SQLite finds the logs by their names: a process that opens the file that is moved, and finds
+    beside it the logs of the one that took its place, rolls those back or deletes them. Where no
+    lock is to be had, such as on a full disk, it is opened all the same.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, ImportError):
@@ -174,14 +173,13 @@ def remove(aside: Path) -> None:
         aside.with_name(aside.name + log).unlink(missing_ok=True)
 
 
-def moved(path: Path) -> list[Path]:
-    """Return the databases that were moved aside from here, the oldest first."""
-    return sorted(filter(_stamp, path.parent.glob(f"{path.name}.corrupt-*-*")), key=_stamp)
+def moved(path: Path, before: float = math.inf) -> list[Path]:
+    """Return the databases that were moved aside from here, the oldest first.
 
-
-def moved_at(aside: Path) -> float:
-    """Return when a database was moved aside, in seconds since the epoch."""
-    return _stamp(aside) / 1e9
+    Only those from before a time, in seconds since the epoch.
+    """
+    found = path.parent.glob(f"{path.name}.corrupt-*-*")
+    return sorted((file for file in found if 0 < _stamp(file) < before * 1e9), key=_stamp)
 
 
 def _stamp(aside: Path) -> int:

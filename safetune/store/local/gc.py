@@ -84,9 +84,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
         )
         if not dry_run:
             delete_keys(database, gone)
-    files = []
-    if path is not None and rule.before is not None:
-        files = [file for file in db_files.moved(path) if db_files.moved_at(file) < rule.before]
+    files = [] if path is None or rule.before is None else db_files.moved(path, rule.before)
     if not dry_run:
         for file in files:
             db_files.remove(file)

@@ -97,18 +97,12 @@ def node_id(database: Path | None) -> str:
         if database is not None:
             with _mutex:
                 found = os.fstat(_descriptors[_opened(_path(database))])
-            # The machine too, as an image may have been copied to several with its lock file.
-            identity = [_machine(), found.st_dev, found.st_ino, found.st_mtime_ns]
-            return encoding.digest(identity)
+            # The start of the machine's kernel, too, as an image may have been copied to several
+            # machines with its lock file; containers of one machine have names of their own.
+            boot = Path("/proc/sys/kernel/random/boot_id")
+            machine = boot.read_text() if boot.exists() else platform.node()
+            return encoding.digest([machine, found.st_dev, found.st_ino, found.st_mtime_ns])
     return uuid.uuid4().hex
-
-
-def _machine() -> str:
-    """The start of this machine's kernel: containers of one machine have names of their own."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return platform.node()
 
 
 def _path(database: Path) -> Path:

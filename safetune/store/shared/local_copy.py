@@ -7,8 +7,9 @@ beside its program's own work, or on random inputs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
@@ -16,7 +17,7 @@ from safetune.keys import encoding
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection
 from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
-from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+from safetune.store.records import KeyRecord, StoredChoice
 from safetune.store.shared.protocol import Name, encode, namespace
 
 if TYPE_CHECKING:
@@ -69,17 +70,13 @@ def copied(connection: Connection, space: str, origin: str) -> set[Name]:
     """Return the names of the records that are here as they are in one shared store.
 
     They need not be read again, as a record never changes. What was tuned here, imported, or copied
-    from another shared store is not among them: the record of that name is to replace it. Empty
-    where the database cannot be read.
+    from another shared store is not among them: the record of that name is to replace it.
     """
     return _names(connection, _COPIED, space, origin)
 
 
 def own(connection: Connection, space: str) -> set[Name]:
-    """Return the names of the choices of a namespace that this node made, the newest of each list.
-
-    Empty where the database cannot be read.
-    """
+    """Return the names of this node's own choices in a namespace, the newest of each list."""
     return _names(connection, _OWN, space)
 
 
@@ -108,18 +105,20 @@ def shareable(connection: Connection, names: Iterable[Name]) -> list[StoredChoic
 
     Empty where the database cannot be read.
     """
+    found = []
     try:
         with connection.reading() as sqlite:
-            return [
-                StoredChoice(key, choice)
-                for name in names
-                if (choice := _first(sqlite, CHOICE, _CHOICE, *name))
-                and _is_shareable(sqlite, choice)
-                and (key := _key(sqlite, choice.key))
-            ]
+            for name in names:
+                choice = _first(sqlite, CHOICE, _CHOICE, *name)
+                made_from = choice and (name.key, choice.config_digest, name.generation)
+                trial = choice and _first(sqlite, TRIAL, _TRIALS, *made_from)
+                key = _key(sqlite, name.key)
+                if trial and key and trial.outcome.shareable:
+                    found.append(StoredChoice(key, choice))
     except StoreError as error:
         logger.info("%s; its choices are not published", error)
         return []
+    return found
 
 
 def _names(connection: Connection, statement: str, space: str, *parameters: str) -> set[Name]:
@@ -135,27 +134,13 @@ def _names(connection: Connection, statement: str, space: str, *parameters: str)
         return set()
 
 
-def _kinds(sqlite: sqlite3.Connection, space: str) -> list[tuple[str, str]]:
+def _kinds(sqlite: sqlite3.Connection, space: str) -> Iterator[tuple[str, str]]:
     """The device and toolchain columns of the keys in a namespace."""
-    return [
-        (digest, toolchain)
-        for digest, toolchain in sqlite.execute(_TOOLCHAINS).fetchall()
-        if (device := _first(sqlite, DEVICE, _OF_DIGEST.format(DEVICE.select), digest))
-        and _namespace(device["record"], toolchain) == space
-    ]
-
-
-def _namespace(device: dict[str, Any], toolchain: str) -> str:
-    """The namespace of two columns; empty for what is not JSON."""
-    try:
-        return namespace(device, encoding.loads(toolchain))
-    except (TypeError, ValueError, RecursionError):
-        return ""
-
-
-def _is_shareable(sqlite: sqlite3.Connection, choice: ChoiceRecord) -> bool:
-    trial = _first(sqlite, TRIAL, _TRIALS, choice.key, choice.config_digest, choice.generation)
-    return trial is not None and trial.outcome.shareable
+    for digest, toolchain in sqlite.execute(_TOOLCHAINS).fetchall():
+        device = _first(sqlite, DEVICE, _OF_DIGEST.format(DEVICE.select), digest)
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
+            if device and namespace(device["record"], encoding.loads(toolchain)) == space:
+                yield digest, toolchain
 
 
 def _key(sqlite: sqlite3.Connection, digest: str) -> KeyRecord | None:
