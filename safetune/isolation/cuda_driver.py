@@ -54,13 +54,14 @@ class DriverError(BackendError):
     """A call of the CUDA driver failed.
 
     Attributes:
-        function, code: the call, and the `CUresult` that it returned.
+        function, code, name: the call, and the `CUresult` that it returned.
     """
 
     def __init__(self, function: str, code: int, name: str) -> None:
         super().__init__(f"the CUDA driver failed: {function} returned {name}")
         self.function = function
         self.code = code
+        self.name = name
 
 
 class LacksMemory(DriverError, MemoryError):
