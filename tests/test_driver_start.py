@@ -110,7 +110,13 @@ def stub(library: Path, tmp_path: Path) -> Stub:
     return Stub(library, tmp_path / "started")
 
 
-@pytest.mark.parametrize("interpret", [None, "1"], ids=["compiled", "interpreted"])
+@pytest.mark.parametrize(
+    "interpret",
+    [
+        pytest.param(None, id="compiled"),
+        pytest.param("1", id="interpreted", marks=pytest.mark.full),
+    ],
+)
 def test_import_decoration_install_resolve_and_all_modes_leave_it_to_the_program(
     fresh_process: Any, tmp_path: Path, stub: Stub, interpret: str | None
 ) -> None:
