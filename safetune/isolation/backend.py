@@ -189,7 +189,7 @@ def _find(name: str) -> Backend | BackendError:
                 raise BackendError(f"there is no isolation for the {name} back end yet")
             _made[name] = make()
         except BackendError as error:
-            _made[name] = error
+            _made[name] = BackendError(str(error))  # its frames would keep the caller's tensors
     return _made[name]
 
 

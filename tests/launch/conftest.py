@@ -162,7 +162,7 @@ class Tuned:
     """
 
     def __init__(self, jit: Any, configs: list[triton.Config], **options: Any) -> None:
-        self.tuner = safetune(configs=configs, **options)(jit)
+        self.tuner = safetune(configs=[*configs], **options)(jit)
         self.tuner.key_report
         self.jit = jit_function(jit)
         self._turn = itertools.cycle(configs)
@@ -170,7 +170,7 @@ class Tuned:
         self.by_triton = 0
         self.watch()
 
-    def _choose(self, key: Any, shape: Any, args: Any, kwargs: Any) -> triton.Config:
+    def _choose(self, key: Any, args: Any, kwargs: Any) -> triton.Config:
         return self.tuner.states.of(key).set_choice(next(self._turn))
 
     def watch(self) -> None:

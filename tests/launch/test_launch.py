@@ -645,7 +645,7 @@ def test_attributes_that_report_a_tuning_do_not_forget_launches(
     def as_tuned(key: Any, *call: Any) -> triton.Config:
         config: triton.Config = choose(key, *call)
         kernel.tuner.identity
-        reporting.report(kernel.tuner, key, config, {config: [1.0, 1.0, 1.0]}, seconds=1.0)
+        reporting.report(kernel.tuner, key, config, {config: [1.0] * 3}, {"screen": 1.0})
         kernel.tuner.tuning_phases = {"screen": 1.0}
         return config
 
