@@ -36,6 +36,7 @@ class Bench:
     """
 
     interpreted = False
+    notes: tuple[str, ...] = ()
 
     def __init__(self, request: TuningRequest, same: dict[int, int] | None = None) -> None:
         self._same = same or {}
