@@ -126,7 +126,7 @@ class OutputCheck:
         if self._effects.atomics:
             self._run(launch)
             report = replace(report, spread=self._difference(same).excess)
-        stale, written, writes = self._with_poison(launch, same)
+        stale, written, writes = self._with_poison(launch, same, new_group is not None)
         report = replace(report, stale=stale, written=written)
         if new_group is None:
             return report
@@ -182,10 +182,10 @@ class OutputCheck:
         return names <= set(self._effects.only_stored)
 
     def _with_poison(
-        self, launch: Callable[[], object], group: Group
+        self, launch: Callable[[], object], group: Group, is_new: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
         """Overwrite the outputs and launch: return the number of elements of each tensor that this
-        changes, the number of those that are written, and which of a sample are.
+        changes, the number of those that are written and, of a new group, which of a sample are.
         """
         self._arguments.restore()
         written = {self._arguments.views[index].block for index in self._overwritable}
@@ -205,7 +205,8 @@ class OutputCheck:
         self._written = self._arguments.find_written()
         known = [i for i in poisoned if i not in self._reset or self._is_only_stored(i)]
         counts = self._arguments.overwritten(known)
-        samples = {index: self._arguments.sample_overwritten(index) for index in known}
+        sampled = known if is_new else ()
+        samples = {index: self._arguments.sample_overwritten(index) for index in sampled}
         seen = poisoned if self._effects.atomics else self._compared
         stale = self._difference(group, [i for i in seen if i not in self._reset]).elements
         return (

@@ -43,6 +43,7 @@ class Session:
         self._arguments, self._configs = self._rebuilt.arguments, self._rebuilt.configs
         self._call = call = self._rebuilt.call
         self._grids = job.grids
+        self._seen: set[int] = set()
         self._timer: Timer = Timer()
         self._launched: Callable[..., object] = _called
         if found:
@@ -96,9 +97,11 @@ class Session:
                 report = self._outputs.examine(
                     lambda: self._finished(launch), job.groups, job.config
                 )
+                self._seen.add(job.config)
             self._arguments.restore()
-            if report is None:
+            if job.config not in self._seen:  # its first launch loads it
                 self._finished(launch)
+            self._seen.add(job.config)
             if job.budget is not None:
                 timing = self._time(launch, job.budget)
             self._timer.synchronize()

@@ -68,16 +68,13 @@ class Budget:
     """How much to measure.
 
     Attributes:
-        estimate_launches: timed first; a config whose median is over `give_up_ratio` times
-            `best_ms` gets no more.
-        time_ms: kernel time to spend on one config after that.
-        max_launches: upper limit of launches in that time.
+        least, most: launches, if the config is not given up for one whose median is `best_ms`.
+        time_ms: kernel time to spend on a config, beyond the least launches.
     """
 
-    estimate_launches: int = 5
+    least: int = 5
+    most: int = 50
     time_ms: float = 20.0
-    max_launches: int = 200
-    give_up_ratio: float = 1.5
     best_ms: float | None = None
 
 

@@ -17,10 +17,9 @@ from safetune.outcome import Timing
 
 Launch = Callable[[], object]
 
-#: The launches after which a config is given up, if the fastest of them took this many times as
-#: long as the best config: no cold cache and no low clock explains that.
-_FIRST = 2
-HOPELESS_RATIO = 3.0
+#: After this many launches a config is given up if it takes this many times as long as the best.
+#: Two launches say little: the faster of them counts, and the time is called coarse.
+_RUNGS = ((2, 2.0), (5, 1.3), (15, 1.15))
 
 
 class InvalidTime(Exception):
@@ -36,22 +35,21 @@ def measure(launch: Launch, before: Launch, after: Launch, timer: Timer, budget:
     Raises:
         InvalidTime: the clock gave zero, a negative number or NaN.
     """
-    best_ms, samples = budget.best_ms, list[float]()
-    if best_ms is not None:
-        samples = timer.samples(launch, before, after, min(_FIRST, budget.estimate_launches))
-        if min(samples) > HOPELESS_RATIO * best_ms:
-            return summarize(samples, "coarse")
-    if sum(samples) < timer.long_ms:
-        rest = budget.estimate_launches - len(samples)
-        samples += timer.samples(launch, before, after, rest) if rest > 0 else []
-    estimate = statistics.median(samples)
-    _check(estimate)
-    slower = best_ms is not None and estimate > budget.give_up_ratio * best_ms
-    more = min(int(budget.time_ms / estimate), budget.max_launches) - len(samples)
-    if more > 0 and not slower:
-        # The first launches found cold instruction caches and low clocks.
-        samples = timer.samples(launch, before, after, more) + samples[len(samples) // 2 :]
-    return summarize(samples, "screen")
+    samples: list[float] = []
+    rungs = _RUNGS if budget.best_ms else ((budget.least, math.inf),)
+    for launches, ratio in (*rungs, (budget.most, math.inf)):
+        affordable = int(budget.time_ms / statistics.median(samples)) if samples else 0
+        wanted = min(launches, max(budget.least, affordable))
+        if wanted > len(samples):
+            samples += timer.samples(launch, before, after, wanted - len(samples))
+        typical = statistics.median_low(samples)
+        _check(typical)
+        if budget.best_ms and typical > ratio * budget.best_ms:
+            return summarize(samples, "coarse" if len(samples) < budget.least else "screen")
+        if sum(samples) > timer.long_ms:
+            break
+    # The first launches found cold instruction caches and low clocks.
+    return summarize(samples[budget.least // 2 if len(samples) > budget.least else 0 :], "screen")
 
 
 def summarize(samples: Sequence[float], stage: str) -> Timing:

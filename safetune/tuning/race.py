@@ -107,8 +107,10 @@ def beaten(rounds: Mapping[int, Sequence[Timing]]) -> set[int]:
 
 
 def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
-    """Whether more rounds would not change the winner: every other is beaten, or equally fast."""
-    return all(low > 1 or high <= TIE_RATIO for low, high in _ratios(rounds).values())
+    """Whether more rounds would not find a better winner: no other is faster than the leader by
+    more than a tie, or all are equally fast.
+    """
+    return all(low > 2 - TIE_RATIO or high <= TIE_RATIO for low, high in _ratios(rounds).values())
 
 
 def combine(rounds: Sequence[Timing]) -> Timing:
@@ -136,7 +138,7 @@ def _doubt(timing: Timing) -> float:
 def _budget(screened: Timing, short: bool) -> Budget:
     launches = math.ceil(_ROUND_MS / screened.median_ms)
     least, most = (1, _MIN_LAUNCHES) if short else (_MIN_LAUNCHES, _MAX_LAUNCHES)
-    return Budget(estimate_launches=min(max(launches, least), most), time_ms=0.0)
+    return Budget(least=min(max(launches, least), most), time_ms=0.0)
 
 
 def _ratios(rounds: Mapping[int, Sequence[Timing]]) -> dict[int, tuple[float, float]]:

@@ -32,7 +32,7 @@ from safetune.isolation.protocol import Budget, Compile, Measure, Prepare, Relea
 from safetune.outcome import Effects, Outcome, Verdict
 from tests.conftest import ended, stop_servers
 
-BUDGET = Budget(estimate_launches=2, time_ms=0.0, max_launches=4)
+BUDGET = Budget(least=2, most=4, time_ms=0.0)
 
 
 @triton.jit

@@ -47,38 +47,48 @@ def test_slow_launches_in_the_interpreter_are_fewer(long_ms, count):
 
 def test_a_config_gets_its_time_budget():
     clock = FakeClock(1.0)
-    timing = measure(nothing, nothing, nothing, clock, Budget(estimate_launches=5, time_ms=20))
+    timing = measure(nothing, nothing, nothing, clock, Budget(least=5, time_ms=20))
     assert clock.asked == [5, 15]
     assert timing.median_ms == 1.0
-    assert timing.count == 15 + 3  # the later half of the estimate counts too
+    assert timing.count == 15 + 3  # the later half of the least counts too
 
 
-def test_a_slow_kernel_is_not_launched_more_than_the_estimate_needs():
+def test_a_slow_kernel_is_launched_no_more_often_than_the_least():
     clock = FakeClock(100.0)
     assert measure(nothing, nothing, nothing, clock, Budget(time_ms=20)).count == 5
     assert clock.asked == [5]
 
 
-def test_a_hopeless_config_is_given_up_after_the_estimate():
-    clock = FakeClock(2.0)
-    found = measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0, time_ms=1000))
-    assert clock.asked == [2, 3]
-    assert (found.stage, found.count) == ("screen", 5)
+@pytest.mark.parametrize(
+    ("milliseconds", "asked", "stage"),
+    [
+        (2.1, [2], "coarse"),
+        (1.9, [2, 3], "screen"),
+        (1.2, [2, 3, 10], "screen"),
+        (1.1, [2, 3, 10, 25], "screen"),  # the final decides
+        (0.9, [2, 3, 10, 35], "screen"),
+    ],
+)
+def test_the_slower_a_config_the_fewer_launches_it_gets(milliseconds, asked, stage):
+    clock = FakeClock(milliseconds)
+    found = measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0, time_ms=45))
+    assert clock.asked == asked
+    assert (found.stage, found.median_ms) == (stage, milliseconds)
 
 
-def test_a_config_that_is_slower_beyond_doubt_is_given_up_after_two_launches():
-    clock = FakeClock(3.1)
-    found = measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0, time_ms=1000))
-    assert clock.asked == [2]
-    assert (found.stage, found.count, found.median_ms) == ("coarse", 2, 3.1)
+def test_a_race_has_the_launches_that_it_asks_for():
+    clock = FakeClock(1.0)
+    found = measure(nothing, nothing, nothing, clock, Budget(least=20, time_ms=0.0))
+    assert clock.asked == [20]
+    assert found.count == 20
 
 
 def test_one_launch_that_was_interrupted_gives_no_config_up():
     clock = FakeClock(1.0)
     first = clock.samples
     clock.samples = lambda *given: [*first(*given)[1:], 50.0]
-    found = measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0))
-    assert found.stage == "screen"
+    measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0))
+    assert clock.asked == [2, 3, 10, 5]
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
