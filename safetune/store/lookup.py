@@ -86,7 +86,7 @@ def _guarded_read(method: Method, merged: Callable[[list[Any]], Any]) -> Method:
                 answers.append(method(spare, *arguments))
             except StoreError as error:
                 logger.warning("%s", error)
-        return merged(answers)
+        return answers[0] if len(answers) == 1 else merged(answers)
 
     return cast("Method", read)
 

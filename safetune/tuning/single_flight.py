@@ -1,6 +1,6 @@
 """Single flight: of all processes that miss a key, one tunes it and the others wait for its choice.
 
-On one machine a process that tunes holds the key's lock (`store.local.key_locks`), which the kernel
+On one machine a process that tunes holds the key's lock (`store.local.locks`), which the kernel
 frees when the process ends. Where nodes share a store, it then asks that store for its lease, so
 that one node tunes. Nodes that share a directory have no leases: two may tune a key at once, and
 all launch the choice that was published first.
@@ -35,10 +35,10 @@ from safetune.errors import (
     from_signal_handler,
 )
 from safetune.outcome import Outcome
-from safetune.store.local import key_locks
+from safetune.store.local import locks
+from safetune.store.local.locks import Waited, pauses, waited
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
-from safetune.store.waiting import Waited, pauses, waited
 from safetune.tuning import requests
 from safetune.tuning.requests import TuningRequest
 
@@ -219,7 +219,7 @@ def _try(
     try:
         if (choice := chosen()) is not None:
             return False, choice
-        lock = key_locks.try_lock(path, name)
+        lock = locks.try_lock(path, name)
         if lock is None:
             return False, None
         held.callback(lock.release)

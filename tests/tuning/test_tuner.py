@@ -33,7 +33,7 @@ from safetune.miss import resolve
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Verdict
 from safetune.settings import Settings
-from safetune.store.local import key_locks
+from safetune.store.local import locks
 from safetune.store.local.store import Store
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.records import ChoiceRecord, TrialRecord
@@ -548,7 +548,7 @@ class TestPruning:
         make(times, left=(16, 32)).launch()
         ((key,),) = rows.query("SELECT key FROM choice")
         monkeypatch.setenv("SAFETUNE_WAIT", "0.1")
-        lock = key_locks.try_lock(cache_dir / "safetune.db", key)
+        lock = locks.try_lock(cache_dir / "safetune.db", key)
         assert lock is not None
         assert make(times).launch() == 16
         lock.release()

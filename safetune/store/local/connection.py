@@ -26,9 +26,9 @@ from pathlib import Path
 from safetune import forks
 from safetune.errors import StoreError
 from safetune.store.local import db_files, lost_log, opening
-from safetune.store.local.db_files import Damaged, Identity, Locked
+from safetune.store.local.db_files import Damaged, Locked
+from safetune.store.local.locks import Identity, identity, tries, waited
 from safetune.store.local.rows import RecordError
-from safetune.store.waiting import tries, waited
 
 logger = logging.getLogger("safetune")
 
@@ -165,7 +165,7 @@ class Connection:
         if self._sqlite is None or self.path is None or self._file is None:
             return ""
         try:
-            file, logs = db_files.identity(self.path), db_files.logs(self.path)
+            file, logs = identity(self.path), db_files.logs(self.path)
         except OSError:  # SQLite will fail as well, if it lasts
             return ""
         pairs = zip(self._logs, logs, strict=True)

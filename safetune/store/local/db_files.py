@@ -20,19 +20,14 @@ from pathlib import Path
 
 from safetune import forks
 from safetune.errors import StoreError
-from safetune.store.waiting import tries
+from safetune.store.local.locks import Identity, identity, open_lock, tries
 
-#: Beside `safetune.db`: the files that belong to it while it is open, the lock for moving it, and
-#: the file whose bytes are the locks of keys.
+#: Beside `safetune.db`: the files that belong to it while it is open, and the lock for moving it.
 LOGS = ("-wal", "-shm", "-journal")
 LOCK = ".lock"
-KEY_LOCKS = ".keys.lock"
 
 #: The newest moved databases are kept, this many.
 _KEPT = 3
-
-#: Device and inode of a file.
-Identity = tuple[int, int] | None
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
 #: process holds on it (POSIX), so no other thread may connect in between.
@@ -71,20 +66,6 @@ def check(path: Path) -> None:
     for suffix in ("", *LOGS):
         with contextlib.suppress(FileNotFoundError):
             _check(path.with_name(path.name + suffix), stat.S_ISREG, "regular file")
-
-
-def open_lock(path: Path) -> int:
-    """Open a lock file for writing, making it if it is missing; return its descriptor."""
-    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def identity(path: Path | int) -> Identity:
-    """Return the device and inode of a file or descriptor; None if there is no such file."""
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _check(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:

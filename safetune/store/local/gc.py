@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune.errors import StoreError
 from safetune.frozen import dataclass
-from safetune.store.local import db_files, key_locks
+from safetune.store.local import db_files, locks
 from safetune.store.local.store import OF_KEY, delete_keys
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
     before = _size(connection)
     with connection.transaction() as database:
         keys = _keys(database)
-        locked = key_locks.locked(path, [key.digest for key in keys])
+        locked = locks.locked(path, [key.digest for key in keys])
         idle = [key for key in keys if key.digest not in locked]
         size = _size(connection, "- freelist_count")
         gone = [(key.digest,) for key in _matching(idle, rule, size)]
@@ -121,7 +121,7 @@ def stats(store: Store) -> dict[str, Any]:
         "tritons": dict(sorted(Counter(key.triton for key in keys).items())),
         "oldest": min(dates, default=None),
         "newest": max(dates, default=None),
-        "tuning_now": len(key_locks.locked(path, [key.digest for key in keys])),
+        "tuning_now": len(locks.locked(path, [key.digest for key in keys])),
         "moved_aside": [str(each) for each in db_files.moved(path)] if path else [],
     }
 

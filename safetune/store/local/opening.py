@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
 from safetune.store.local import db_files
-from safetune.store.local.db_files import Damaged, Identity
+from safetune.store.local.db_files import Damaged
+from safetune.store.local.locks import Identity, identity
 from safetune.store.local.rows import TABLES
 
 if TYPE_CHECKING:
@@ -111,18 +112,18 @@ def connect(path: Path, prepare: Prepare, wait_s: float) -> tuple[sqlite3.Connec
         try:
             with db_files.unmoved(path, wait_s):
                 db_files.make(path)
-                found = db_files.identity(path)
+                found = identity(path)
                 connection = _opened(path, prepare, wait_s)
         except (sqlite3.Error, Damaged) as error:
             # An error of a file that was replaced says nothing about the new one.
-            replaced = db_files.identity(path) != found
+            replaced = identity(path) != found
             if last or not (replaced or db_files.is_damage(error)):
                 raise
             if looked and not replaced:
                 db_files.move_aside(path, found, error, wait_s)
             looked = not replaced
             continue
-        if found == db_files.identity(path):
+        if found == identity(path):
             return connection, found
         connection.close()  # it was replaced meanwhile
     raise StoreError("other processes replace it again and again")

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 from safetune import forks
 from safetune.errors import InvalidSetting, StoreError
 from safetune.settings import SharedKind, display_url, shared_kind
-from safetune.store.local import key_locks
+from safetune.store.local import locks
 from safetune.store.records import precedence
 from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.io_thread import IOThread, TimedOut
@@ -289,7 +289,7 @@ class SharedLayer:
     def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         lease: Lease | None
         try:
-            lease = self._backend.lease(key, key_locks.node_id(self._local.path))
+            lease = self._backend.lease(key, locks.node_id(self._local.path))
         except Unwritable as error:
             self._stop_writing(error)
             lease = NoLease()

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetune.store.local import db_files, key_locks
-from safetune.store.waiting import tries
+from safetune.store.local import db_files, locks
+from safetune.store.local.locks import tries
 
 
 class Turn(enum.Enum):
@@ -42,7 +42,7 @@ def turn(
         yield Turn.MINE
         return
     answered = db_files.answer(database, name)
-    _, inode = db_files.identity(database) or (0, 0)
+    _, inode = locks.identity(database) or (0, 0)
     mark = f"{inode:020} {origin}\n".encode()
     with contextlib.ExitStack() as held:
         found = Turn.MINE
@@ -54,14 +54,14 @@ def turn(
                 found = Turn.DONE if answered.read_bytes() == mark else Turn.MINE
         yield found
         if found is Turn.MINE:
-            with contextlib.suppress(OSError), open(db_files.open_lock(answered), "wb") as file:
+            with contextlib.suppress(OSError), open(locks.open_lock(answered), "wb") as file:
                 file.write(mark)
                 file.truncate()
 
 
 def _locked(database: Path, name: str, wait_s: float, held: contextlib.ExitStack) -> bool:
     for _ in tries(wait_s, 0.001, 0.1):
-        if lock := key_locks.try_lock(database, f"shared {name}"):
+        if lock := locks.try_lock(database, f"shared {name}"):
             held.callback(lock.release)
             return True
     return False

@@ -23,6 +23,7 @@ from psycopg.pq import Conninfo
 from safetune.errors import SafetuneError, StoreError
 from safetune.keys import encoding
 from safetune.settings import display_url, without_password
+from safetune.store.local.locks import tries
 from safetune.store.records import StoredChoice
 from safetune.store.shared.protocol import (
     MAX_BYTES,
@@ -34,7 +35,6 @@ from safetune.store.shared.protocol import (
     encode,
     name_of,
 )
-from safetune.store.waiting import tries
 
 _TIMEOUT = "SET LOCAL statement_timeout = 5000"  # milliseconds
 

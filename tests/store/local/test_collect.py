@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetune.cli import main
 from safetune.store.local import gc
 from safetune.store.local.gc import Rule
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local.locks import try_lock
 from safetune.store.local.store import Store
 from safetune.store.records import RecordedCall
 
@@ -119,7 +119,7 @@ def test_rows_without_a_key_and_keys_whose_owner_died_go_too(filled, children) -
     with connection:
         connection.execute("DELETE FROM key WHERE digest = 'k0'")
     children.run(
-        "from safetune.store.local.key_locks import try_lock\n"
+        "from safetune.store.local.locks import try_lock\n"
         "assert try_lock(directory / 'safetune.db', 'k1')",
         filled.path.parent,
     )

@@ -26,9 +26,9 @@ from safetune.config import config_digest
 from safetune.errors import Busy
 from safetune.inputs.call import Call, Hooks
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
-from safetune.store.local import db_files, key_locks
+from safetune.store.local import locks
+from safetune.store.local.locks import Waited
 from safetune.store.local.store import Store
-from safetune.store.waiting import Waited
 from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import COMPILING, WaitBudget, compiling, elect_local
 
@@ -125,7 +125,7 @@ def query(folder: Path, statement: str) -> list[Any]:
 
 def owner(folder: Path) -> int:
     """The process that holds a lock of a key now."""
-    with open(folder / "store" / f"safetune.db{db_files.KEY_LOCKS}", "r+") as file:
+    with open(folder / "store" / f"safetune.db{locks.KEY_LOCKS}", "r+") as file:
         asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, *_, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
     assert kind == fcntl.F_WRLCK
@@ -207,7 +207,7 @@ def other_process(children: Any, store: Store) -> Any:
     def start(*names: str) -> Any:
         child = children.start(
             """
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local.locks import try_lock
 held = [try_lock(directory / "safetune.db", name) for name in sys.argv[2:]]
 print(all(held), flush=True)
 sys.stdin.readline()
@@ -269,7 +269,7 @@ def test_a_choice_made_just_before_the_owner_let_go_is_found(
 
     with elect_local(wanted, store, WaitBudget(check=choose)) as choice:
         assert choice == choice_for(wanted, records)
-    assert key_locks.locked(store.path, [wanted.key.digest]) == set()
+    assert locks.locked(store.path, [wanted.key.digest]) == set()
 
 
 def test_force_waits_for_the_lock_and_not_for_a_choice(store: Store, records: Any) -> None:
@@ -315,8 +315,8 @@ def test_one_process_of_a_machine_compiles(store: Store, other_process: Any) -> 
         pass
     child.kill()
     with compiling(store, WaitBudget()), compiling(store, WaitBudget()):
-        assert key_locks.locked(store.path, [COMPILING]) == {COMPILING}
-    assert key_locks.locked(store.path, [COMPILING]) == set()
+        assert locks.locked(store.path, [COMPILING]) == {COMPILING}
+    assert locks.locked(store.path, [COMPILING]) == set()
 
 
 def test_a_wait_ends_with_what_the_check_raises(store: Store, other_process: Any) -> None:
@@ -368,7 +368,7 @@ def test_threads_compile_one_by_one(store: Store) -> None:
 def test_without_a_lock_file_every_process_tunes_and_one_warning_says_so(
     store: Store, other_process: Any
 ) -> None:
-    lock_file = Path(f"{store.path}{db_files.KEY_LOCKS}")
+    lock_file = Path(f"{store.path}{locks.KEY_LOCKS}")
     lock_file.mkdir()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from safetune.store.local import key_locks
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local import locks
+from safetune.store.local.locks import try_lock
 
 #: Locks the names that it is given, says so, and holds them until it reads a line.
 HOLD = """
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local.locks import try_lock
 held = [try_lock(directory / "safetune.db", name) for name in sys.argv[2:]]
 print(all(held), flush=True)
 sys.stdin.readline()
@@ -55,9 +55,9 @@ def assert_free(database: Path, name: str = "key") -> None:
 def test_one_process_has_it_until_it_lets_go(database: Path, holder: Any, children: Any) -> None:
     assert try_lock(database, "key") is None
     assert_free(database, "another key")
-    assert key_locks.locked(database, ["key", "another key"]) == {"key"}
+    assert locks.locked(database, ["key", "another key"]) == {"key"}
     children.end(holder, "\n")
-    assert key_locks.locked(database, ["key"]) == set()
+    assert locks.locked(database, ["key"]) == set()
     assert_free(database)
 
 
@@ -74,7 +74,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_owner(
     """Such as a DataLoader's worker: with flock, it would hold the key as long as it lives."""
     owner = children.start(
         """
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local.locks import try_lock
 lock = try_lock(directory / "safetune.db", "key")
 if not (pid := os.fork()):
     sys.stdin.readline()
@@ -98,7 +98,7 @@ def test_a_fork_does_not_hold_what_its_parent_holds(
 ) -> None:
     output = children.run(
         """
-from safetune.store.local.key_locks import locked, try_lock
+from safetune.store.local.locks import locked, try_lock
 database = directory / "safetune.db"
 lock = try_lock(database, "key")
 if not (pid := os.fork()):
@@ -122,7 +122,7 @@ def test_threads_exclude_each_other(database: Path) -> None:
     thread.join()
     assert found == [None]
     assert try_lock(database, "key") is None
-    assert key_locks.locked(database, ["key"]) == {"key"}
+    assert locks.locked(database, ["key"]) == {"key"}
     lock.release()
     lock.release()  # once more has no effect on the next owner
     assert_free(database)
@@ -185,7 +185,7 @@ def test_descriptors_that_a_daemon_has_closed_are_opened_again(
     """Else it would lock bytes of whatever file has the number now."""
     output = children.run(
         """
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local.locks import try_lock
 try_lock(directory / "safetune.db", "key").release()
 os.closerange(3, 256)
 other = [os.open("/dev/null", os.O_RDWR) for _ in range(3)]
@@ -198,8 +198,8 @@ sys.stdin.readline()
 
 
 def test_where_there_is_no_lock_file_nothing_is_locked_and_none_is_made(database: Path) -> None:
-    assert key_locks.locked(database, ["key"]) == set()
-    assert key_locks.locked(None, ["key"]) == set()
+    assert locks.locked(database, ["key"]) == set()
+    assert locks.locked(None, ["key"]) == set()
     assert list(database.parent.iterdir()) == []
 
 
@@ -215,15 +215,13 @@ def test_a_lock_file_that_is_a_link_is_not_followed(database: Path, tmp_path: Pa
 def test_a_node_is_the_processes_that_share_a_lock_file(
     database: Path, children: Any, tmp_path: Path
 ) -> None:
-    script = (
-        "from safetune.store.local.key_locks import node_id\nprint(node_id(directory / 's.db'))"
-    )
+    script = "from safetune.store.local.locks import node_id\nprint(node_id(directory / 's.db'))"
     (tmp_path / "other").mkdir()
     first, second = (children.run(script, tmp_path) for _ in range(2))
     other = children.run(script, tmp_path / "other")
     assert first == second
     assert first != other
-    assert key_locks.node_id(None) != key_locks.node_id(None)
+    assert locks.node_id(None) != locks.node_id(None)
 
 
 def test_containers_of_one_machine_that_share_a_directory_are_one_node(
@@ -231,9 +229,7 @@ def test_containers_of_one_machine_that_share_a_directory_are_one_node(
 ) -> None:
     """Regression: by the names of their hosts they were two, and each waited for the other's lease
     for 15 s after a process had died."""
-    script = (
-        "from safetune.store.local.key_locks import node_id\n{}print(node_id(directory / 's.db'))"
-    )
+    script = "from safetune.store.local.locks import node_id\n{}print(node_id(directory / 's.db'))"
     container = (
         "import ctypes, socket\n"
         "if ctypes.CDLL(None).unshare(0x04000000):  # a namespace for the host's name\n"

@@ -28,7 +28,7 @@ from safetune.isolation import backend
 from safetune.miss import retry
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local.locks import try_lock
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord
 

@@ -118,7 +118,7 @@ def test_a_process_of_the_node_that_died_is_followed_at_once(
         """
 import sys
 from pathlib import Path
-from safetune.store.local.key_locks import node_id, try_lock
+from safetune.store.local.locks import node_id, try_lock
 from safetune.store.shared.postgres import Postgres
 path, url, key = Path(sys.argv[1]), *sys.argv[2:]
 held = try_lock(path, key), Postgres(url).lease(key, node_id(path))

@@ -17,7 +17,7 @@ from pathlib import Path
 import sqlite_utils.migrations  # noqa: F401 - imported before the forks
 from tally import Tally, choice, fault, filled, run, trial
 
-from safetune.store.local.key_locks import try_lock
+from safetune.store.local.locks import try_lock
 from safetune.store.local.store import DATABASE_NAME, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -1,9 +1,10 @@
-"""Locks of keys: which process of this machine tunes a key.
+"""Locks between the processes of this machine, and waiting for those that have them.
 
-A lock is one byte of a file beside the database, locked by `fcntl.lockf` (a POSIX record lock). The
-kernel frees it when the process ends, however it ends, and a forked child does not inherit it, as
-it would inherit one of `flock`. A process that closes any descriptor of a file loses all its record
-locks on that file. So a process opens each lock file once, and never closes it or opens it again.
+The lock of a key says which process tunes it: one byte of a file beside the database, locked by
+`fcntl.lockf` (a POSIX record lock). The kernel frees it when the process ends, however it ends, and
+a forked child does not inherit it, as it would inherit one of `flock`. A process that closes any
+descriptor of a file loses all its record locks on that file. So a process opens each lock file
+once, and never closes it or opens it again.
 
 The kernel tells processes apart, not threads; a table in memory has the locks of this process. Two
 names may share a byte, of 2**62: then they only wait for each other.
@@ -15,18 +16,25 @@ import contextlib
 import errno
 import os
 import platform
+import random
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetune import forks
 from safetune.keys import encoding
-from safetune.store.local import db_files
 
 try:
     import fcntl
 except ImportError:  # not POSIX
     fcntl = None  # type: ignore[assignment]
+
+#: Device and inode of a file.
+Identity = tuple[int, int] | None
+
+#: Beside `safetune.db`: the file whose bytes are the locks of keys.
+KEY_LOCKS = ".keys.lock"
 
 #: What `lockf` says of a byte that another process has locked.
 _LOCKED = (errno.EAGAIN, errno.EACCES)
@@ -106,20 +114,83 @@ def node_id(database: Path | None) -> str:
 
 
 def _path(database: Path) -> Path:
-    return database.with_name(database.name + db_files.KEY_LOCKS)
+    return database.with_name(database.name + KEY_LOCKS)
 
 
 def _opened(path: Path) -> tuple[int, int]:
     """Return which file is there now, with its descriptor in the table."""
-    there = None if path.is_symlink() else db_files.identity(path)
+    there = None if path.is_symlink() else identity(path)
     if there is not None and there in _descriptors:
         with contextlib.suppress(OSError):  # a daemon closes all descriptors when it starts
-            if db_files.identity(_descriptors[there]) == there:
+            if identity(_descriptors[there]) == there:
                 return there
-    descriptor = db_files.open_lock(path)
+    descriptor = open_lock(path)
     opened = os.fstat(descriptor)
     _descriptors[opened.st_dev, opened.st_ino] = descriptor
     return opened.st_dev, opened.st_ino
+
+
+def open_lock(path: Path) -> int:
+    """Open a lock file for writing, making it if it is missing; return its descriptor."""
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def identity(path: Path | int) -> Identity:
+    """Return the device and inode of a file or descriptor; None if there is no such file."""
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+class Waited:
+    """The seconds that a process has waited for others; a forked child has not waited yet."""
+
+    def __init__(self) -> None:
+        self._lock = forks.lock()
+        self.start_over()
+        forks.register("tuning", after_in_child=self.start_over)
+
+    def start_over(self) -> None:
+        """Count from zero."""
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a wait of some thread."""
+        with self._lock:
+            self.seconds += seconds
+
+
+#: The waits of this process, for tunings and for the lock of a database: SAFETUNE_WAIT bounds them.
+waited = Waited()
+
+#: The program's own random numbers stay as they are: ranks that wait would differ in them after.
+_random = random.SystemRandom()
+
+
+def pauses(first_s: float, most_s: float) -> Iterator[float]:
+    """Yield how long to sleep before the next try, without end.
+
+    Twice as long each time, and drawn at random, so that processes that began together spread out.
+    """
+    pause_s = first_s
+    while True:
+        yield _random.uniform(pause_s / 2, pause_s)
+        pause_s = min(2 * pause_s, most_s)
+
+
+def tries(
+    wait_s: float, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[bool]:
+    """Yield for each try whether it is the last one; sleep between them for `wait_s` in all."""
+    end = clock() + wait_s
+    for pause_s in pauses(first_s, most_s):
+        left_s = end - clock()
+        yield left_s <= 0
+        if left_s <= 0:
+            return
+        time.sleep(max(0.0, min(pause_s, end - clock())))
 
 
 forks.register("tuning", after_in_child=_held.clear)  # the locks are the parent's alone
