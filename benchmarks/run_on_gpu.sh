@@ -27,10 +27,10 @@ root=$PWD
 mode=${1:-checks}
 case $mode in
     checks | integrations | bench) ;;
-    tuning_time | argument_size | choice_quality | startup | store | sweep | install_time | norms | norms_small | unmodified) ;;
+    tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | install_time | norms | norms_small | unmodified) ;;
     *)
         echo "usage: $0 [checks | integrations | bench |" \
-            "(tuning_time | argument_size | choice_quality | startup | store | sweep | install_time | norms | norms_small | unmodified) [OPTION...]]" >&2
+            "(tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | install_time | norms | norms_small | unmodified) [OPTION...]]" >&2
         exit 2
         ;;
 esac
@@ -121,6 +121,7 @@ bench() {
     parts tuning_time tuning_time
     parts argument_size argument_size
     parts choice_quality choice_quality
+    parts first_tuning first_tuning
     parts startup startup
     parts store store
     parts isolation_cost tuning_time --isolation-cost

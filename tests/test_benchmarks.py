@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store", "unmodified"]
-SCRIPTS += ["argument_size", "install_time", "sweep"]
+SCRIPTS += ["argument_size", "first_tuning", "install_time", "sweep"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 
@@ -407,6 +407,48 @@ def test_what_install_adds_is_a_difference_of_medians() -> None:
     assert "added_s_fla" not in figures(INSTALL_ROWS[:1])
 
 
+def first_tuning(kernel: str, configs: int, tuner: str, state: str, *seconds: float) -> list[Any]:
+    row = {"kernel": kernel, "configs": configs, "tuner": tuner, "state": state, "failed": 0}
+    return [
+        {**row, "part": f"{kernel}-{configs}-{number}", "seconds": each}
+        for number, each in enumerate(seconds)
+    ]
+
+
+FIRST_TUNING_ROWS = [
+    *first_tuning("add", 4, "triton", "cold", 2.0, 2.0),
+    *first_tuning("add", 4, "safetune", "cold", 1.0, 3.0),
+    *first_tuning("norm", 4, "triton", "cold", 2.0),
+    *first_tuning("norm", 4, "safetune", "cold", 3.0),
+    *first_tuning("add", 16, "safetune", "cold", 3.0),
+]
+
+
+def test_the_first_tunings_ratio_is_that_of_the_worst_kernel() -> None:
+    figures = importlib.import_module("first_tuning").figures
+    found = figures(FIRST_TUNING_ROWS)
+    assert (found["ratio_cold_4_add"], found["ratio_cold_4_norm"]) == (1.0, 1.5)
+    assert found["ratio_cold_4"] == 1.5
+    assert found["alternations"] == 1, "of the kernel with the fewest"
+    assert not any(name.startswith(("ratio_cold_16", "ratio_warm")) for name in found)
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_the_kernels_of_first_tuning_are_right(device: str, count: int) -> None:
+    for name, make in importlib.import_module("first_tuning_kernels").CALLS.items():
+        call = make(count, device)
+        assert len(call.configs) == len(set(map(str, call.configs))) == count
+        assert not call.right(), name
+        config, arguments = (
+            call.configs[-1],
+            dict(zip(call.kernel.arg_names, call.arguments, strict=False)),
+        )
+        if config.pre_hook is not None:
+            config.pre_hook({**arguments, **config.kwargs})
+        call.kernel[call.grid](*call.arguments, **config.kwargs)
+        assert call.right(), name
+
+
 def test_a_model_starts_with_60_tunings_of_at_most_eight_configs() -> None:
     kernels = importlib.import_module("startup_kernels")
     assert len(kernels.LAYERS) * len(kernels.COLUMNS) == 60
@@ -459,7 +501,7 @@ TRIALS = {
     "startup": "--alternations 1 --tunings 2",
     "store": "--launches 1 --repetitions 2 --rounds 1 --most 200 --most-processes 8",
 }
-SLOW_TRIALS = {"sweep": "--sweeps 1 --size 256 --configs 2"}
+SLOW_TRIALS = {"first_tuning": "--short", "sweep": "--sweeps 1 --size 256 --configs 2"}
 
 
 @pytest.mark.skipif(
@@ -667,6 +709,7 @@ SAMPLE_ROWS = {
     "tuning_time": TUNING_ROWS,
     "argument_size": ARGUMENT_ROWS,
     "startup": STARTUP_ROWS,
+    "first_tuning": FIRST_TUNING_ROWS,
     "sweep": SWEEP_ROWS,
     "choice_quality": CHOICE_ROWS,
     "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],
