@@ -237,24 +237,25 @@ def set_default_profile_allocator(allocate: Function) -> None:
 
 
 def specialize_without_torch() -> None:
-    """Have Triton classify arguments once, which it imports torch for up to 3.6.
+    """Have Triton classify an argument, and import what it needs for that, but not torch.
 
-    It only wants torch's class of tensors, and knows others by their attributes.
+    Of torch, which 3.6 would import, it only wants the class of tensors. It knows others by their
+    attributes.
     """
     from types import ModuleType
 
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.nvidia.compiler import CUDABackend
 
-    if "torch" in sys.modules:
-        return
+    has_torch = "torch" in sys.modules
     torch: Any = ModuleType("torch")
     torch.Tensor = type("Tensor", (), {})
-    sys.modules["torch"] = torch
+    sys.modules.setdefault("torch", torch)
     try:
         native_specialize_impl(CUDABackend, 0, False, True, True)
     finally:
-        del sys.modules["torch"]
+        if not has_torch:
+            del sys.modules["torch"]
 
 
 def use_device_without_torch(index: int, capability: tuple[int, int]) -> None:

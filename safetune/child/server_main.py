@@ -1,7 +1,7 @@
 """The fork server, and the children that it forks.
 
-The server imports torch and triton once and never touches CUDA, so that a child can be forked from
-it in milliseconds and make a context of its own. It runs no code of the user, not even the user's
+The server imports triton once, one of them torch too, and never touches CUDA, so that a child can be
+forked from it in milliseconds and make a context of its own. It runs no code of the user, not even the user's
 `__main__`. It answers two requests, `fork` and `reap`, and ends with the process that started it,
 however that ends. A forked child leads its own session and dies with the server.
 """
@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from safetune import triton_internals
 from safetune.isolation import protocol
 
 #: Without a child and a request for this long the server exits; the next miss starts another.
@@ -38,6 +39,8 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what outlives a child is a child of the server then
     for module in json.loads(sys.argv[3]):
         importlib.import_module(module)
+    with contextlib.suppress(Exception):  # a child would do it before its first launch
+        triton_internals.specialize_without_torch()
     protocol.send(control, {"ready": True})
     _Server(control, parent).serve()
 

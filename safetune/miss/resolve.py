@@ -287,6 +287,13 @@ def _tune(
     choice: Config | None,
 ) -> Config:
     """Tune a key; where that is not possible, launch the choice that it has, or a fallback."""
+    from safetune.isolation import child_handle, fork_server
+
+    if not miss.call.interpreted:
+        with contextlib.suppress(WorkerUnavailable):  # raised again below
+            child_handle.check_device(miss.call.index)
+            fork_server.start_servers(compiling=True, with_torch=False)
+    # These take as long to import as a server to start.
     from safetune.miss import candidates, retry
     from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
