@@ -12,10 +12,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from safetune import forks
 
 Function = Callable[..., Any]
 
@@ -126,11 +129,40 @@ def code_generation_switches() -> dict[str, str]:
     return {str(name): str(value) for name, value in switches.items()}
 
 
-def files_hash() -> str:
-    """Return Triton's hash of its own files, which each compilation needs; it takes 0.5 s once."""
-    from triton.runtime import cache
+class FilesHash:
+    """Triton's hash of its own files, which each look into its disk cache needs.
 
-    return str(cache.triton_key())
+    It takes 0.5 s, and is computed beside everything else.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compute: Function | None = None
+        forks.register("tuning", after_in_child=self._start_over)
+
+    def begin(self) -> None:
+        """Compute it in a thread, for Triton too; without a thread, when it is asked for."""
+        from triton.runtime import cache
+
+        if self._compute is None:
+            self._compute, cache.triton_key = cache.triton_key, self.get
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._try, name="safetune-hash", daemon=True).start()
+
+    def get(self) -> str:
+        """Return it, or wait for it; empty where it has not begun."""
+        with self._lock:
+            return "" if self._compute is None else str(self._compute())
+
+    def _try(self) -> None:
+        with contextlib.suppress(OSError):  # which whoever needs it gets again
+            self.get()
+
+    def _start_over(self) -> None:
+        self._lock = threading.Lock()
+
+
+files_hash = FilesHash()
 
 
 def use_files_hash(found: str) -> None:

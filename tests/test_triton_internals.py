@@ -5,11 +5,13 @@ A new Triton that changes one of these fails here, with the name of what to mend
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,9 +129,8 @@ class TestDriver:
     ) -> None:
         from triton.runtime import cache
 
-        found = triton_internals.files_hash()
-        assert cache.triton_key.cache_info().currsize == 1, "it is computed once"
         monkeypatch.setattr(cache, "triton_key", cache.triton_key)
+        found = cache.triton_key()
         source = SimpleNamespace(hash=lambda: "source")
         keys = []
         for known in (found, "another"):
@@ -137,6 +138,30 @@ class TestDriver:
             keys.append(cache.get_cache_key(source, source, source, {}))
         assert keys[0].startswith(found)
         assert keys[1].startswith("another-source-")
+
+    def test_the_hash_of_its_own_files_is_computed_once_for_all_who_wait(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from triton.runtime import cache
+
+        computed, go = [], threading.Event()
+
+        @functools.lru_cache
+        def triton_key() -> str:
+            go.wait(10)
+            computed.append(threading.current_thread().name)
+            return "the hash"
+
+        monkeypatch.setattr(cache, "triton_key", triton_key)
+        made = triton_internals.FilesHash()
+        assert made.get() == "", "nothing has asked for it"
+        made.begin()
+        made.begin()
+        threading.Timer(0.1, go.set).start()
+        source = SimpleNamespace(hash=lambda: "source")
+        assert cache.get_cache_key(source, source, source, {}).startswith("the hash-source")
+        assert made.get() == "the hash"
+        assert computed == ["safetune-hash"]
 
 
 def compiled(run: Any, **metadata: int) -> Any:

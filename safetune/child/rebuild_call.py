@@ -50,7 +50,7 @@ def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:
     arguments = Arguments(layout, fd)
     if "torch" not in sys.modules and stand_ins.can_stand_in(layout):
         tensors = stand_ins.of(arguments)
-        call, configs = kernel_pickle.unpack(blob, tensors)
+        call, configs = kernel_pickle.unpack(blob, tensors, stand_ins.Shape)
         # Unpacking imports what the user's functions refer to.
         if "torch" not in sys.modules and _is_plain(call):
             return Rebuilt(arguments, tensors, call, configs, torch=False)

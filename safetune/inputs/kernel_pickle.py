@@ -60,9 +60,16 @@ def pack(
         return _dump(value, what, tensors)  # what a module holds may be importable all the same
 
 
-def unpack(data: bytes, tensors: Sequence[torch.Tensor] = ()) -> Any:
-    """Rebuild what `pack` packed, with `tensors` in the places of the table's."""
-    return _Unpacker(io.BytesIO(data), tensors).load()
+def unpack(
+    data: bytes,
+    tensors: Sequence[Any] = (),
+    size: Callable[[tuple[int, ...]], Any] | None = None,
+) -> Any:
+    """Rebuild what `pack` packed, with `tensors` in the places of the table's.
+
+    `size` makes what stands for the shape of a tensor; without it torch does.
+    """
+    return _Unpacker(io.BytesIO(data), tensors, size).load()
 
 
 class _Registry:
@@ -148,7 +155,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(buffer)
         self._tensors = tensors
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int, ...] | None:
+        if _is_instance(obj, "torch", "Size"):  # of a descriptor's tensor
+            return tuple(obj)
         if not _is_instance(obj, "torch", "Tensor"):  # a compile child imports no torch for this
             return None
         if self._tensors is None:
@@ -179,12 +188,18 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, buffer: io.BytesIO, tensors: Sequence[Any], size: Any) -> None:
         super().__init__(buffer)
-        self._tensors = tensors
+        self._tensors, self._size = tensors, size
 
-    def persistent_load(self, number: Any) -> torch.Tensor:
-        return self._tensors[number]
+    def persistent_load(self, pid: Any) -> Any:
+        if not isinstance(pid, tuple):
+            return self._tensors[pid]
+        if self._size is None:
+            import torch
+
+            self._size = torch.Size
+        return self._size(pid)
 
 
 def _is_instance(obj: Any, module: str, name: str) -> bool:

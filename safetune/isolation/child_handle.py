@@ -19,7 +19,6 @@ from safetune.isolation import backend, protocol
 from safetune.isolation.fork_server import (
     ForkServer,
     child_environment,
-    files_hash,
     search_path,
     server,
 )
@@ -57,7 +56,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
         directory=directory,
         knobs=triton_internals.knobs_set_in_code(),
         backend_hashes=dict(triton_internals.backend_hashes),
-        files_hash=files_hash.get(),
+        files_hash=triton_internals.files_hash.get(),
         memory_bytes=memory_bytes,
         kernel=kernel,
     )

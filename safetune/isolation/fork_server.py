@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
-from safetune import forks, triton_internals
+from safetune import forks
 from safetune.errors import WorkerUnavailable, system_errors
 from safetune.isolation import protocol
 from safetune.isolation.output import Output
@@ -219,36 +219,6 @@ class ForkServer:
         self._process = self._control = self._output = None
 
 
-class FilesHash:
-    """Triton's hash of its own files, computed beside everything else.
-
-    This process needs it for its launch, and children for all that they compile and look up.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted = False
-        forks.register("fork servers", after_in_child=self._start_over)
-
-    def begin(self) -> None:
-        """Compute it in a thread, if one can be had."""
-        if not self._wanted:
-            self._wanted = True
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self.get, name="safetune-hash", daemon=True).start()
-
-    def get(self) -> str:
-        """Return it, or wait for it; empty where nothing needs it."""
-        with self._lock, contextlib.suppress(OSError):
-            return triton_internals.files_hash() if self._wanted else ""
-        return ""
-
-    def _start_over(self) -> None:
-        self._lock, self._wanted = threading.Lock(), False
-
-
-files_hash = FilesHash()
-
 #: Whether calls that need no torch are measured in children without it.
 WITHOUT_TORCH = False
 
@@ -261,7 +231,6 @@ def start_servers(compiling: bool, with_torch: bool) -> None:
     """Start the servers that a tuning needs, and wait for none."""
     if compiling:
         plain_server.start()
-        files_hash.begin()
     else:
         plain_server.collect()
     if with_torch:

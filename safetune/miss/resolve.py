@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
+from safetune import triton_internals
 from safetune.config import (
     check_conflicts,
     config_digest,
@@ -147,6 +148,8 @@ def _find(
         return state.set_fallback(next(iter(pruned), tuner.configs[0]))
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
     miss = Miss(tuner, args, kwargs)
+    if not miss.call.interpreted:
+        triton_internals.files_hash.begin()  # whatever is launched is looked up in Triton's cache
     inline = tunes and (tuner.isolation == "inline" or why_not_isolated(miss.call) != "")
     if inline and not capture:
         return _inline(miss, state, args, kwargs)

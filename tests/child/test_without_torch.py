@@ -22,10 +22,11 @@ from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import child_handle
-from safetune.isolation.fork_server import files_hash
 from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
 from safetune.isolation.protocol import Budget, Prepare
 from safetune.outcome import Effects, Outcome, OutputReport, Verdict
+from safetune.triton_internals import files_hash
+from safetune.tuning.bench import _NAMES_TORCH, _asks_for_torch
 from tests.backends import FakeBackend, launching_on
 from tests.conftest import stop_servers
 from tests.libcuda import stub
@@ -81,7 +82,7 @@ class Device:
         kernel = kernel if heuristics is None else Heuristics(kernel, kernel.arg_names, heuristics)
         args: list[Any] = [torch.full((N,), 5.0), torch.arange(N).float(), N]
         if described:
-            args[1] = TensorDescriptor(torch.zeros(64, 64), [64, 64], [64, 1], [16, 16])
+            args[1] = TensorDescriptor.from_tensor(torch.zeros(64, 64), [16, 16])
         call = Call(
             kernel=kernel,
             arg_names=tuple(kernel.arg_names),
@@ -228,12 +229,13 @@ def test_heuristics_and_hooks_see_stand_ins(device: Device) -> None:
 
 def test_hooks_may_set_the_blocks_of_descriptors(device: Device) -> None:
     def blocks(arguments: dict[str, Any]) -> None:
-        arguments["src"].block_shape = [32, 64]
+        arguments["src"].block_shape = [32, arguments["src"].shape.numel() // 64]
 
     child = device.child(described_kernel, described=True, pre_hook=blocks)
     outcome, spec = child.spec_of(0)
     assert outcome.ok, outcome
     assert kernel_pickle.unpack(spec)[0]["src"] == "tensordesc<fp32[32, 64]>"
+    assert not child.with_torch
 
 
 def described_kernel(dst, src, n, BLOCK: tl.constexpr):
@@ -277,10 +279,21 @@ def test_a_hook_that_asks_for_more_gets_a_child_with_torch(device: Device, hook:
 
 @pytest.mark.parametrize("hook", ["do_bench", "inputs", "reference"])
 def test_hooks_that_return_tensors_are_never_tried_without_torch(device: Device, hook: str) -> None:
-    from safetune.tuning.bench import _asks_for_torch
-
     call = SimpleNamespace(interpreted=False, hooks=Hooks(**{hook: print}))
     assert _asks_for_torch(call)  # type: ignore[arg-type]
+
+
+def calls_torch(arguments: dict[str, Any]) -> None:
+    torch.cuda.synchronize()
+
+
+def test_a_hook_that_names_torch_is_known_before_it_runs() -> None:
+    def names_torch(value: Any) -> bool:
+        packed = kernel_pickle.pack(value, "a call", by_value=[calls_torch])
+        return _NAMES_TORCH.search(packed) is not None
+
+    assert all(map(names_torch, [calls_torch, torch.float16, torch.nn.functional.relu]))
+    assert not any(map(names_torch, [sums, imports, "not torch", torch.zeros(2).shape]))
 
 
 def test_the_target_is_the_devices_own(device: Device) -> None:

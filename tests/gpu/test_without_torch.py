@@ -137,7 +137,7 @@ def tuples(device: str) -> Case:
 def reset(device: str) -> Case:
     x, total = torch.ones(100_000, device=device), torch.full((1,), 5.0, device=device)
     kernel = safetune(configs=blocks(), key=["n"], reset_to_zero=["total"])(sum_kernel)
-    return Case(kernel, (x, total, x.numel()), flat, total, torch.full_like(total, 100_000.0))
+    return Case(kernel, (x, total, x.numel()), flat, total, torch.full_like(total, 100_005.0))
 
 
 def restored(device: str) -> Case:

@@ -527,6 +527,16 @@ class TestErrors:
         assert rebuilt["a"][1] is stand_ins[1]
         assert rebuilt["b"] is stand_ins[0]
 
+    def test_shapes_need_torch_only_where_it_is_wanted(self) -> None:
+        import torch
+
+        from safetune.inputs import kernel_pickle
+
+        blob = kernel_pickle.pack([torch.zeros(2, 3).shape], "a descriptor")
+        assert b"torch" not in blob
+        assert isinstance(kernel_pickle.unpack(blob)[0], torch.Size)
+        assert kernel_pickle.unpack(blob, size=list) == [[2, 3]]
+
     def test_packing_by_value_leaves_no_trace(self) -> None:
         """cloudpickle's registry is one for the whole process, the user's pickles included."""
         import cloudpickle
