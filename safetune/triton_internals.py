@@ -155,7 +155,7 @@ class FilesHash:
             return "" if self._compute is None else str(self._compute())
 
     def _try(self) -> None:
-        with contextlib.suppress(OSError):  # which whoever needs it gets again
+        with contextlib.suppress(OSError):  # a launch gets it again
             self.get()
 
     def _start_over(self) -> None:
