@@ -21,7 +21,7 @@ from safetune.inputs.call import Call
 from safetune.inputs.snapshot import copy_inputs
 from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
-from safetune.isolation.fork_server import WITHOUT_TORCH, files_hash, start_servers
+from safetune.isolation.fork_server import WITHOUT_TORCH, start_servers
 from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
 from safetune.isolation.protocol import DONE, Budget, Prepare
 from safetune.keys.effects import effects_of
@@ -191,7 +191,6 @@ class LaunchBench:
         """Give the pool each config that is to be compiled; yield the others."""
         unknown, cached = [], []
         with self.phases("resolve"):
-            files_hash.get()  # which a thread computes now, and the disk cache needs
             in_caller = compile_spec.CallerSpecs(
                 self._request.call, self._has_arguments, self._most_shared
             )
