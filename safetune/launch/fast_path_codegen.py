@@ -50,7 +50,7 @@ class Source:
             for number, name in enumerate(heuristics)
         ]
         self._positional = positional
-        self._values = values
+        self._present = list(values)  # by name alone: a value may be a tensor
         self._tensors: list[int] = []
         self._parts: list[str] = []
         self._pinned: list[int] = []
@@ -263,7 +263,7 @@ def bind(grid, a, k, watched):
         return "\n".join(f"    {line}" for line in lines)
 
     def _given(self, name: str) -> bool:
-        return name in self._values
+        return name in self._present
 
     def _argument(self, index: int) -> str:
         if index in self._pinned:
@@ -292,7 +292,7 @@ def bind(grid, a, k, watched):
     def _key(self) -> str:
         parts = ["device", *self._parts, *(f"v{i}.dtype" for i in self._tensors)]
         if self._tensors:
-            first = min(self._tensors, key=lambda i: list(self._values).index(self._names[i]))
+            first = min(self._tensors, key=lambda i: self._present.index(self._names[i]))
             each = "".join(f"not p{i} & 15, " for i in self._tensors)
             every = " | ".join(f"p{i}" for i in self._tensors)
             parts += [f"v{first}.get_device()", f"({every}) & 15 and ({each})"]

@@ -103,11 +103,12 @@ class TestWithABackend:
         properties = {"multiprocessor_count": 4, "max_shared_mem": 65536}
         target = SimpleNamespace(backend="fake", arch="f1", warp_size=32)
         active = SimpleNamespace(
+            get_current_device=lambda: 0,
             get_current_target=lambda: target,
             utils=SimpleNamespace(get_device_properties=lambda index: properties),
         )
         with launching_on(FakeBackend(), active=active):
-            found = tuning_key._device(active, target, 0)
+            found = tuning_key._described(0)[1]
         assert found == tuning_key.Device("Fake 0", "f1", 4, 65536)
 
     def test_a_child_uses_the_back_end_that_its_parent_names(self) -> None:
