@@ -272,8 +272,8 @@ def _told(ask: Callable[[int], Sequence[Any]], index: int) -> tuple[Any, Device]
 
     try:
         target, name, capability, *sizes = ask(index)
-    except BackendError as error:
-        raise _no_device(error) from error
+    except BackendError:
+        return _described(index)
     return GPUTarget(target, capability, 32), Device(name, str(capability), *sizes)
 
 
@@ -297,14 +297,10 @@ def active_driver() -> Any:
     try:
         return driver.active
     except RuntimeError as error:
-        raise _no_device(error) from error
-
-
-def _no_device(error: Exception) -> NoDevice:
-    return NoDevice(
-        f"Triton finds no GPU ({error}). Set TRITON_INTERPRET=1 before the kernel is "
-        "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to tune nothing."
-    )
+        raise NoDevice(
+            f"Triton finds no GPU ({error}). Set TRITON_INTERPRET=1 before the kernel is "
+            "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to tune nothing."
+        ) from error
 
 
 def current_index() -> int:

@@ -481,6 +481,7 @@ class TestTheEnd:
         assert records.labels() == {16: "not_judged"}
 
     FORKS = """
+import warnings
 gate = rest[0]
 def wait(arguments):
     if os.getpid() != caller and not os.path.exists(gate):
@@ -493,6 +494,7 @@ kernel = tuner(None, wait, run_timeout_s=1000.0)
 run(kernel, 100)
 with open(rest[1]) as go:
     go.read()
+warnings.filterwarnings("ignore", category=DeprecationWarning)  # of a fork beside a thread
 pid = os.fork()
 open(gate, "w").close()
 if pid == 0:

@@ -237,7 +237,7 @@ def shared_folder() -> Any:
 
 
 READ_AS_NOBODY = """
-import os, sys
+import os, sys, urllib.parse
 from pathlib import Path
 from safetune.store.local.store import Store
 import safetune.store.packs.exchange, sqlite_utils
