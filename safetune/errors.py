@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import traceback
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 from safetune.outcome import TRANSIENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
     from safetune.outcome import Outcome
@@ -181,16 +180,3 @@ def _got(frame: FrameType, argument: FrameType) -> bool:
     values = list(frame.f_locals.values())
     values += [item for value in values if isinstance(value, tuple) for item in value]
     return any(value is argument for value in values)
-
-
-@contextlib.contextmanager
-def system_errors() -> Iterator[None]:
-    """Raise `WorkerUnavailable` where the system refuses what a tuning needs: a descriptor, memory
-    for a file, /proc. Errors of connections stay: pipes to children have errors of their own.
-    """
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, (ConnectionError, TimeoutError)) or from_signal_handler(error):
-            raise
-        raise WorkerUnavailable(f"the system refuses what tuning needs: {error}") from error

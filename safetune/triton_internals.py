@@ -117,6 +117,20 @@ def use_backend_hashes(hashes: Mapping[tuple[str, Any], str]) -> None:
         )
 
 
+def has_own(cls: Any, method: str) -> bool:
+    """Whether a method of a class of Triton's is Triton's own: no tool has replaced it."""
+    function = getattr(cls, method)
+    return getattr(function, "__globals__", None) is vars(sys.modules[cls.__module__])
+
+
+def is_watched(kernel: Any) -> bool:
+    """Whether hooks of a kernel, or a tool in place of its `run`, see the arguments of launches."""
+    from triton.runtime.jit import JITFunction
+
+    replaced = "run" in vars(kernel) or not has_own(JITFunction, "run")
+    return replaced or bool(getattr(kernel, "pre_run_hooks", None))
+
+
 def code_generation_switches() -> dict[str, str]:
     """Return the settings of this process that change the code which Triton generates."""
     from triton import knobs

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from safetune.frozen import dataclass
-from safetune.triton_internals import Function
+from safetune.triton_internals import Function, has_own
 
 _UNSET = object()
 
@@ -48,25 +47,11 @@ def launcher(kernel: Any, with_scratch: Function) -> Launcher | None:
     return Launcher(run.launch, (*start, packed, *hooks, *ends), True)
 
 
-def has_own(cls: Any, method: str) -> bool:
-    """Whether a method of a class of Triton's is Triton's own: no tool has replaced it."""
-    function = getattr(cls, method)
-    return getattr(function, "__globals__", None) is vars(sys.modules[cls.__module__])
-
-
 def own_jit_run() -> Any:
     """Return Triton's own `JITFunction.run`; None where a tool has replaced it."""
     from triton.runtime.jit import JITFunction
 
     return JITFunction.run if has_own(JITFunction, "run") else None
-
-
-def is_watched(kernel: Any) -> bool:
-    """Whether hooks of a kernel, or a tool in place of its `run`, see the arguments of launches."""
-    from triton.runtime.jit import JITFunction
-
-    replaced = "run" in vars(kernel) or not has_own(JITFunction, "run")
-    return replaced or bool(getattr(kernel, "pre_run_hooks", None))
 
 
 def has_hook_chains() -> bool:

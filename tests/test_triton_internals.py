@@ -249,10 +249,10 @@ class TestInTheWay:
 
     def test_a_hook_of_the_kernel(self, jit: Any, in_the_way: Any) -> None:
         assert not triton_internals.has_launch_hooks(jit)
-        assert not triton_launch.is_watched(jit)
+        assert not triton_internals.is_watched(jit)
         jit.add_pre_run_hook(print)
         assert in_the_way()
-        assert triton_launch.is_watched(jit)
+        assert triton_internals.is_watched(jit)
         assert triton_internals.has_launch_hooks(jit)
 
     def test_a_stage_inspection_hook(
@@ -268,14 +268,14 @@ class TestInTheWay:
         assert triton_launch.own_jit_run() is JITFunction.run
         monkeypatch.setattr(JITFunction, "run", lambda *_: None)
         assert triton_launch.own_jit_run() is None
-        assert not triton_launch.has_own(JITFunction, "run")
-        assert triton_launch.is_watched(jit)
+        assert not triton_internals.has_own(JITFunction, "run")
+        assert triton_internals.is_watched(jit)
         assert in_the_way()
 
     def test_a_replaced_launcher(self, in_the_way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert triton_launch.has_own(CudaLauncher, "__call__")
+        assert triton_internals.has_own(CudaLauncher, "__call__")
         monkeypatch.setattr(CudaLauncher, "__call__", lambda *_: None)
-        assert not triton_launch.has_own(CudaLauncher, "__call__")
+        assert not triton_internals.has_own(CudaLauncher, "__call__")
         assert in_the_way()
 
     def test_another_value_of_a_switch(self, jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

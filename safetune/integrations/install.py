@@ -72,7 +72,7 @@ def install(keep: Iterable[str] = ()) -> Installation:
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
     from safetune.frontend.decorator import safetune
     from safetune.integrations import shadow_tuner
-    from safetune.keys.key_names import logged
+    from safetune.keys.lazy_key import logged
     from safetune.keys.written_key import lenient
 
     @functools.wraps(stock)

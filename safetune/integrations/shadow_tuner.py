@@ -15,7 +15,7 @@ from safetune import triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend.decorator import take_over
 from safetune.integrations.install_report import kernel_name
-from safetune.keys.key_names import logged
+from safetune.keys.lazy_key import logged
 from safetune.keys.tuning_key import triton_key
 from safetune.launch.call_shape import named_arguments
 

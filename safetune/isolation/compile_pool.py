@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetune.errors import WorkerUnavailable, system_errors
+from safetune.errors import WorkerUnavailable
 from safetune.isolation import protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
-from safetune.isolation.fork_server import plain_server
+from safetune.isolation.fork_server import plain_server, system_errors
 from safetune.isolation.protocol import Answer, Compile, Release
 from safetune.outcome import Binary, Outcome, Verdict
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from safetune import forks
-from safetune.errors import WorkerUnavailable, system_errors
+from safetune.errors import WorkerUnavailable, from_signal_handler
 from safetune.isolation import protocol
 from safetune.isolation.output import Output
 
@@ -310,3 +310,16 @@ def _file_of(data: Any) -> Iterator[IO[str]]:
         file.flush()
         os.lseek(file.fileno(), 0, os.SEEK_SET)
         yield file
+
+
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise `WorkerUnavailable` where the system refuses what a tuning needs: a descriptor, memory
+    for a file, /proc. Errors of connections stay: pipes to children have errors of their own.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, (ConnectionError, TimeoutError)) or from_signal_handler(error):
+            raise
+        raise WorkerUnavailable(f"the system refuses what tuning needs: {error}") from error

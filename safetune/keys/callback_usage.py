@@ -17,25 +17,21 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from safetune.keys.body_usage import FRAME_READERS, Usage, parameter_lines
-from safetune.keys.kernel_digest import (
-    base_function,
-    definition_line,
-    heuristics_below,
-    is_own,
-    layers,
-    option_of,
-    source_lines,
-)
+from safetune.keys.body_usage import Usage
+from safetune.keys.kernel_digest import base_function, heuristics_below, is_own, layers, option_of
+from safetune.keys.run_order import parameter_lines
 from safetune.keys.source_text import (
+    FRAME_READERS,
     MISSING,
     FunctionNode,
     Scope,
     body_of,
+    definition_line,
     dotted,
     last_name,
     nodes_of,
     parse,
+    source_lines,
     walk,
 )
 

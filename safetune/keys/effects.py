@@ -12,15 +12,18 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from safetune.keys.body_usage import FRAME_READERS, bind, can_be_followed
-from safetune.keys.kernel_digest import base_function, source_of
+from safetune.keys.body_usage import can_be_followed
+from safetune.keys.kernel_digest import base_function
+from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
+    FRAME_READERS,
     MISSING,
     Scope,
     dotted,
     is_foreign,
     last_name,
     parameters,
+    source_of,
     stores,
     tree_of,
 )

@@ -8,14 +8,11 @@ it at the first launch, when the module's later helpers exist.
 
 from __future__ import annotations
 
-import ast
 import enum
 import functools
 import inspect
 import os
-import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -27,15 +24,13 @@ from safetune.keys.source_text import (
     MISSING,
     Scope,
     code_record,
-    compiles_to,
-    dotted,
-    free_names,
+    definition_line,
     is_foreign,
     is_foreign_class,
-    module_text,
     nodes_of,
-    tree_of,
+    source_of,
 )
+from safetune.keys.text_facts import facts_of, text_of
 from safetune.keys.tuning_key import KernelIdentity
 
 #: The options of `@triton.jit` that change the code which is generated.
@@ -48,8 +43,6 @@ MOST_VALUES = 50_000
 _LAYERS = frozenset(
     {"ConstexprFunction", "GluonJITFunction", "Heuristics", "InterpretedFunction", "JITFunction"}
 )
-
-_DEF = re.compile(r"^def\s+\w+\s*\(", re.MULTILINE)
 
 
 def base_function(kernel: Any) -> tuple[Any, FunctionType]:
@@ -81,33 +74,6 @@ def is_interpreted(kernel: Any) -> bool:
     return interpreter is not None and isinstance(
         base_function(kernel)[0], interpreter.InterpretedFunction
     )
-
-
-def source_of(jit: Any) -> str | None:
-    """Return the text of a jit or constexpr function from `def` on, or None where it has none."""
-    text = getattr(jit, "_src", None) or getattr(jit, "src", None)
-    if text is None:
-        text = textwrap.dedent("".join(source_lines(jit)[0]))
-    start = _DEF.search(text)
-    if start is None:
-        return None
-    return "\n".join(line.rstrip() for line in text[start.start() :].splitlines()).rstrip() + "\n"
-
-
-def source_lines(jit: Any) -> tuple[list[str], int]:
-    """Return the lines in the file, with decorators, and the first one's number; or no lines."""
-    if hasattr(jit, "raw_src"):
-        return list(jit.raw_src), jit.starting_line_number
-    try:
-        return inspect.getsourcelines(jit.fn)
-    except (OSError, TypeError):
-        return [], 0
-
-
-def definition_line(jit: Any) -> int:
-    """Return the line of the `def` itself, below the decorators; 0 where the source is missing."""
-    lines, first = source_lines(jit)
-    return next((first + i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
 
 
 def option_of(jit: Any, name: str) -> Any:
@@ -142,6 +108,25 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
 
     `around` are the hooks and settings around each launch, None for a hook that is not there.
     """
+    jit, function = base_function(kernel)
+    graph, everything = _whole(kernel, around)
+    graph.warn_if_cut(function.__name__)
+    return KernelIdentity(
+        name=function.__name__,
+        digest=encoding.digest(everything),
+        source=source_of(jit) or "",
+        file=function.__code__.co_filename,
+        line=definition_line(jit),
+    )
+
+
+def whole_digest(kernel: Any, around: Sequence[Any]) -> str | None:
+    """Return the digest of the same; None if it has too many values to count them all."""
+    graph, everything = _whole(kernel, around)
+    return None if graph.is_cut else encoding.digest(everything)
+
+
+def _whole(kernel: Any, around: Sequence[Any]) -> tuple[_Graph, list[Any]]:
     from triton.runtime.autotuner import Autotuner  # `install` comes before the import of Triton
 
     jit, function = base_function(kernel)
@@ -156,15 +141,7 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     ]
     heuristics = [[[n, graph.describe(f)] for n, f in d.items()] for d in heuristics_below(kernel)]
     surroundings = [[graph.describe(item) for item in around]] if any(around) else []
-    everything = [function.__name__, root, heuristics, others, *surroundings, graph.parts]
-    graph.warn_if_cut(function.__name__)
-    return KernelIdentity(
-        name=function.__name__,
-        digest=encoding.digest(everything),
-        source=source_of(jit) or "",
-        file=function.__code__.co_filename,
-        line=definition_line(jit),
-    )
+    return graph, [function.__name__, root, heuristics, others, *surroundings, graph.parts]
 
 
 def function_digest(function: Any) -> str:
@@ -220,9 +197,14 @@ class _Graph:
         """Describe an object by its class and by the values that it holds."""
         return {"instance": self._number(value, lambda: self._instance(value))}
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether there were too many values to count them all."""
+        return self._values > MOST_VALUES
+
     def warn_if_cut(self, kernel: str) -> None:
         """Warn if there were too many values to count them all."""
-        if self._values > MOST_VALUES:
+        if self.is_cut:
             warnings.warn(
                 f"safetune: {kernel} and its hooks refer to more than {MOST_VALUES:,} values; the "
                 "rest does not count in its identity, so a stored choice stays in use after a "
@@ -319,15 +301,14 @@ class _Graph:
         return self._numbers[id(value)]
 
     def _function(self, jit: Any, function: FunctionType) -> Any:
-        scope, text = Scope(function), _text_of(jit, function)
+        scope, text = Scope(function), text_of(jit, function)
         if text is None:
             # Only the compiled code identifies it, and that depends on the Python version.
             code = function.__code__
             text = encoding.dumps(code_record(code))
             references = {n: scope.lookup(n) for n in (*code.co_names, *code.co_freevars)}
         else:
-            tree = tree_of(text if not text.startswith("lambda") else f"({text})")
-            references = {str(dotted(node)): _resolve(node, scope) for node in free_names(tree)}
+            references = {name: _resolve(name, scope) for name in facts_of(text).names}
         references["__wrapped__"] = getattr(function, "__wrapped__", MISSING)
         return {
             "name": function.__name__,
@@ -344,8 +325,8 @@ class _Graph:
 
 def _code_options(jit: Any, function: FunctionType) -> dict[str, Any]:
     """Return the options of `@triton.jit` that change the code and are set, parameters by name."""
-    names = list(inspect.signature(function).parameters)
     options = {name: option_of(jit, name) for name in _CODE_OPTIONS if jit is not function}
+    names = list(inspect.signature(function).parameters) if any(options.values()) else []
     return {
         option: True
         if value is True or not isinstance(value, (list, tuple))
@@ -374,23 +355,15 @@ def _is_written(member: Any) -> bool:
     return inspect.isfunction(member) and bool(nodes_of(member))
 
 
-def _text_of(jit: Any, function: FunctionType) -> str | None:
-    """Return a function's text; None where it is missing, or is of other code by now."""
-    if jit is not function and not hasattr(function, "__wrapped__"):
-        return source_of(jit)
-    module, code = module_text(function), function.__code__
-    nodes = [node for node in nodes_of(function) if compiles_to(node, code)]
-    return "\n".join(module.segment(node) for node in nodes) if module and nodes else None
-
-
-def _resolve(node: ast.AST, scope: Scope) -> Any:
+def _resolve(name: str, scope: Scope) -> Any:
     """Return the value of a dotted name; for one of the toolchain, the module that it begins with.
 
     `tl.load` is another object in the interpreter, and the text has its name.
     """
-    if isinstance(node, ast.Attribute):
-        owner = _resolve(node.value, scope)
-        if owner is MISSING or (isinstance(owner, ModuleType) and is_foreign(owner)):
-            return owner
-        return getattr(owner, node.attr, MISSING)
-    return scope.value_of(dotted(node) or "")
+    first, *attributes = name.split(".")
+    value = scope.lookup(first)
+    for attribute in attributes:
+        if value is MISSING or (isinstance(value, ModuleType) and is_foreign(value)):
+            return value
+        value = getattr(value, attribute, MISSING)
+    return value

@@ -7,29 +7,29 @@ all the same, where it stands for another value; such a name is kept as far as l
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetune.errors import PhantomKey
 from safetune.frozen import dataclass
 from safetune.isolation import backend
+from safetune.keys import kernel_digest
 from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
-from safetune.keys.callback_usage import set_above, usage_in_callbacks
-from safetune.keys.kernel_digest import base_function, definition_line, inner_heuristics, option_of
-from safetune.keys.launch_usage import LaunchArguments, usage_in_grids
-from safetune.keys.launches import Launch, launches_of, may_be_launched_unseen
-from safetune.keys.written_key import Key, WrittenKey, check_kept, warn_at, written_key
+from safetune.keys.kernel_digest import base_function, inner_heuristics, layers, option_of
+from safetune.keys.source_text import definition_line, source_lines
+from safetune.keys.text_facts import noted, package_state
+from safetune.keys.written_key import WrittenKey, check_kept
 from safetune.settings import PhantomPolicy
 from safetune.triton_internals import COMPILE_OPTIONS
 
-_log = logging.getLogger("safetune")
+if TYPE_CHECKING:
+    from safetune.keys.launch_usage import LaunchArguments
+    from safetune.keys.launches import Launch
+
 
 #: Names for groups of values, as flash-attn and FBGEMM use them.
 _BUCKET = re.compile(r"bucket|^cache_key_|^autotune_|_key$", re.IGNORECASE)
@@ -112,35 +112,6 @@ class KeyReport:
         return "\n".join(lines)
 
 
-def classify(
-    kernel: Any,
-    key: Key,
-    *,
-    configs: Iterable[Any],
-    policy: PhantomPolicy = PhantomPolicy.DROP,
-    keep: Iterable[str] = (),
-    **callbacks: Any,
-) -> KeyReport:
-    """Return the class of each name in `key`, and warn about those that are dropped.
-
-    Args:
-        kernel: the jit function, or what decorates it below the tuner.
-        key: the names, or "auto" for every parameter that is read and that nothing sets; or a
-            mapping from names to functions (see `buckets`), which are never dropped.
-        configs: a parameter that they set need not be in the key.
-        keep: names that stay although nothing reads them.
-        callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
-
-    Raises:
-        InvalidSetting: as `written_key`.
-        PhantomKey: nothing reads a name, under the policy `error`.
-    """
-    written = written_key(kernel, key, keep, callbacks.get("prune_configs_by"))
-    report = classes_of(kernel, written, list(configs), policy, **callbacks)
-    announce(kernel, report, policy)
-    return report
-
-
 def classes_of(
     kernel: Any,
     key: WrittenKey,
@@ -148,12 +119,26 @@ def classes_of(
     policy: PhantomPolicy,
     **callbacks: Any,
 ) -> KeyReport:
-    """Return what `classify` does, for a key that has been checked; warn of nothing."""
+    """Return what `classify` does, for a key that has been checked; warn of nothing.
+
+    Where the body does not read all names, an earlier process may have noted their classes.
+    """
+    facts = _Kernel(kernel, configs, callbacks)
+    evidence = None if facts.body_reads_all(key.names) else facts.evidence()
+    if evidence is None:
+        return _classes_of(facts, key, policy)
+    written = [key.names, key.keep, key.kept, [*key.buckets], policy.value]
+    found = noted("key", [evidence, written], lambda: asdict(_classes_of(facts, key, policy)))
+    names = [NameReport(**{**each, "kind": NameKind(each["kind"])}) for each in found["names"]]
+    lists = {name: tuple(found[name]) for name in ("missing", "unread", "pinned")}
+    return KeyReport(**{**found, **lists, "names": tuple(names)})
+
+
+def _classes_of(facts: _Kernel, key: WrittenKey, policy: PhantomPolicy) -> KeyReport:
     with backend.no_collection():
-        facts = _Kernel(kernel, configs, callbacks)
         if key.names is None:
             names: Sequence[str] = facts.automatic_key()
-            check_kept(kernel, key.keep, names)
+            check_kept(facts.kernel, key.keep, names)
         else:  # checked where it was written
             names = key.names
         reports = facts.classify(names, [*key.keep, *key.kept], policy)
@@ -190,7 +175,7 @@ class _Kernel:
 
     def __init__(self, kernel: Any, configs: Sequence[Any], callbacks: Mapping[str, Any]) -> None:
         jit, function = base_function(kernel)
-        self._kernel = kernel
+        self.kernel = kernel
         self.name = function.__name__
         self.file = function.__code__.co_filename
         self.line = definition_line(jit) or function.__code__.co_firstlineno
@@ -201,22 +186,58 @@ class _Kernel:
         in_configs = [config.kwargs for config in configs]
         self._set_below = set(inner_heuristics(kernel)).union(*in_configs)
         self._body = usage_in_body(kernel)
-        self._callbacks = functools.partial(usage_in_callbacks, kernel, configs, **callbacks)
+        self._configs, self._callbacks = configs, callbacks
+
+    def body_reads_all(self, names: Sequence[str] | None) -> bool:
+        """Whether the body alone decides a key: it reads all names, and what it reads is set."""
+        if names is None or not all(
+            n in self.parameters and self._body.reader_of(n) for n in names
+        ):
+            return False
+        return not self._lacking(names)
+
+    def evidence(self) -> Any:
+        """Return all that the classes rest on, as plain data; None where that is not sure."""
+        jit, function = base_function(self.kernel)
+        files = package_state(function.__code__.co_filename)
+        prune = self._callbacks.get("prune_configs_by") or {}
+        hooks = [prune.get("early_config_prune"), prune.get("perf_model")]
+        hooks += [self._callbacks.get("pre_hook"), self._callbacks.get("post_hook")]
+        hooks += [option_of(jit, name) for name in ("launch_metadata", "repr")]
+        hooks += [config.pre_hook for config in self._configs]
+        digest = kernel_digest.whole_digest(self.kernel, hooks)
+        if (
+            files is None
+            or digest is None
+            or not all(map(kernel_digest.is_own, layers(self.kernel)))
+        ):
+            return None
+        annotations = [[name, str(each.annotation)] for name, each in self.parameters.items()]
+        text = source_lines(jit)[0]  # with the decorators above
+        return [digest, files, self.file, self.line, annotations, sorted(self._set_below), text]
 
     @functools.cached_property
     def _set(self) -> set[str]:
-        return self._set_below.union(set_above(self._kernel))
+        from safetune.keys.callback_usage import set_above
+
+        return self._set_below.union(set_above(self.kernel))
 
     @functools.cached_property
     def _around(self) -> Usage:
-        return self._callbacks()
+        from safetune.keys.callback_usage import usage_in_callbacks
+
+        return usage_in_callbacks(self.kernel, self._configs, **self._callbacks)
 
     @functools.cached_property
     def _launches(self) -> list[Launch]:
-        return launches_of(self._kernel)
+        from safetune.keys.launches import launches_of
+
+        return launches_of(self.kernel)
 
     @functools.cached_property
     def _grids(self) -> Usage:
+        from safetune.keys.launch_usage import usage_in_grids
+
         return usage_in_grids(self._launches, list(self.parameters))
 
     def reader_of(self, name: str) -> str:
@@ -255,6 +276,8 @@ class _Kernel:
 
     def _by_launch(self, names: Sequence[str], unread: Sequence[str]) -> Iterator[NameReport]:
         """Yield the classes of the names that nothing reads, by what launches pass for them."""
+        from safetune.keys.launch_usage import LaunchArguments
+
         arguments = LaunchArguments(self._launches, list(self.parameters))
         missing = self.missing(names)
         read = [name for name in self._unset(names) if self.reader_of(name)]
@@ -275,7 +298,9 @@ class _Kernel:
 
         `given` are the key names whose values are in the key, `missing` constexprs that it lacks.
         """
-        hidden = not arguments.shown or may_be_launched_unseen(self._kernel)
+        from safetune.keys.launches import may_be_launched_unseen
+
+        hidden = not arguments.shown or may_be_launched_unseen(self.kernel)
         if hidden and (missing or self._multiplies_matrices):
             some = ", ".join(missing[:3]) + (", and others" if missing[3:] else "")
             lacks = f"the key lacks {some}" if missing else "the kernel has tl.dot"
@@ -289,7 +314,7 @@ class _Kernel:
 
     @functools.cached_property
     def _multiplies_matrices(self) -> bool:
-        return multiplies_matrices(self._kernel)
+        return multiplies_matrices(self.kernel)
 
     def automatic_key(self) -> list[str]:
         """Return every parameter that is read and that neither config nor heuristic sets."""
@@ -303,49 +328,11 @@ class _Kernel:
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads and that neither key nor config sets."""
+        return tuple(name for name in self._lacking(names) if name not in self._set)
+
+    def _lacking(self, names: Sequence[str]) -> list[str]:
+        """Return the same, also those that a decorator above the tuner sets."""
         annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
         known = self._set_below.union(names)
         constexprs = [name for name in annotations if "constexpr" in annotations[name]]
-        read = [n for n in constexprs if n not in known and self._body.reader_of(n)]
-        return tuple(name for name in read if name not in self._set)
-
-
-def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:
-    """Warn of the names that are dropped; raise `PhantomKey` under the policy `error`."""
-    if report.unread and policy is PhantomPolicy.ERROR and not report.kept_all:
-        raise PhantomKey(_phantom_text(report))
-    if report.missing:
-        text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tune '
-        missing = ", ".join(report.missing)
-        _log.info(text + "each value on its own", report.location, report.kernel, missing)
-    if report.unread and _logged.get():
-        _log.info("%s", _phantom_text(report))
-    elif report.unread:
-        warn_at(kernel, _phantom_text(report))
-
-
-def _phantom_text(report: KeyReport) -> str:
-    phantom = report.unread
-    them = "it" if len(phantom) == 1 else "them"
-    action = (
-        f"safetune keeps {them}, because no other name would be left"
-        if report.kept_all
-        else f"safetune drops {them}; keep={list(phantom)} keeps {them}"
-    )
-    return (
-        f"{report.location}: the key of {report.kernel} has {', '.join(phantom)}, which nothing "
-        f"reads: each new value would tune and compile again. {action}."
-    )
-
-
-_logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False)
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[None]:
-    """Log instead of warning: a user who runs a library unmodified cannot change its keys."""
-    token = _logged.set(True)
-    try:
-        yield
-    finally:
-        _logged.reset(token)
+        return [n for n in constexprs if n not in known and self._body.reader_of(n)]

@@ -17,9 +17,10 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from safetune.keys.body_usage import Usage, bind
+from safetune.keys.body_usage import Usage
 from safetune.keys.callback_usage import usage_of_dict
 from safetune.keys.launches import Launch, Scopes
+from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
     KEPT_TREES,
     body_of,

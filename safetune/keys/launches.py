@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from safetune.frozen import dataclass
-from safetune.keys.body_usage import bind
 from safetune.keys.kernel_digest import base_function
+from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
     KEPT_TREES,
     children,
+    files_in,
     last_name,
     module_text,
+    package_of,
     parse,
     tree_of,
     walk,
@@ -39,9 +41,6 @@ Module = tuple[str, ...]
 #: For a module: (the file that imports from it, the name there, the name in the file). An empty
 #: name stands for the module itself.
 Imports = dict[Module, list[tuple[Path, str, str]]]
-
-#: The most folders without `__init__.py` between two that have one.
-_NAMESPACE_FOLDERS = 3
 
 #: An import statement. No whole file is parsed for it: a package may have thousands.
 _IMPORT = re.compile(
@@ -228,7 +227,7 @@ def _target_names(target: ast.AST) -> Iterator[str]:
 def importers(file: str, function: str) -> dict[Path, set[str]]:
     """Return the other files of a file's package that import a function of it, with its names."""
     path = Path(os.path.abspath(file))
-    package = _package(path.parent)
+    package = package_of(path.parent)
     if package is None:
         return {}
     imports = _imports(package)
@@ -244,33 +243,16 @@ def importers(file: str, function: str) -> dict[Path, set[str]]:
     return {importer: names for importer, names in found.items() if names and importer != path}
 
 
-@functools.cache
-def _package(folder: Path) -> Path | None:
-    """Return the outermost package around a folder."""
-    found, without = None, 0
-    while without <= _NAMESPACE_FOLDERS and folder.name.isidentifier():
-        if (folder / "__init__.py").is_file():
-            found, without = folder, 0
-        else:
-            without += 1
-        folder = folder.parent
-    return found
-
-
 @functools.lru_cache(maxsize=8)
 def _imports(package: Path) -> Imports:
     """Return what the files of a package import from each other."""
     found: Imports = defaultdict(list)
-    for folder, folders, files in os.walk(package):
-        folders[:] = sorted(name for name in folders if name.isidentifier())
-        for name in sorted(files):
-            if name.endswith(".py"):
-                file = Path(folder, name)
-                for module, imported, alias in _imported(file, package):
-                    found[module].append((file, imported, alias))
-                    submodule = (*module, imported)
-                    if imported:
-                        found[submodule].append((file, "", alias))
+    for file in files_in(package):
+        for module, imported, alias in _imported(file, package):
+            found[module].append((file, imported, alias))
+            submodule = (*module, imported)
+            if imported:
+                found[submodule].append((file, "", alias))
     return dict(found)
 
 

@@ -7,19 +7,25 @@ and hooks at each launch. A program may have changed any of them since the names
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
+from safetune.errors import PhantomKey
 from safetune.frozen import dataclass
 from safetune.keys.body_usage import calls_followed
 from safetune.keys.kernel_digest import base_function, is_own, layers
-from safetune.keys.key_names import KeyReport, announce, classes_of
-from safetune.keys.written_key import WrittenKey
+from safetune.keys.key_names import KeyReport, classes_of
+from safetune.keys.written_key import Key, WrittenKey, warn_at, written_key
 from safetune.settings import PhantomPolicy
+
+_log = logging.getLogger("safetune")
 
 #: Two threads that need the classes first would warn twice.
 _one_at_a_time = threading.RLock()
@@ -200,3 +206,73 @@ def _contents(cell: CellType) -> Any:
 
 def _get(owner: Any, attribute: str) -> Any:
     return getattr(owner, attribute, None)
+
+
+def classify(
+    kernel: Any,
+    key: Key,
+    *,
+    configs: Iterable[Any],
+    policy: PhantomPolicy = PhantomPolicy.DROP,
+    keep: Iterable[str] = (),
+    **callbacks: Any,
+) -> KeyReport:
+    """Return the class of each name in `key`, and warn about those that are dropped.
+
+    Args:
+        kernel: the jit function, or what decorates it below the tuner.
+        key: the names, or "auto" for every parameter that is read and that nothing sets; or a
+            mapping from names to functions (see `buckets`), which are never dropped.
+        configs: a parameter that they set need not be in the key.
+        keep: names that stay although nothing reads them.
+        callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
+
+    Raises:
+        InvalidSetting: as `written_key`.
+        PhantomKey: nothing reads a name, under the policy `error`.
+    """
+    written = written_key(kernel, key, keep, callbacks.get("prune_configs_by"))
+    report = classes_of(kernel, written, list(configs), policy, **callbacks)
+    announce(kernel, report, policy)
+    return report
+
+
+def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:
+    """Warn of the names that are dropped; raise `PhantomKey` under the policy `error`."""
+    if report.unread and policy is PhantomPolicy.ERROR and not report.kept_all:
+        raise PhantomKey(_phantom_text(report))
+    if report.missing:
+        text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tune '
+        missing = ", ".join(report.missing)
+        _log.info(text + "each value on its own", report.location, report.kernel, missing)
+    if report.unread and _logged.get():
+        _log.info("%s", _phantom_text(report))
+    elif report.unread:
+        warn_at(kernel, _phantom_text(report))
+
+
+def _phantom_text(report: KeyReport) -> str:
+    phantom = report.unread
+    them = "it" if len(phantom) == 1 else "them"
+    action = (
+        f"safetune keeps {them}, because no other name would be left"
+        if report.kept_all
+        else f"safetune drops {them}; keep={list(phantom)} keeps {them}"
+    )
+    return (
+        f"{report.location}: the key of {report.kernel} has {', '.join(phantom)}, which nothing "
+        f"reads: each new value would tune and compile again. {action}."
+    )
+
+
+_logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[None]:
+    """Log instead of warning: a user who runs a library unmodified cannot change its keys."""
+    token = _logged.set(True)
+    try:
+        yield
+    finally:
+        _logged.reset(token)

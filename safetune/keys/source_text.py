@@ -1,8 +1,4 @@
-"""The text of Python functions as trees, what their names stand for, and whose code that is.
-
-Everything is read from the text of the file (through `linecache`, so notebook cells work too),
-never from module objects: at decoration time the kernel's module is still being imported.
-"""
+"""The text of Python functions, the objects that its names stand for, and whose code they are."""
 
 from __future__ import annotations
 import __future__
@@ -15,14 +11,31 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from safetune.frozen import dataclass
+
+#: Builtins that see every local variable.
+FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
+
+_DEF = re.compile(r"^def\s+\w+\s*\(", re.MULTILINE)
+
+#: The most folders without `__init__.py` between two that have one.
+_NAMESPACE_FOLDERS = 3
+
+
+#: The packages of the toolchain.
+_TOOLCHAIN = frozenset({"triton", "torch", "numpy", "jax"})
+
+#: The flag of classes that are not built into the interpreter.
+_HEAP_TYPE = 1 << 9
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -32,14 +45,168 @@ _PARSE_ATTEMPTS = 10
 #: garbage collection walks through (measured with FLA's 142 kernels: 1.3 s when the process ends).
 KEPT_TREES = 8
 
-#: The packages of the toolchain.
-_TOOLCHAIN = frozenset({"triton", "torch", "numpy", "jax"})
-
-#: The flag of classes that are not built into the interpreter.
-_HEAP_TYPE = 1 << 9
+_CONTEXTS = frozenset({ast.Load, ast.Store, ast.Del})
 
 #: The value of a name that is not bound.
 MISSING: Any = object()
+
+
+class Use(NamedTuple):
+    """One use of a parameter: it is read, or passed to what `callee` names, at `slot`."""
+
+    parameter: str
+    line: int
+    callee: str = ""
+    slot: int | str = 0
+
+
+@functools.cache
+def package_of(folder: Path) -> Path | None:
+    """Return the outermost package around a folder."""
+    found, without = None, 0
+    while without <= _NAMESPACE_FOLDERS and folder.name.isidentifier():
+        if (folder / "__init__.py").is_file():
+            found, without = folder, 0
+        else:
+            without += 1
+        folder = folder.parent
+    return found
+
+
+def files_in(package: Path) -> Iterator[Path]:
+    """Yield the modules of a package, as files, in an order that is always the same."""
+    for folder, folders, files in os.walk(package):
+        folders[:] = sorted(name for name in folders if name.isidentifier())
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def code_record(code: CodeType) -> list[Any]:
+    """Return compiled code as plain data, without its place."""
+    return [
+        code.co_code.hex(),
+        [*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars],
+        [_constant(const) for const in code.co_consts],
+    ]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return code_record(value)
+    if isinstance(value, tuple):
+        return ["tuple", *map(_constant, value)]
+    if isinstance(value, frozenset):
+        return ["set", *sorted(map(repr, value))]
+    text = value.rpartition("<locals>.")[2] if isinstance(value, str) else value
+    return [type(value).__name__, repr(text)]
+
+
+def file_text(function: FunctionType) -> str:
+    """Return the text of the file that defines `function`; empty if there is none."""
+    file = function.__code__.co_filename
+    linecache.checkcache(file)  # a module that was edited and reloaded has other text
+    return "".join(linecache.getlines(file, function.__globals__))
+
+
+def source_of(jit: Any) -> str | None:
+    """Return the text of a jit or constexpr function from `def` on, or None where it has none."""
+    text = getattr(jit, "_src", None) or getattr(jit, "src", None)
+    if text is None:
+        text = textwrap.dedent("".join(source_lines(jit)[0]))
+    start = _DEF.search(text)
+    if start is None:
+        return None
+    return "\n".join(line.rstrip() for line in text[start.start() :].splitlines()).rstrip() + "\n"
+
+
+def source_lines(jit: Any) -> tuple[list[str], int]:
+    """Return the lines in the file, with decorators, and the first one's number; or no lines."""
+    if hasattr(jit, "raw_src"):
+        return list(jit.raw_src), jit.starting_line_number
+    try:
+        return inspect.getsourcelines(jit.fn)
+    except (OSError, TypeError):
+        return [], 0
+
+
+def definition_line(jit: Any) -> int:
+    """Return the line of the `def` itself, below the decorators; 0 where the source is missing."""
+    lines, first = source_lines(jit)
+    return next((first + i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+
+
+class Scope:
+    """The values of a function's free names: from its closure first, then from its globals."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._globals: Mapping[str, Any] = function.__globals__
+        self._closure: dict[str, Any] = {}
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                self._closure[name] = cell.cell_contents
+            except ValueError:  # not bound yet; a global of the same name is another variable
+                self._closure[name] = MISSING
+
+    def lookup(self, name: str) -> Any:
+        """Return the value of `name`, or `MISSING`."""
+        if name in self._closure:
+            return self._closure[name]
+        return self._globals.get(name, MISSING)
+
+    def value_of(self, name: str) -> Any:
+        """Return the value of a dotted name, or `MISSING`."""
+        first, *attributes = name.split(".")
+        value = self.lookup(first)
+        for attribute in attributes:
+            value = value if value is MISSING else getattr(value, attribute, MISSING)
+        return value
+
+
+def is_foreign(defined: ModuleType | FunctionType) -> bool:
+    """Whether a module, or what defines a function, is Python's or the toolchain's own.
+
+    The user's code is part of a kernel's identity by its text; theirs by its name, as its text
+    differs between versions. The file tells: a user's module may be named `profile.py`, too.
+    """
+    if isinstance(defined, ModuleType):
+        name, file = defined.__name__, getattr(defined, "__file__", None)
+        if getattr(defined.__spec__, "origin", None) in ("built-in", "frozen"):
+            file = file or "built-in"
+    else:
+        name, file = defined.__module__ or "", defined.__code__.co_filename
+        if file.startswith("<frozen "):
+            file = defined.__globals__.get("__file__") or "built-in"
+    return bool(file) and _is_installed(name.partition(".")[0], str(file))
+
+
+def is_foreign_class(cls: type) -> bool:
+    """Whether a class is one of Python or of the toolchain."""
+    module = sys.modules.get(cls.__module__)
+    if module is builtins:  # also the module of a class that `exec` made without `__name__`
+        return not cls.__flags__ & _HEAP_TYPE
+    return module is not None and is_foreign(module)
+
+
+def _is_installed(package: str, file: str) -> bool:
+    """Whether a file is of the standard library, or of the toolchain's package of this name."""
+    path = os.path.normpath(file)  # not by the working directory, which may be gone
+    if package in sys.stdlib_module_names:
+        installed = bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
+        return file == "built-in" or (not installed and path.startswith(_standard_library()))
+    if package not in _TOOLCHAIN:
+        return False
+    folder = next(iter(getattr(sys.modules.get(package), "__path__", ())), "")
+    # safetune itself imports triton, so that name is never taken by another package.
+    real = package == "triton" or os.path.basename(os.path.dirname(folder)).endswith("-packages")
+    return real and path.startswith(os.path.join(os.path.abspath(folder), ""))
+
+
+@functools.cache
+def _standard_library() -> tuple[str, ...]:
+    folders = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib")}
+    folders.add(sysconfig.get_path("platstdlib"))
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
 
 
 @dataclass(frozen=True)
@@ -59,10 +226,8 @@ class ModuleText:
 
 def module_text(function: FunctionType) -> ModuleText | None:
     """Return the file that defines `function`; None if no file can be found and parsed."""
-    file = function.__code__.co_filename
-    linecache.checkcache(file)  # a module that was edited and reloaded has other text
-    lines = linecache.getlines(file, function.__globals__)
-    return parse("".join(lines)) if lines else None
+    text = file_text(function)
+    return parse(text) if text else None
 
 
 @functools.lru_cache(KEPT_TREES)
@@ -145,101 +310,6 @@ def compiles_to(node: FunctionNode, code: CodeType) -> bool:
     return any(isinstance(c, CodeType) and code_record(c) == record for c in around.co_consts)
 
 
-def code_record(code: CodeType) -> list[Any]:
-    """Return compiled code as plain data, without its place."""
-    return [
-        code.co_code.hex(),
-        [*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars],
-        [_constant(const) for const in code.co_consts],
-    ]
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, CodeType):
-        return code_record(value)
-    if isinstance(value, tuple):
-        return ["tuple", *map(_constant, value)]
-    if isinstance(value, frozenset):
-        return ["set", *sorted(map(repr, value))]
-    text = value.rpartition("<locals>.")[2] if isinstance(value, str) else value
-    return [type(value).__name__, repr(text)]
-
-
-class Scope:
-    """The values of a function's free names: from its closure first, then from its globals."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self._globals: Mapping[str, Any] = function.__globals__
-        self._closure: dict[str, Any] = {}
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            try:
-                self._closure[name] = cell.cell_contents
-            except ValueError:  # not bound yet; a global of the same name is another variable
-                self._closure[name] = MISSING
-
-    def lookup(self, name: str) -> Any:
-        """Return the value of `name`, or `MISSING`."""
-        if name in self._closure:
-            return self._closure[name]
-        return self._globals.get(name, MISSING)
-
-    def value_of(self, name: str) -> Any:
-        """Return the value of a dotted name, or `MISSING`."""
-        first, *attributes = name.split(".")
-        value = self.lookup(first)
-        for attribute in attributes:
-            value = value if value is MISSING else getattr(value, attribute, MISSING)
-        return value
-
-
-def is_foreign(defined: ModuleType | FunctionType) -> bool:
-    """Whether a module, or what defines a function, is Python's or the toolchain's own.
-
-    The user's code is part of a kernel's identity by its text; theirs by its name, as its text
-    differs between versions. The file tells: a user's module may be named `profile.py`, too.
-    """
-    if isinstance(defined, ModuleType):
-        name, file = defined.__name__, getattr(defined, "__file__", None)
-        if getattr(defined.__spec__, "origin", None) in ("built-in", "frozen"):
-            file = file or "built-in"
-    else:
-        name, file = defined.__module__ or "", defined.__code__.co_filename
-        if file.startswith("<frozen "):
-            file = defined.__globals__.get("__file__") or "built-in"
-    return bool(file) and _is_installed(name.partition(".")[0], str(file))
-
-
-def is_foreign_class(cls: type) -> bool:
-    """Whether a class is one of Python or of the toolchain."""
-    module = sys.modules.get(cls.__module__)
-    if module is builtins:  # also the module of a class that `exec` made without `__name__`
-        return not cls.__flags__ & _HEAP_TYPE
-    return module is not None and is_foreign(module)
-
-
-def _is_installed(package: str, file: str) -> bool:
-    """Whether a file is of the standard library, or of the toolchain's package of this name."""
-    path = os.path.normpath(file)  # not by the working directory, which may be gone
-    if package in sys.stdlib_module_names:
-        installed = bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
-        return file == "built-in" or (not installed and path.startswith(_standard_library()))
-    if package not in _TOOLCHAIN:
-        return False
-    folder = next(iter(getattr(sys.modules.get(package), "__path__", ())), "")
-    # safetune itself imports triton, so that name is never taken by another package.
-    real = package == "triton" or os.path.basename(os.path.dirname(folder)).endswith("-packages")
-    return real and path.startswith(os.path.join(os.path.abspath(folder), ""))
-
-
-@functools.cache
-def _standard_library() -> tuple[str, ...]:
-    folders = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib")}
-    folders.add(sysconfig.get_path("platstdlib"))
-    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
-
-
 def dotted(node: ast.AST) -> str | None:
     """Return a dotted name as text, such as `a.b.c`; None for any other expression."""
     if isinstance(node, ast.Name):
@@ -258,9 +328,6 @@ def last_name(node: ast.AST) -> str:
 def body_of(node: FunctionNode) -> list[ast.AST]:
     """Return the statements of a function, or the expression of a lambda."""
     return [*node.body] if isinstance(node.body, list) else [node.body]
-
-
-_CONTEXTS = frozenset({ast.Load, ast.Store, ast.Del})
 
 
 def walk(tree: ast.AST) -> Iterator[ast.AST]:
@@ -298,94 +365,3 @@ def stores(tree: ast.AST) -> list[tuple[int, str]]:
         elif name := getattr(node, "name", None):  # a function, a class, a pattern or an exception
             found.append((node.lineno, name))  # type: ignore[attr-defined]
     return found
-
-
-class RunOrder:
-    """Visits the names of a function in the order in which they are read and bound."""
-
-    #: The nodes whose parts are not just visited one after the other.
-    SPECIAL: ClassVar[frozenset[type]] = frozenset(
-        {ast.AnnAssign, ast.Assign, ast.AugAssign, ast.DictComp, ast.FunctionDef, ast.GeneratorExp}
-        | {ast.Lambda, ast.ListComp, ast.Name, ast.SetComp}
-    )
-
-    def __init__(self) -> None:
-        self.bound: frozenset[str] = frozenset()  # the names that the text has bound so far
-
-    def read(self, name: ast.Name) -> None:
-        """Called for each name that is read."""
-        raise NotImplementedError
-
-    def visit_all(self, nodes: Iterable[ast.AST | None]) -> None:
-        """Visit nodes in this order."""
-        for node in nodes:
-            if node is not None:
-                self.visit(node)
-
-    def visit(self, node: ast.AST) -> None:
-        """Visit one node and the nodes below it."""
-        if node.__class__ not in self.SPECIAL:
-            self.visit_all(children(node))
-            return
-        match node:
-            case ast.Name(ctx=ast.Load()):
-                self.read(node)
-            case ast.Name():
-                self.bound |= {node.id}
-            case ast.Assign():
-                self.visit_all([node.value, *node.targets])
-            case ast.AugAssign():
-                if isinstance(node.target, ast.Name):
-                    self.read(node.target)
-                self.visit_all([node.value, node.target])
-            case ast.AnnAssign():
-                self.visit_all([node.value, node.target])
-            case ast.FunctionDef() | ast.Lambda():
-                self.visit_all([*node.args.defaults, *node.args.kw_defaults])
-                self.bound |= {getattr(node, "name", "")}
-                self._visit_inner(parameters(node), body_of(node))
-            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-                results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-                steps = [part for g in node.generators for part in (g.iter, g.target, *g.ifs)]
-                self._visit_inner((), [*steps, *results])
-            case _:
-                self.visit_all(children(node))
-
-    def _visit_inner(self, bound: Iterable[str], nodes: Iterable[ast.AST]) -> None:
-        outer, self.bound = self.bound, self.bound.union(bound)
-        self.visit_all(nodes)
-        self.bound = outer
-
-
-def free_names(tree: ast.AST) -> list[ast.expr]:
-    """Return the dotted names that `tree` reads and does not bind.
-
-    As in Triton's own search, a name is free until the text has bound it.
-    """
-    visitor = _FreeNames()
-    visitor.visit(tree)
-    return visitor.free
-
-
-class _FreeNames(RunOrder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.free: list[ast.expr] = []
-
-    def read(self, name: ast.Name) -> None:
-        if name.id not in self.bound:
-            self.free.append(name)
-
-    def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Attribute) and (name := dotted(node)) is not None:
-            if name.partition(".")[0] not in self.bound:
-                self.free.append(node)
-        elif isinstance(node, ast.For):
-            self.visit_all([node.iter, node.target, *node.body, *node.orelse])
-        elif isinstance(node, ast.arguments):  # a type that a parameter is compiled as
-            self.visit_all(arg.annotation for arg in ast.walk(node) if isinstance(arg, ast.arg))
-        elif isinstance(node, ast.FunctionDef):
-            self.visit(node.args)
-            super().visit(node)
-        else:
-            super().visit(node)

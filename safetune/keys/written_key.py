@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 from safetune import forks
 from safetune.errors import InvalidSetting, with_nearest
 from safetune.frozen import dataclass
-from safetune.keys.kernel_digest import base_function, definition_line
+from safetune.keys.kernel_digest import base_function
+from safetune.keys.source_text import definition_line
 from safetune.keys.tuning_key import Bucket
 from safetune.settings import Settings
 

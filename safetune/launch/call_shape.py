@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
 
-from safetune import triton_launch
+from safetune import triton_internals
 from safetune.config import check_conflicts
 from safetune.errors import TracingError
 from safetune.keys import encoding
@@ -84,7 +84,7 @@ def own_heuristics(kernel: Any) -> tuple[Any, list[Heuristics]]:
     while (
         type(kernel) is Heuristics
         and "run" not in vars(kernel)
-        and triton_launch.has_own(Heuristics, "run")
+        and triton_internals.has_own(Heuristics, "run")
     ):
         found.append(kernel)
         kernel = kernel.fn

@@ -23,11 +23,10 @@ from safetune.errors import (
     KernelNotTransferable,
     NoWorkingConfig,
     WorkerUnavailable,
-    system_errors,
 )
 from safetune.frozen import dataclass
 from safetune.inputs.call import Call, leaves
-from safetune.isolation.fork_server import close_servers
+from safetune.isolation.fork_server import close_servers, system_errors
 from safetune.launch.key_state import Reason
 from safetune.miss import candidates, reporting, retry
 from safetune.outcome import Mark, Outcome, OutputReport

@@ -18,7 +18,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from safetune import triton_internals, triton_launch
+from safetune import triton_internals
 from safetune.config import config_text
 from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import inner_heuristics
@@ -74,7 +74,7 @@ def launch(
     if config.pre_hook is not None:
         config.pre_hook({**named_arguments(tuner.arg_names, args, kwargs), **options})
     below, heuristics = own_heuristics(tuner.fn)
-    if triton_launch.is_watched(below):  # by one who is to see the caller's values
+    if triton_internals.is_watched(below):  # by one who is to see the caller's values
         pinned, passed = args, kwargs
     else:
         pinned, passed = shape.pinned(args, kwargs)

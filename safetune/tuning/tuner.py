@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 
 from safetune.config import config_digest, config_record, config_text
-from safetune.errors import NothingToMeasure, NoWorkingConfig, system_errors
+from safetune.errors import NothingToMeasure, NoWorkingConfig
 from safetune.frozen import dataclass
+from safetune.isolation.fork_server import system_errors
 from safetune.isolation.protocol import Budget
 from safetune.outcome import Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.store.local.store import Store

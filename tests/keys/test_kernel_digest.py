@@ -17,14 +17,9 @@ import pytest
 import triton
 
 from safetune.errors import InvalidSetting
-from safetune.keys.kernel_digest import (
-    _text_of,
-    base_function,
-    function_digest,
-    kernel_identity,
-    source_of,
-)
-from safetune.keys.source_text import is_foreign
+from safetune.keys.kernel_digest import base_function, function_digest, kernel_identity
+from safetune.keys.source_text import is_foreign, source_of
+from safetune.keys.text_facts import text_of
 
 _spec = importlib.util.spec_from_file_location(
     "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
@@ -622,7 +617,7 @@ def test_a_method_a_closure_and_a_nested_function_have_the_digest_of_their_text(
     MADE = [Hook.go, outer(1), lambda args: args["n"] * 2]
     """
     for function in phantom_kernels.load(tmp_path, text).MADE:
-        assert _text_of(function, function) is not None
+        assert text_of(function, function) is not None
 
 
 def test_a_file_that_was_changed_since_is_not_the_text_of_its_functions(tmp_path: Path) -> None:
@@ -630,7 +625,7 @@ def test_a_file_that_was_changed_since_is_not_the_text_of_its_functions(tmp_path
     path = Path(str(module.__file__))
     before = function_digest(module.hook)
     path.write_text(path.read_text().replace("'n'", "'m' "))
-    assert _text_of(module.hook, module.hook) is None
+    assert text_of(module.hook, module.hook) is None
     assert function_digest(module.hook) != before
 
 

@@ -16,7 +16,8 @@ import pytest
 import triton
 
 from safetune.errors import InvalidSetting, PhantomKey
-from safetune.keys.key_names import KeyReport, NameKind, classify
+from safetune.keys.key_names import KeyReport, NameKind
+from safetune.keys.lazy_key import classify
 from safetune.keys.written_key import PhantomKeyWarning, lenient
 from safetune.settings import PhantomPolicy
 

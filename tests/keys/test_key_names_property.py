@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from safetune.keys.key_names import classify
+from safetune.keys.lazy_key import classify
 from safetune.keys.written_key import PhantomKeyWarning
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -20,8 +20,9 @@ import pytest
 import triton
 
 from safetune import safetune
-from safetune.keys.key_names import KeyReport, classify
+from safetune.keys.key_names import KeyReport
 from safetune.keys.launches import importers, launches_of
+from safetune.keys.lazy_key import classify
 from safetune.settings import PhantomPolicy
 from tests.conftest import FreshProcess
 from tests.keys import phantom_kernels
@@ -548,7 +549,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[1])
 import triton
 from safetune.keys.kernel_digest import kernel_identity
-from safetune.keys.key_names import classify
+from safetune.keys.lazy_key import classify
 from safetune.keys.tuning_key import tuning_key
 name = sys.argv[2]
 for how in sys.argv[3:]:

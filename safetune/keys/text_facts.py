@@ -1,0 +1,163 @@
+"""What the text of a function says of its names, without reading it a second time.
+
+A text is read as a tree (`syntax`) where no earlier process has read the same one. What it says is
+noted beside the kernels that Triton has compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from safetune import triton_compile
+from safetune.errors import from_signal_handler
+from safetune.frozen import dataclass
+from safetune.keys import encoding
+from safetune.keys.source_text import (
+    Use,
+    code_record,
+    compiles_to,
+    dotted,
+    file_text,
+    files_in,
+    module_text,
+    nodes_of,
+    package_of,
+    source_of,
+    tree_of,
+)
+from safetune.settings import Mode, Settings
+
+#: Seconds after which another change of a file has another time, on every file system.
+_SETTLED_S = 3.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a function's text says.
+
+    Attributes:
+        names: the dotted names that it reads and does not bind, sorted.
+        uses: how it uses its parameters, in the order in which it runs; None where it is not the
+            text of a `def`.
+    """
+
+    names: tuple[str, ...]
+    uses: tuple[Use, ...] | None
+
+
+@functools.lru_cache(maxsize=4096)
+def facts_of(text: str) -> Facts:
+    """Return what the text of one function, or of a lambda, says; raises `SyntaxError`."""
+    names, uses = noted("function", text, lambda: _read(text))
+    return Facts(tuple(names), None if uses is None else tuple(Use(*use) for use in uses))
+
+
+def _read(text: str) -> list[Any]:
+    from safetune.keys import run_order
+
+    tree = tree_of(f"({text})" if text.startswith("lambda") else text)
+    names = sorted({str(dotted(node)) for node in run_order.free_names(tree)})
+    uses = run_order.uses_of(tree.body[0]) if len(tree.body) == 1 else None
+    return [names, uses]
+
+
+def text_of(jit: Any, function: FunctionType) -> str | None:
+    """Return a function's text; None where it is missing, or is of other code by now."""
+    if jit is not function and not hasattr(function, "__wrapped__"):
+        return source_of(jit)
+    code = function.__code__
+    place = [code.co_name, code.co_firstlineno, code.co_flags, *inspect.getargs(code)]
+    file = _file_digest(file_text(function))
+    text: str | None = noted(
+        "text", [file, place, code_record(code)], lambda: _found_text(function)
+    )
+    return text
+
+
+@functools.lru_cache(maxsize=64)
+def _file_digest(text: str) -> str:
+    return encoding.digest(text)
+
+
+def _found_text(function: FunctionType) -> str | None:
+    module = module_text(function)
+    nodes = nodes_of(function)
+    found = [node for node in nodes if compiles_to(node, function.__code__)]
+    return "\n".join(module.segment(node) for node in found) if module and found else None
+
+
+def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
+    """Return the plain data that `find` makes of `rests_on` alone, or made in an earlier process.
+
+    A note has a checksum, and the files of this folder are part of its name, as is the version of
+    Python and Triton. Where nothing can be written, everything is found again.
+    """
+    if (reader := _reader()) is None:
+        return find()
+    key = encoding.digest([reader, kind, rests_on])
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        checksum, _, text = (triton_compile.cached_text(key, kind) or "").partition("\n")
+        if checksum == encoding.digest(text):
+            return json.loads(text)
+    found = find()
+    if Settings.current().mode is not Mode.FROZEN:
+        text = encoding.dumps(found)
+        try:
+            triton_compile.cache_text(key, kind, f"{encoding.digest(text)}\n{text}")
+        except (OSError, RuntimeError) as error:
+            if from_signal_handler(error):
+                raise
+    return found
+
+
+@functools.cache
+def _reader() -> list[Any] | None:
+    """What a note depends on beside what it rests on: the code that makes it."""
+    import triton
+
+    files = files_state(sorted(Path(__file__).parent.glob("*.py")))
+    return None if files is None else [triton.__version__, *sys.version_info[:3], files]
+
+
+def files_state(files: Iterable[Path]) -> list[Any] | None:
+    """Return what changes with the content of any of these files; None where that is not sure.
+
+    The time of a file's last change can be set to any value, but not that of its inode. A file that
+    was changed a moment ago may change again within the resolution of its file system's clock.
+    """
+    found = []
+    for file in files:
+        try:
+            state = file.stat()
+        except OSError:
+            return None
+        if max(state.st_mtime, state.st_ctime) > time.time() - _SETTLED_S:
+            return None
+        found.append([str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino])
+    return found
+
+
+def package_state(file: str) -> list[Any] | None:
+    """Return what changes with a file, and with any file of its package; None where not sure."""
+    path = Path(os.path.abspath(file))
+    own, package = files_state([path]), package_of(path.parent)
+    if own is None or package is None:
+        return own
+    others = _state_of_all(package)
+    return None if others is None else [own, others]
+
+
+@functools.lru_cache(maxsize=8)
+def _state_of_all(package: Path) -> str | None:
+    state = files_state(files_in(package))
+    return None if state is None else encoding.digest(state)
