@@ -36,17 +36,12 @@ _TUNING = ("_bench", "prune_configs", "check_disk_cache", "do_bench")
 
 
 class Shadow:
-    """The shadow of one tuner of Triton's.
-
-    Attributes:
-        tuner: safetune's tuner; None where the kernel is left to Triton with these settings.
-        made_from: the kernel's settings at that time.
-        published: choices of the shadow tuner in the kernel's own cache, by Triton's key.
-    """
+    """The shadow of one tuner of Triton's."""
 
     def __init__(self, kernel: Any, tuner: Any) -> None:
-        self.tuner = tuner
+        self.tuner = tuner  # None where the kernel is left to Triton with these settings
         self.made_from = _settings(kernel)
+        #: Choices of the shadow tuner in the kernel's own cache, by Triton's key.
         self.published: dict[Any, Config] = {}
 
     def __reduce__(self) -> Any:

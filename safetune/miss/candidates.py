@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -88,12 +88,8 @@ def ranked(
 
     In this order: the key's choice from another list of configs, and from another toolchain; the
     choice of the nearest key, of this toolchain and then of another; the configs known to work,
-    fastest first; those without an outcome, as declared.
-
-    Args:
-        related: choices of the same kernel on the same device. Those of other toolchains count
-            only where they are among these.
-        measured_first: prefer configs known to work for this key to choices of related keys.
+    fastest first, which may be `measured_first`; those without an outcome, as declared. `related`
+    are choices of the same kernel on the same device.
     """
     times = {  # those that the choice was not made among come last
         c: (o.marked(Mark.OUTVOTED), o.timing.median_ms)
@@ -158,16 +154,12 @@ def comparable(
 
     Their calls differ from the request's in the values only.
     """
-    call = _without_values(request.key.record())
+    call = {**request.key.record(), "values": None}
     configs = {config_digest(config): config for config in request.configs}
     for source in related:
         config = configs.get(source.choice.config_digest)
-        if config is not None and _without_values(source.call) == call:
+        if config is not None and {**source.call, "values": None} == call:
             yield config, source
-
-
-def _without_values(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {part: value for part, value in call.items() if part != "values"}
 
 
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:

@@ -90,27 +90,24 @@ def late_line(kernel: str) -> Iterator[Observer]:
 
     The output of the caller's program is not changed.
     """
-    line = Line(redirect=False)
+    line, at_end = Line(redirect=False), contextlib.ExitStack()
     line.begin(f"safetune {kernel}")
-    ended = threading.Event()
 
     def show() -> None:
-        if ended.wait(DELAY_S) or not _showing.acquire(blocking=False):
-            return
-        try:
+        if _showing.acquire(blocking=False):
+            at_end.callback(_showing.release)
+            at_end.callback(line.stop)
             line.start()
-            ended.wait()
-        finally:
-            line.stop()
-            _showing.release()
 
-    thread = threading.Thread(target=show, name="safetune-progress", daemon=True)
-    thread.start()
+    timer = threading.Timer(DELAY_S, show)
+    timer.name, timer.daemon = "safetune-progress", True
+    timer.start()
     try:
         yield line.observe
     finally:
-        ended.set()
-        thread.join()
+        timer.cancel()
+        timer.join()
+        at_end.close()
 
 
 def can_move_cursor() -> bool:

@@ -36,17 +36,12 @@ logger = logging.getLogger("safetune")
 
 
 class Candidate(NamedTuple):
-    """The config that a process would launch for a key.
+    """The config that a process would launch for a key."""
 
-    Attributes:
-        strength: 2 for a choice, 1 for a choice that is not shared otherwise (timed beside the
-            program's work, or on random inputs), 0 for a fallback.
-        config: its digest.
-        choice: the stored choice; None for a fallback.
-    """
-
+    #: 2 for a choice, 1 for one that is not shared otherwise (timed beside the program's work, or
+    #: on random inputs), 0 for a fallback.
     strength: int
-    config: str
+    config: str  # its digest
     choice: ChoiceRecord | None = None
 
     def beats(self, other: Candidate) -> bool:

@@ -37,16 +37,11 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class View:
-    """An argument, or a part of one, as a strided array of bytes in a region.
+    """An argument, or a part of one, as a strided array of bytes in a region."""
 
-    Attributes:
-        name: the argument; for a part of a tuple `name[0]`.
-        offset, strides: in bytes.
-    """
-
-    name: str
+    name: str  # the argument; for a part of a tuple `name[0]`
     region: int
-    offset: int
+    offset: int  # in bytes, as the strides
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
@@ -59,17 +54,11 @@ class View:
 
 @dataclass(frozen=True)
 class Region:
-    """The copy of one storage, or of several that overlap.
+    """The copy of one storage, or of several that overlap."""
 
-    Attributes:
-        address: the made-up address of its first byte.
-        real: the address of the copy's first byte.
-        original: the address of the caller's bytes; addresses in memory may point there.
-    """
-
-    address: int
-    real: int
-    original: int
+    address: int  # the made-up one of its first byte
+    real: int  # that of the copy's first byte
+    original: int  # that of the caller's bytes; addresses in memory may point there
     nbytes: int
 
 

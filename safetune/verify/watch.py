@@ -32,10 +32,8 @@ from safetune.verify.report import Kind
 #: Clashes in a region beyond this are counted, and no longer kept to name their programs.
 _MAX_LOGGED = 1 << 22
 
-
 #: The time of an access that never happened.
 NEVER = -1
-
 
 #: For some programs, the time up to which their accesses come before.
 Clock = dict[int, int]
@@ -111,16 +109,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Stray:
-    """Accesses of one instruction by one program outside every argument's storage.
-
-    Attributes:
-        region: the region closest to the address; -1 if every region is far away.
-        offsets: bytes from the region's start; for no region, the addresses themselves.
-    """
+    """Accesses of one instruction by one program outside every argument's storage."""
 
     access: Access
-    region: int
-    offsets: np.ndarray
+    region: int  # the one closest to the address; -1 if every region is far away
+    offsets: np.ndarray  # bytes from the region's start; for no region, the addresses themselves
     itemsize: int
     time: int
 
