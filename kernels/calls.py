@@ -17,16 +17,11 @@ from safetune.frontend.bound_launch import bound_launch
 from safetune.kernels.functional import BackwardLaunches, backward_rows
 from safetune.kernels.grid_policy import GridPlan
 from safetune.kernels.launches import (
-    Launch,
     backward_outputs,
+    few_rows_outputs,
     forward_outputs,
     is_pinned,
     parameter_gradients,
-)
-from safetune.kernels.layer_norm import (
-    layer_norm_backward_kernel,
-    layer_norm_finalize_kernel,
-    layer_norm_forward_kernel,
 )
 from safetune.kernels.operands import check_options, in_shape
 from safetune.kernels.ops import norm_rows
@@ -75,9 +70,9 @@ def kind_of(*operands: Tensor | None) -> tuple[Any, ...]:
 
 
 class KnownBackward(NamedTuple):
-    """The launches of a backward pass; `sums` is None where there are no parameters."""
+    """The launches of a backward pass; `plan` and `sums` are None where one kernel does it all."""
 
-    plan: GridPlan
+    plan: GridPlan | None
     rows: Callable[..., Any]
     sums: Callable[..., Any] | None
 
@@ -121,7 +116,7 @@ class NormCall:
         self.shape, self.x_dtype, self.has_residual = x.shape, x.dtype, residual is not None
         self.rows = (rstd.shape[0], x.shape[-1] // self.num_groups)
         if not pinned and _are_launched_as_they_are(x, weight, bias, residual):
-            self._forward = bound_launch(layer_norm_forward_kernel, *launch)
+            self._forward = bound_launch(*launch)
         return y, mean, rstd, in_shape(normalized, x.shape)
 
     def backward(
@@ -159,8 +154,14 @@ class NormCall:
     def _known_backward(
         self, known: KnownBackward, dy: Tensor, x: Tensor, *others: Any
     ) -> Gradients | None:
-        weight, bias, *_ = others
+        weight, bias, mean, rstd, dres = others
         stores_dres = self.has_residual and self.x_dtype != x.dtype
+        if known.plan is None:
+            few = few_rows_outputs(x, weight, bias, stores_dres, self.x_dtype)
+            if known.rows(dy, x, weight, mean, rstd, dres, *few) is None:
+                return None
+            dx, dres_in, dw, db = few
+            return dx, dw, db, self._residual_gradient(dx, dres_in)
         options = (stores_dres, self.x_dtype, False, self.rows[1])
         made = backward_outputs(known.plan, dy, x, weight, bias, *options)
         if known.rows(dy, x, *others, *made) is None:
@@ -170,18 +171,16 @@ class NormCall:
             dw, db = parameter_gradients(weight, bias)
             if known.sums(made.weight_partials, made.bias_partials, dw, db) is None:
                 return None
-        dres_in = made.x if made.residual is None else made.residual
-        return made.x, dw, db, dres_in if self.has_residual else None
+        return made.x, dw, db, self._residual_gradient(made.x, made.residual)
+
+    def _residual_gradient(self, dx: Tensor, stored: Tensor | None) -> Tensor | None:
+        return dx if self.has_residual and stored is None else stored
 
     def _remember_backward(self, kind: Any, launches: BackwardLaunches) -> None:
-        rows = bound_launch(layer_norm_backward_kernel, *launches.rows)
-        sums = _bound_sums(launches.sums)
+        rows = bound_launch(*launches.rows)
+        sums = None if launches.sums is None else bound_launch(*launches.sums)
         if rows is not None and (sums is None) is (launches.sums is None):
             self._backward[kind] = KnownBackward(launches.plan, rows, sums)
-
-
-def _bound_sums(launch: Launch | None) -> Callable[..., Any] | None:
-    return None if launch is None else bound_launch(layer_norm_finalize_kernel, *launch)
 
 
 def _are_launched_as_they_are(x: Tensor, *others: Tensor | None) -> bool:

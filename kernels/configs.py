@@ -106,6 +106,44 @@ FINALIZE_CONFIGS = [
 ]
 
 
+def _few_backward_config(num_warps: int, elements_per_thread: int, sum_columns: int) -> Config:
+    options = {
+        "TILE_ELEMENTS": 32 * num_warps * elements_per_thread,
+        "SUM_ROWS": 512 * num_warps // sum_columns,
+        "SUM_COLUMNS": sum_columns,
+    }
+    return Config(options, num_warps=num_warps)
+
+
+# For few rows, in the order of tiles: the first that has a whole row is launched. None is tuned: a
+# launch takes microseconds with any of them, a tuning seconds. A tile of the sums has 16 elements
+# per thread.
+FEW_FORWARD_CONFIGS = [
+    *[_forward_config(num_warps, elements_per_thread=8) for num_warps in (1, 2, 4, 8, 16)],
+    _forward_config(num_warps=16),
+]
+
+FEW_BACKWARD_CONFIGS = [
+    _few_backward_config(4, elements_per_thread=8, sum_columns=16),
+    _few_backward_config(4, elements_per_thread=16, sum_columns=16),
+    _few_backward_config(8, elements_per_thread=16, sum_columns=32),
+    _few_backward_config(16, elements_per_thread=16, sum_columns=32),
+]
+
+
+@triton.constexpr_function
+def sum_programs(has_weight, has_bias, columns, sum_columns):
+    """Return how many programs of the backward kernel for few rows add up columns."""
+    return triton.cdiv(columns, sum_columns) if has_weight or has_bias else 0
+
+
+def prune_few_configs(
+    configs: Sequence[Config], named_args: dict[str, Any], *, COLUMNS: int, **kwargs: Any
+) -> list[Config]:
+    """Return the config with the smallest tile that has a whole row."""
+    return [next(config for config in configs if config.kwargs["TILE_ELEMENTS"] >= COLUMNS)]
+
+
 @triton.constexpr_function
 def tile_rows(tile_elements, columns):
     """Return how many whole rows a tile has, or 1 where it is a slice of a row."""

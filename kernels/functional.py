@@ -17,17 +17,15 @@ from safetune.kernels.grid_policy import GridPlan
 from safetune.kernels.launches import (
     BackwardOutputs,
     Launch,
+    are_few,
     backward_launch,
     backward_plan,
+    few_rows_backward_launch,
+    few_rows_forward_launch,
     finalize_launch,
     forward_launch,
     is_pinned,
     run_launch,
-)
-from safetune.kernels.layer_norm import (
-    layer_norm_backward_kernel,
-    layer_norm_finalize_kernel,
-    layer_norm_forward_kernel,
 )
 from safetune.kernels.operands import (
     check_device,
@@ -86,10 +84,12 @@ def forward_rows(
     check_device(x)
     x, weight, bias, residual = _contiguous(x, weight, bias, residual)
     options = (out_dtype, residual_dtype, is_rms_norm, num_groups, shape)
-    outputs, launch = forward_launch(x, weight, bias, float(eps), residual, *options)
+    operands = (x, weight, bias, float(eps), residual, *options)
+    few = are_few(x, num_groups)
+    outputs, launch = (few_rows_forward_launch if few else forward_launch)(*operands)
     if x.numel():
         with torch.cuda.device_of(x):
-            run_launch(layer_norm_forward_kernel, launch, is_pinned(deterministic))
+            run_launch(launch, is_pinned(deterministic))
     normalized = x if outputs.residual is None else outputs.residual
     return (outputs.y, outputs.mean, outputs.rstd, normalized), launch
 
@@ -126,9 +126,9 @@ def layer_norm_bwd(
 
 
 class BackwardLaunches(NamedTuple):
-    """What a backward pass launched; `sums` is None where there are no parameters."""
+    """What a backward pass launched; `plan` and `sums` are None where one kernel did it all."""
 
-    plan: GridPlan
+    plan: GridPlan | None
     rows: Launch
     sums: Launch | None
 
@@ -161,12 +161,19 @@ def backward_rows(
     rstd = _checked_statistics(mean, rstd, is_rms_norm)
     operands = _contiguous(dy, x, weight, bias, mean, rstd, dres)
     pinned = is_pinned(deterministic)
+    if x.numel() and not recompute_output and are_few(x, num_groups):
+        flags = (has_residual, is_rms_norm, x_dtype)
+        (dx, dres_in, dw, db), launch = few_rows_backward_launch(*(*operands, *flags))
+        with torch.cuda.device_of(x):
+            run_launch(launch, pinned)
+        dres_in = dx if has_residual and dres_in is None else dres_in
+        return (dx, dw, db, dres_in), BackwardLaunches(None, launch, None)
     plan = backward_plan(x, num_groups, pinned)
     arguments = (*operands, has_residual, is_rms_norm, x_dtype, recompute_output)
     outputs, launch = backward_launch(plan, *arguments)
     with torch.cuda.device_of(x):
         if x.numel():
-            run_launch(layer_norm_backward_kernel, launch, pinned)
+            run_launch(launch, pinned)
         (dw, db), sums = _finalize(plan, outputs, weight, bias, pinned)
     dres_in = outputs.x if has_residual and outputs.residual is None else outputs.residual
     gradients = (outputs.x, dw, db, dres_in)
@@ -199,7 +206,7 @@ def _finalize(
         return (dw, db), None
     partials = (outputs.weight_partials, outputs.bias_partials)
     gradients, launch = finalize_launch(plan, *partials, weight, bias)
-    run_launch(layer_norm_finalize_kernel, launch, pinned)
+    run_launch(launch, pinned)
     return gradients, launch
 
 

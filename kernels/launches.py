@@ -18,7 +18,13 @@ from triton import Config
 
 from safetune.frontend.autotuner import Autotuner
 from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
+from safetune.kernels.few_rows import few_rows_backward_kernel, few_rows_forward_kernel
 from safetune.kernels.grid_policy import GridPlan, plan_grid
+from safetune.kernels.layer_norm import (
+    layer_norm_backward_kernel,
+    layer_norm_finalize_kernel,
+    layer_norm_forward_kernel,
+)
 
 #: The interpreter runs programs one after another, so two are enough.
 INTERPRETER_SM_COUNT = 2
@@ -26,12 +32,17 @@ INTERPRETER_SM_COUNT = 2
 #: The multiprocessors that a pinned plan assumes on every GPU: those of an H100.
 PINNED_SM_COUNT = 132
 
+#: At most as many rows, columns and elements are few: the kernels in `few_rows` are launched. More
+#: rows fill a card, and more elements would be read twice from memory, not from the L2 cache.
+FEW_ROWS, FEW_COLUMNS, FEW_ELEMENTS = 512, 8192, 2**20
+
 _pinned_configs: dict[tuple[Any, ...], Config] = {}
 
 
 class Launch(NamedTuple):
-    """The grid and the arguments of one kernel launch."""
+    """A kernel, and the grid and the arguments of one launch of it."""
 
+    kernel: Autotuner
     grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -127,7 +138,21 @@ def forward_launch(
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (-(-rows // _tile_rows(meta["TILE_ELEMENTS"], columns)),)
 
-    return outputs, Launch(grid, (*args, rows, eps), kwargs)
+    return outputs, Launch(layer_norm_forward_kernel, grid, (*args, rows, eps), kwargs)
+
+
+def few_rows_forward_launch(*operands: Any) -> tuple[ForwardOutputs, Launch]:
+    """Return what `forward_launch` does, of `few_rows_forward_kernel`."""
+    outputs, launch = forward_launch(*operands)
+    kwargs = {name: value for name, value in launch.kwargs.items() if name != "GROUPS"}
+    return outputs, launch._replace(kernel=few_rows_forward_kernel, kwargs=kwargs)
+
+
+def are_few(x: Tensor, num_groups: int) -> bool:
+    """Return whether a launch on a matrix is so small that its latency counts, not bandwidth."""
+    rows, columns = x.shape
+    few = rows <= FEW_ROWS and columns <= FEW_COLUMNS and rows * columns <= FEW_ELEMENTS
+    return few and num_groups == 1
 
 
 def is_pinned(deterministic: bool | None) -> bool:
@@ -137,8 +162,9 @@ def is_pinned(deterministic: bool | None) -> bool:
     return deterministic
 
 
-def run_launch(kernel: Autotuner, launch: Launch, pinned: bool) -> None:
+def run_launch(launch: Launch, pinned: bool) -> None:
     """Launch on the current device."""
+    kernel = launch.kernel
     if not pinned:
         kernel[launch.grid](*launch.args, **launch.kwargs)
         return
@@ -233,7 +259,8 @@ def backward_launch(
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (programs * _slice_count(meta["TILE_ELEMENTS"], columns),)
 
-    return outputs, Launch(grid, (*args, plan.rows, plan.programs_per_group), kwargs)
+    runs = (plan.rows, plan.programs_per_group)
+    return outputs, Launch(layer_norm_backward_kernel, grid, (*args, *runs), kwargs)
 
 
 def finalize_launch(
@@ -254,7 +281,54 @@ def finalize_launch(
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (-(-columns // meta["TILE_COLUMNS"]), groups, parameters)
 
-    return (dw, db), Launch(grid, args, {"COLUMNS": columns, **flags})
+    kwargs = {"COLUMNS": columns, **flags}
+    return (dw, db), Launch(layer_norm_finalize_kernel, grid, args, kwargs)
+
+
+def few_rows_outputs(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stores_dres: bool,
+    x_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Allocate (dx, dres_in, dw, db), what the backward kernel for few rows writes."""
+    dres_in = torch.empty_like(x) if stores_dres else None
+    return torch.empty_like(x, dtype=x_dtype), dres_in, *parameter_gradients(weight, bias)
+
+
+def few_rows_backward_launch(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dres: Tensor | None,
+    has_residual: bool,
+    is_rms_norm: bool,
+    x_dtype: torch.dtype | None,
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], Launch]:
+    """Return the outputs and the launch of `few_rows_backward_kernel`; operands contiguous."""
+    rows, columns = x.shape
+    stores_dres = has_residual and x_dtype not in (None, x.dtype)
+    outputs = few_rows_outputs(x, weight, bias, stores_dres, x_dtype)
+    flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    has_sums = any(flags.values())
+    kwargs = {
+        "COLUMNS": columns,
+        "IS_RMS_NORM": is_rms_norm,
+        **flags,
+        "HAS_RESIDUAL_GRADIENT": dres is not None,
+        "STORE_RESIDUAL_GRADIENT": stores_dres,
+    }
+
+    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
+        tiles = -(-rows // _tile_rows(meta["TILE_ELEMENTS"], columns))
+        return (tiles - (-columns // meta["SUM_COLUMNS"] if has_sums else 0),)
+
+    args = (dy, x, weight, mean, rstd, dres, *outputs, rows)
+    return outputs, Launch(few_rows_backward_kernel, grid, args, kwargs)
 
 
 def parameter_gradients(

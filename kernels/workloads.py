@@ -90,11 +90,11 @@ def problems(device: torch.device, dtype: torch.dtype) -> Iterator[Problem]:
                 yield Problem(*shape, is_rms_norm, with_residual, device, dtype)
 
 
-def _workload(problem: Problem, kernel: Any, outputs: Iterable[Any], launch: Launch) -> Workload:
+def _workload(problem: Problem, outputs: Iterable[Any], launch: Launch) -> Workload:
     """Return a launch as a workload; a kernel writes every element of its outputs."""
     made = {id(output) for output in outputs if output is not None}
-    named = zip(kernel.arg_names, launch.args, strict=False)
-    return Workload(problem.name, *launch, outputs=[name for name, v in named if id(v) in made])
+    named = zip(launch.kernel.arg_names, launch.args, strict=False)
+    return Workload(problem.name, *launch[1:], outputs=[name for name, v in named if id(v) in made])
 
 
 @layer_norm_forward_kernel.workload
@@ -110,7 +110,7 @@ def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Work
             is_rms_norm=problem.is_rms_norm,
             num_groups=problem.groups,
         )
-        yield _workload(problem, layer_norm_forward_kernel, *made)
+        yield _workload(problem, *made)
 
 
 @layer_norm_backward_kernel.workload
@@ -131,7 +131,7 @@ def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
             x_dtype=None,
             recompute_output=False,
         )
-        yield _workload(problem, layer_norm_backward_kernel, *made)
+        yield _workload(problem, *made)
 
 
 @layer_norm_finalize_kernel.workload
@@ -144,4 +144,4 @@ def _finalize_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
         partials = torch.randn(plan.programs, problem.columns, device=device)
         bias_partials = torch.randn_like(partials) if bias is not None else None
         made = finalize_launch(plan, partials, bias_partials, weight, bias)
-        yield _workload(problem, layer_norm_finalize_kernel, *made)
+        yield _workload(problem, *made)

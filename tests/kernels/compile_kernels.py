@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from safetune.kernels.configs import prune_backward_configs, prune_configs
+from safetune.kernels.configs import prune_backward_configs, prune_configs, prune_few_configs
+from safetune.kernels.few_rows import few_rows_backward_kernel, few_rows_forward_kernel
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
     layer_norm_finalize_kernel,
@@ -44,6 +45,7 @@ ABSENT = {
     ),
     "finalize": (),
 }
+ABSENT |= {f"few_{name}": ABSENT[name] for name in ("forward", "backward")}
 
 #: Those of them that a launch with a residual passes, and its flags.
 RESIDUAL = {
@@ -58,6 +60,8 @@ KERNELS = {
     "forward": layer_norm_forward_kernel,
     "backward": layer_norm_backward_kernel,
     "finalize": layer_norm_finalize_kernel,
+    "few_forward": few_rows_forward_kernel,
+    "few_backward": few_rows_backward_kernel,
 }
 FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True}
 
@@ -149,7 +153,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     for columns, dtype in itertools.product(options.columns, options.dtype or ["bf16"]):
-        for name in options.kernel or KERNELS:
+        for name in options.kernel or ("forward", "backward", "finalize"):
             configs = left_by_pruning(name, columns)
             if options.first or options.pinned:
                 del configs[1:]
@@ -164,6 +168,8 @@ def main() -> None:
 def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
     """Return the configs of a kernel that may be launched on rows of this number of columns."""
     configs = KERNELS[name].configs
+    if name.startswith("few"):
+        return prune_few_configs(configs, {}, COLUMNS=columns)
     if name == "forward":
         return prune_configs(configs, {}, COLUMNS=columns)
     if name == "backward":

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from safetune.kernels import launches
+
 Tensor = torch.Tensor
 
 
@@ -18,6 +20,17 @@ Tensor = torch.Tensor
 def untuned(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     """The first config, no process and no store: `cache_dir` comes first, as it unsets this."""
     monkeypatch.setenv("SAFETUNE_MODE", "off")
+
+
+@pytest.fixture
+def most_few_rows() -> int:
+    """No rows are few, or small tests would test no other kernels; tests of those override this."""
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch, most_few_rows: int) -> None:
+    monkeypatch.setattr(launches, "FEW_ROWS", most_few_rows)
 
 
 @triton.jit

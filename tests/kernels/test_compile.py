@@ -71,6 +71,27 @@ def test_every_config_compiles(fresh_process: FreshProcess, capability: int, col
     check(compiled(fresh_process, capability, columns))
 
 
+@pytest.mark.internals
+@pytest.mark.parametrize(
+    ("capability", "columns", "which"),
+    [
+        (80, (50,), ["--first", "--dtype", "fp64"]),
+        pytest.param(90, (256, 4096, 8192), [], marks=[pytest.mark.full, pytest.mark.slow]),
+    ],
+)
+def test_the_kernels_for_few_rows_compile(
+    fresh_process: FreshProcess, capability: int, columns: tuple[int, ...], which: list[str]
+) -> None:
+    kernels = [text for name in ("few_forward", "few_backward") for text in ("--kernel", name)]
+    results = compiled(fresh_process, capability, *columns, *kernels, *which)
+    assert {result["kernel"] for result in results} == {"few_forward", "few_backward"}
+    for result in results:
+        assert result["local_bytes"] == 0, result
+        # Columns of no power of two have no addresses for vectors.
+        assert result["vector_stores"] or columns == (50,), result
+        assert result["shared_bytes"] <= min(SHARED_BYTES.values()), result
+
+
 #: Columns on both sides of each change of the first config, and the most.
 WIDTHS = (1, 4096, 4097, 5120, 8192, 9216, 16384, 16385, 2**18)
 

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from safetune.config import config_text
-from safetune.kernels import layer_norm
+from safetune.kernels import launches, layer_norm
 from safetune.kernels.configs import BACKWARD_CONFIGS, FINALIZE_CONFIGS, FORWARD_CONFIGS
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
@@ -99,6 +99,7 @@ def test_every_config(
 
 def test_no_compile_for_new_numbers_of_rows(monkeypatch: pytest.MonkeyPatch, random: Any) -> None:
     compiled: list[str] = []
+    monkeypatch.setattr(launches, "FEW_ROWS", 512)
     monkeypatch.setattr(
         triton.knobs.runtime,
         "jit_post_compile_hook",
@@ -110,6 +111,8 @@ def test_no_compile_for_new_numbers_of_rows(monkeypatch: pytest.MonkeyPatch, ran
         layer_norm(x, weight, bias).sum().backward()
         torch.cuda.synchronize()
     assert sorted(name.rpartition(".")[2] for name in compiled) == [
+        "few_rows_backward_kernel",
+        "few_rows_forward_kernel",
         "layer_norm_backward_kernel",
         "layer_norm_finalize_kernel",
         "layer_norm_forward_kernel",

@@ -113,7 +113,7 @@ def test_the_pinned_config_is_the_first_that_is_not_pruned(columns: int) -> None
             return {(1,): lambda *args, **options: chosen.append(options)}
 
     constexprs = {"COLUMNS": columns}
-    launches.run_launch(Recorder(), Launch((1,), (), constexprs), True)
+    launches.run_launch(Launch(Recorder(), (1,), (), constexprs), True)
     first = kernel.pruned_for({}, constexprs)[0]
     assert chosen == [{**constexprs, **first.all_kwargs()}]
 

@@ -81,6 +81,10 @@ def test_a_pinned_backward_of_long_rows_fits(
 class TestTableOfFla:
     """What FLA's test_layernorm.py checks, at its own sizes; the loss is a sum: dy has stride 0."""
 
+    @pytest.fixture(params=[0, 512], ids=["many", "few"])
+    def most_few_rows(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
+
     @pytest.mark.parametrize("columns", [50, 64, 128])
     @pytest.mark.parametrize("parameters", [0, 1, 2])
     def test_layer_norm(self, compare: Any, random: Any, columns: int, parameters: int) -> None:

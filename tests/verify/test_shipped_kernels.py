@@ -81,6 +81,7 @@ class Launches(list[Launch]):
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
+    monkeypatch.setattr(launches, "FEW_ROWS", 0)  # those kernels: tests/kernels/test_few_rows.py
 
     def watch(kernel: Any) -> None:
         def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
