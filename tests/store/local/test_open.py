@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -50,6 +51,23 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
     applied = connection.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall()
     connection.close()
     assert applied == [("safetune", step.__name__) for step in opening.HISTORY]
+
+
+def test_a_new_database_is_what_the_history_makes_of_an_empty_file(monkeypatch):
+    """Make `tables.sql` again from this, where the history has a new step."""
+
+    def made(created):
+        monkeypatch.setattr(opening, "_CREATED", created)
+        with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+            opening.prepare(connection)
+            tables = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+            steps = (
+                "SELECT id, migration_set, name, length(applied_at) > 20 FROM _sqlite_migrations"
+            )
+            version = connection.execute("PRAGMA user_version").fetchall()
+            return tables, connection.execute(steps).fetchall(), version
+
+    assert made(opening.VERSION) == made(0)
 
 
 def test_the_migrations_make_the_tables_that_rows_describes(store):
@@ -279,6 +297,7 @@ def test_a_process_whose_choices_are_stored_imports_no_heavy_module(store, recor
 store = Store.open(directory)
 assert store.choice("key").config_digest == "c1"
 assert store.generation("key") == 1 and store.trials("key", 1) == []
+Store.open(directory / "new").close()
 {LOADED}
 """
     assert children.run(script, store.path.parent) == "[]\n"
