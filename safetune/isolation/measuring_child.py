@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from safetune.errors import HandOverFailed, InvalidSetting, KernelNotTransferable, WorkerUnavailable
@@ -116,6 +116,28 @@ class MeasuringChild:
             return Outcome(Verdict.PROTOCOL_ERROR, message=message), None
         return outcome, report
 
+    def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
+        """Time configs one after the other; return those that succeeded before one did not.
+
+        The child has all jobs from the beginning, so that it never waits between two.
+        """
+        found: dict[int, Outcome] = {}
+        child = self.wait()
+        for config, budget in budgets.items():
+            child.send(protocol.Measure(config, budget), timeout_s=self._timeout_s)
+        for config in budgets:
+            try:
+                answer, _ = child.answer(self._timeout_s)
+            except ChildFailed:
+                self._child = None
+                self._check_interrupted()
+                break
+            if answer.outcome.timing is None or answer.torch:
+                self.replace()
+                break
+            found[config] = answer.outcome
+        return found
+
     def replace(self) -> None:
         """Use a fresh child from here on."""
         if self._coming is not None:
@@ -158,12 +180,15 @@ class MeasuringChild:
             answer, blob = child.ask(job, timeout_s=self._timeout_s)
         except ChildFailed as failure:
             self._child = None
-            if self._interrupted:
-                raise WorkerUnavailable(self._interrupted) from None
+            self._check_interrupted()
             return Answer(failure.outcome), b""
         if answer.outcome.verdict not in CLEAN:
             self.replace()
         return answer, blob
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise WorkerUnavailable(self._interrupted) from None
 
     def _prepared(self, fds: tuple[int, ...]) -> Child:
         index = self._call.index

@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -73,6 +73,8 @@ class LaunchBench:
 
     #: Whether configs may be resolved on the caller's arguments.
     _has_arguments = True
+    #: Whether something is noted of each measurement.
+    _is_watched = False
 
     def __init__(self, request: TuningRequest, phases: Phases | None = None) -> None:
         self.interpreted = request.call.interpreted
@@ -256,6 +258,19 @@ class LaunchBench:
         if self._fresh:
             self._child.replace()
         return outcome.with_marks(self._marks), report
+
+    def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
+        """Time configs one after the other. One that fails then is run again alone, and so are
+        those after it: what it did is its own.
+        """
+        found = {}
+        if not (self._fresh or self._is_watched):
+            self.wait()
+            with self.phases("finals"):
+                found = self._child.in_turn(budgets)
+        marked = {config: outcome.with_marks(self._marks) for config, outcome in found.items()}
+        missing = {config: budgets[config] for config in budgets if config not in found}
+        return marked | {c: self.measure(c, budget)[0] for c, budget in missing.items()}
 
     def replace(self) -> None:
         """Measure with a fresh child from here on."""

@@ -51,7 +51,7 @@ def finalists(
 
 def race(
     racers: Mapping[int, Timing],
-    measure: Callable[[int, Budget], Outcome],
+    measure: Callable[[Mapping[int, Budget]], Mapping[int, Outcome]],
     short: bool = False,
 ) -> tuple[dict[int, Timing], dict[int, Outcome]]:
     """Run the finalists in rounds until the winner is clear or the time is up.
@@ -70,8 +70,8 @@ def race(
     failed: dict[int, Outcome] = {}
     running = list(racers)
     for turn in range(MIN_ROUNDS if short else MAX_ROUNDS):
-        for index in in_turn(running, turn):
-            outcome = measure(index, _budget(racers[index], short))
+        budgets = {index: _budget(racers[index], short) for index in in_turn(running, turn)}
+        for index, outcome in measure(budgets).items():
             if outcome.timing is None:
                 failed[index] = outcome
                 running.remove(index)

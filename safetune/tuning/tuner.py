@@ -337,12 +337,14 @@ def _race(tuning: _Tuning, bench: LaunchBench) -> None:
     if len(finalists) < 2:
         return
 
-    def run(config: int, budget: Budget) -> Outcome:
-        tuning.announce(config, "final")
-        tuning.measured.add(config)
-        outcome, _ = bench.measure(config, budget)
-        tuning.outcomes[config] = tuning.outcomes[config].with_marks(outcome.marks)
-        return outcome
+    def run(budgets: Mapping[int, Budget]) -> Mapping[int, Outcome]:
+        for config in budgets:
+            tuning.announce(config, "final")
+        tuning.measured.update(budgets)
+        outcomes = bench.in_turn(budgets)
+        for config, outcome in outcomes.items():
+            tuning.outcomes[config] = tuning.outcomes[config].with_marks(outcome.marks)
+        return outcomes
 
     short = bench.interpreted or tuning.request.call.hooks.do_bench is not None
     finals, failed = race.race({config: timings[config] for config in finalists}, run, short)

@@ -261,6 +261,34 @@ class TestAMeasuringChild:
         assert len(pids) == 2
         assert ended(*map(int, pids))
 
+    def test_configs_in_turn_have_their_jobs_before_the_first_is_answered(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The child waits for no job between two. After one that dies it is another child."""
+        hook = writer(tmp_path / "pids")
+
+        def dies(arguments: Any) -> None:
+            hook(arguments)
+            os._exit(3)
+
+        with measuring(hook, hook, dies, hook) as child:
+            waiting: list[int] = []
+            answer = Child.answer
+
+            def noted(asked: Child, timeout_s: float) -> Any:
+                waiting.append(asked.unanswered)
+                return answer(asked, timeout_s)
+
+            child.wait()
+            monkeypatch.setattr(Child, "answer", noted)
+            first = child.in_turn({1: BUDGET, 0: BUDGET})
+            assert list(first) == [1, 0]
+            assert all(outcome.timing is not None for outcome in first.values())
+            assert waiting == [2, 1]
+            assert list(child.in_turn({0: BUDGET, 2: BUDGET, 3: BUDGET, 1: BUDGET})) == [0]
+            assert list(child.in_turn({3: BUDGET, 1: BUDGET})) == [3, 1]
+        assert len(set((tmp_path / "pids").read_text().split())) == 2
+
     def test_tells_of_the_last_words_of_its_last_config_only(self) -> None:
         def chats(arguments: Any) -> None:
             print("a fine config", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -66,6 +66,9 @@ class Bench:
             new = None if groups else Group(config, 0, (0,))
             report = OutputReport(number, new, written=(7,), stale=(0,))
         return Outcome(Verdict.OK, timing=timing), report
+
+    def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
+        return {config: self.measure(config, budget)[0] for config, budget in budgets.items()}
 
 
 def tuned(
