@@ -26,6 +26,12 @@ pytestmark = [
 ]
 
 
+NOT_TRACED_BY_2_8 = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."),
+    reason="torch 2.8 cannot trace this under a stock tuner with a prune function, either",
+)
+
+
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[None]:
     torch._dynamo.reset()
@@ -311,6 +317,7 @@ def test_a_performance_model_stays_out_of_the_trace(module: Any) -> None:
     assert compiled(tuner, 100).blocks() == [[64]]
 
 
+@NOT_TRACED_BY_2_8
 def test_heuristics_below_the_tuner_see_the_stored_choice(module: Any) -> None:
     from triton.runtime.jit import JITFunction
 
@@ -415,6 +422,7 @@ def test_tensor_descriptors_have_the_key_of_a_launch(
         assert tuner.early_config_prune(tuner.configs, named) == [tuner.configs[2]]
 
 
+@NOT_TRACED_BY_2_8
 def test_each_kind_of_tensor_descriptor_has_its_own_choice(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

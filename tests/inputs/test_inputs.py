@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from safetune import InvalidSetting, safetune
+from safetune import InvalidSetting, safetune, triton_internals
 from tests.conftest import stop_servers
 
 N = 100
@@ -203,6 +203,9 @@ def twice(value):
 
 
 class TestOtherArguments:
+    @pytest.mark.skipif(
+        triton_internals.version() < (3, 8), reason="this Triton's interpreter takes no bool"
+    )
     def test_none_scalars_strings_dtypes_and_functions(self, log: Any, records: Any) -> None:
         @triton.jit
         def kernel(
@@ -436,7 +439,7 @@ class TestAddresses:
         assert "first config" in text
         assert hex(min(row.data_ptr() for row in rows)) in text
         kernel[(3,)](dst, table, N)
-        assert len(caught) == 1
+        assert len([each for each in caught if each.category is UserWarning]) == 1
 
     def test_a_table_with_one_address_among_numbers_is_not_tuned(self) -> None:
         """One is enough."""
