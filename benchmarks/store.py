@@ -179,7 +179,8 @@ def _fill(folder: Path, count: int) -> None:
     import sqlite3
 
     from safetune.store.local import rows
-    from safetune.store.local.store import DATABASE_NAME, Store
+    from safetune.store.local.db_files import DATABASE_NAME
+    from safetune.store.local.store import Store
 
     Store.open(folder).close()
     connection = sqlite3.connect(folder / DATABASE_NAME)

@@ -45,26 +45,21 @@ def typed(error: BaseException) -> str:
 def location_of(error: BaseException) -> str:
     """Return ` (file:line)`: the innermost line of the user's code, else of a library.
 
-    Lines of the import machinery and of safetune do not count.
+    Lines of the import machinery and of safetune, but for its kernels, do not count.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and not _is_ours(frame.filename)
+        if "importlib" not in frame.filename
+        if frame.filename.startswith(_KERNELS) or not frame.filename.startswith(_PACKAGE)
     ]
-    own = [frame for frame in frames if not _is_installed(frame.filename)]
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
     for frame in (own or frames)[-1:]:
         return f" ({frame.filename}:{frame.lineno})"
     return ""
-
-
-class _Lines(logging.Handler):
-    """Prints what safetune logs."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _warn(record.getMessage())
 
 
 @contextlib.contextmanager
@@ -75,12 +70,13 @@ def warnings_as_lines() -> Iterator[None]:
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        _warn(str(message))
+        echo(f"Warning: {_one_line(str(message))}", err=True)
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    logger, lines = logging.getLogger("safetune"), _Lines(logging.WARNING)
+    logger, lines = logging.getLogger("safetune"), logging.Handler(logging.WARNING)
+    lines.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(lines)
     try:
         with warnings.catch_warnings():
@@ -90,18 +86,5 @@ def warnings_as_lines() -> Iterator[None]:
         logger.removeHandler(lines)
 
 
-def _warn(text: str) -> None:
-    echo(f"Warning: {_one_line(text)}", err=True)
-
-
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_PACKAGE) and not filename.startswith(_KERNELS)
-
-
-def _is_installed(filename: str) -> bool:
-    paths = sysconfig.get_paths()
-    return filename.startswith(tuple(paths[name] for name in ("stdlib", "purelib", "platlib")))

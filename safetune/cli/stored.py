@@ -32,8 +32,8 @@ from safetune.settings import Settings, display_url, parse_size
 from safetune.store.records import StoredChoice
 
 if TYPE_CHECKING:
+    from safetune.store.local.db_files import Location
     from safetune.store.local.store import Store
-    from safetune.store.location import Location
     from safetune.store.records import TrialRecord
     from safetune.store.shared.files import Directory
 
@@ -228,7 +228,7 @@ def _stats_words(name: str, value: Any) -> str:
 
 def located(writes: bool = False) -> Location:
     """Return where choices are kept."""
-    from safetune.store.location import locate
+    from safetune.store.local.db_files import locate
 
     return locate(Settings.current(), writes=writes)
 

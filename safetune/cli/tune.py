@@ -138,7 +138,7 @@ def _recorded(
         raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
     found = replay.sort_out(stored, named, zeros, left_out)
     left_out[:] = [left for left in left_out if store.choice(left.call.key) is None]
-    targets.check_device([call.kernel for call in found], device)
+    targets.check_device([kernel for _, kernel in found], device)
     return len(found), replay.tasks_of(found, device, left_out)
 
 

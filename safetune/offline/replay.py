@@ -37,33 +37,8 @@ class LeftOut:
             return self.call.name
 
 
-@dataclass(frozen=True)
-class Rebuildable:
-    """A recorded call whose kernel was found."""
-
-    call: RecordedCall
-    kernel: OfflineKernel
-
-    def task(self, device: str) -> Task:
-        """Make the call's tensors on a device and return the task to tune."""
-        data, tuner = self.call.arguments, self.kernel.tuner
-        made = tuner.hooks.inputs is not None
-        args, kwargs = call_description.rebuild(data, device, filled=not made)
-        recorded = data["grids"]
-        grids = [
-            (config.all_kwargs(), tuple(recorded[digest]))
-            for config, digest in zip(tuner.configs, map(config_digest, tuner.configs), strict=True)
-            if digest in recorded
-        ]
-        drawn = "" if made else ", ".join(call_description.with_tensors(data, tuner.arg_names))
-        values, _, dtypes = describe_call(data["call"]).partition(" (")
-        return Task(
-            # The tuner itself: values of heuristics above it are among the recorded arguments.
-            kernel=replace(self.kernel, outer=tuner),
-            workload=Workload(values, _grid_function(grids), args, kwargs),
-            dtype=dtypes.removesuffix(")"),
-            marks=(Mark.REGENERATED.of(drawn),) if drawn else (),
-        )
+#: A recorded call, and its kernel, which was found.
+Rebuildable = tuple[RecordedCall, OfflineKernel]
 
 
 def sort_out(
@@ -72,7 +47,7 @@ def sort_out(
     zeros: bool,
     left_out: list[LeftOut],
 ) -> list[Rebuildable]:
-    """Return the calls that can be tuned; add the others to `left_out`.
+    """Return the calls that can be tuned, with their kernels; add the others to `left_out`.
 
     Args:
         kernels: where to look for the calls' kernels; if empty, in the modules that defined them.
@@ -83,7 +58,7 @@ def sort_out(
         try:
             kernel = _kernel_of(call, kernels or _imported(call))
             _check(call, kernel, zeros)
-            found.append(Rebuildable(call, kernel))
+            found.append((call, kernel))
         except _NotHere as error:
             left_out.append(LeftOut(call, str(error)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -95,14 +70,35 @@ def tasks_of(
     found: Iterable[Rebuildable], device: str | None, left_out: list[LeftOut]
 ) -> Iterator[Task]:
     """Yield the task of each call, with the tensors of one at a time in memory."""
-    for call in found:
+    for call, kernel in found:
         try:
-            task = call.task(device or call.kernel.device)
+            task = _task(call, kernel, device or kernel.device)
         except torch.OutOfMemoryError as error:
             reason = f"there is not enough memory for its tensors: {error}"
-            left_out.append(LeftOut(call.call, reason))
+            left_out.append(LeftOut(call, reason))
             continue
         yield task
+
+
+def _task(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
+    """Make a call's tensors on a device and return the task to tune."""
+    data, tuner = call.arguments, kernel.tuner
+    made = tuner.hooks.inputs is not None
+    args, kwargs = call_description.rebuild(data, device, filled=not made)
+    grids = [
+        (config.all_kwargs(), tuple(data["grids"][digest]))
+        for config in tuner.configs
+        if (digest := config_digest(config)) in data["grids"]
+    ]
+    drawn = "" if made else ", ".join(call_description.with_tensors(data, tuner.arg_names))
+    values, _, dtypes = describe_call(data["call"]).partition(" (")
+    return Task(
+        # The tuner itself: values of heuristics above it are among the recorded arguments.
+        kernel=replace(kernel, outer=tuner),
+        workload=Workload(values, _grid_function(grids), args, kwargs),
+        dtype=dtypes.removesuffix(")"),
+        marks=(Mark.REGENERATED.of(drawn),) if drawn else (),
+    )
 
 
 class _NotHere(Exception):

@@ -24,7 +24,6 @@ from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged, Locked
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import Store
-from safetune.store.location import locate
 from safetune.store.records import precedence
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ def open_lookup(settings: Settings) -> Lookup:
     with _opening:
         if identity in _lookups:
             return _lookups[identity]
-        backend, where = None, locate(settings, writes=not frozen)
+        backend, where = None, db_files.locate(settings, writes=not frozen)
         if shared := where.shared(settings):
             from safetune.store.shared.layer import SharedLayer, open_shared
 

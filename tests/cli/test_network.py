@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from safetune.cli import main
 from safetune.settings import Settings
-from safetune.store import location, lookup
+from safetune.store import lookup
+from safetune.store.local import db_files
 from safetune.store.shared.files import Directory
 from tests.store.shared.conftest import SPACE, stored, tuned
 
@@ -26,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     cache = tmp_path / "home" / "cache"
     cache.parent.mkdir()
     monkeypatch.setattr(
-        location, "network_of", lambda path: "NFS" * path.is_relative_to(cache.parent)
+        db_files, "network_of", lambda path: "NFS" * path.is_relative_to(cache.parent)
     )
     monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(cache))
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)

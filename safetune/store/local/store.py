@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from safetune.store.shared.layer import SharedLayer
 
-DATABASE_NAME = "safetune.db"
-
 #: The origin of a choice that is not the record of a shared store: see `Store.origin`.
 IMPORTED = "import"
 AGREED = "sync()"
@@ -95,7 +93,7 @@ class Store:
     @classmethod
     def open(cls, directory: Path) -> Self:
         """Open `safetune.db` in `directory`, creating both if they are missing."""
-        store = cls(Connection(Path(directory) / DATABASE_NAME))
+        store = cls(Connection(Path(directory) / db_files.DATABASE_NAME))
         store.connection.open()
         return store
 

@@ -19,8 +19,9 @@ from safetune.errors import PackError
 from safetune.frozen import dataclass
 from safetune.outcome import Mark
 from safetune.store.local import rows
-from safetune.store.local.rows import CHOICE, Scalar
-from safetune.store.local.store import CHOICES_OF_LIST, DATABASE_NAME, IMPORTED, Store
+from safetune.store.local.db_files import DATABASE_NAME
+from safetune.store.local.rows import CHOICE
+from safetune.store.local.store import CHOICES_OF_LIST, IMPORTED, Store
 from safetune.store.packs.packs import (
     beginning,
     checked,
@@ -29,10 +30,10 @@ from safetune.store.packs.packs import (
     read_pack,
     sync_directory,
 )
-from safetune.store.records import ChoiceRecord, StoredChoice, TrialRecord, wins
+from safetune.store.records import StoredChoice, TrialRecord, wins
 
 if TYPE_CHECKING:
-    import sqlite3
+    pass
 
 _SQLITE = b"SQLite format 3\0"
 
@@ -51,10 +52,9 @@ class Imported:
 
     Attributes:
         new: the database had none of that generation or a later one.
-        known: it has the same.
-        kept: it has another of the same generation, which stays.
+        known, kept: it has the same, or another of that generation, which stays.
         older: it has one of a later generation, which stays.
-        unknown: not imported: they have fields that only a newer version knows.
+        unknown: they have fields that only a newer version knows.
     """
 
     new: int = 0
@@ -178,26 +178,19 @@ def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
     does one of a later generation. Source and file of a kernel that the database has stay too.
     """
     known = [entry for entry in entries if not entry.unknown]
-    prepared = [(rows.key_rows(entry.key), rows.choice_row(entry.choice)) for entry in known]
+    prepared = [(e.choice, rows.key_rows(e.key), rows.choice_row(e.choice)) for e in known]
     counts = Counter(unknown=len(entries) - len(known))
     with store.connection.transaction() as sqlite:
-        for key_rows, choice in prepared:
-            for table, row in key_rows:
-                table.put_if_absent(sqlite, row)
-            counts[_import_choice(sqlite, choice)] += 1
+        for choice, of_key, row in prepared:
+            for table, key_row in of_key:
+                table.put_if_absent(sqlite, key_row)
+            of_list = sqlite.execute(CHOICES_OF_LIST, (choice.key, choice.declared)).fetchall()
+            current = next(CHOICE.sound(of_list), None)
+            if current is not None and current.generation > choice.generation:
+                counts["older"] += 1
+                continue
+            stored = CHOICE.put_if_absent(sqlite, {**row, "origin": IMPORTED}) or choice
+            is_same = stored.config_digest == choice.config_digest
+            counts["new" if stored is choice else "known" if is_same else "kept"] += 1
     store.ask_again()
     return Imported(**counts)
-
-
-def _import_choice(sqlite: sqlite3.Connection, choice: dict[str, Scalar]) -> str:
-    """Write a choice if it would be used; return the field of `Imported` that counts it."""
-    of_list = sqlite.execute(CHOICES_OF_LIST, (choice["key"], choice["declared"])).fetchall()
-    current: ChoiceRecord | None = next(CHOICE.sound(of_list), None)
-    generation = choice["generation"]
-    assert isinstance(generation, int)
-    if current is not None and current.generation > generation:
-        return "older"
-    stored = CHOICE.put_if_absent(sqlite, {**choice, "origin": IMPORTED})
-    if stored is None:
-        return "new"
-    return "known" if stored.config_digest == choice["config_digest"] else "kept"

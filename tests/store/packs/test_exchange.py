@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetune.errors import PackError, StoreError
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Mark, Outcome, Timing, Verdict
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.db_files import DATABASE_NAME
+from safetune.store.local.store import Store
 from safetune.store.packs import exchange, packs
 from safetune.store.packs.packs import Packs, name_of
 from safetune.store.records import TrialRecord

@@ -12,7 +12,8 @@ from pathlib import Path
 from tally import DECLARED, NotHere, Tally, choice, fault, filled, judge, run, trial
 
 from safetune.store.local import db_files, opening, rows
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.db_files import DATABASE_NAME
+from safetune.store.local.store import Store
 
 _MOVED = "renamed and replaced by an empty database; one warning that names it"
 _MEMORY = "not changed; one warning; in memory"

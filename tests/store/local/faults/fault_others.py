@@ -13,7 +13,8 @@ import fault_system
 from tally import DECLARED, Tally, call, choice, fault, filled, heard, key, run, settings, trial
 
 from safetune.store import lookup
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.db_files import DATABASE_NAME
+from safetune.store.local.store import Store
 
 _LOGS = (("-wal",), ("-shm",), ("-wal", "-shm"))
 

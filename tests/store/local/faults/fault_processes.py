@@ -17,8 +17,9 @@ from pathlib import Path
 import sqlite_utils.migrations  # noqa: F401 - imported before the forks
 from tally import Tally, choice, fault, filled, run, trial
 
+from safetune.store.local.db_files import DATABASE_NAME
 from safetune.store.local.locks import try_lock
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.store import Store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import sqlite_utils  # noqa: F401 - imported before the forks
 from tally import NotHere, Tally, choice, fault, filled, judge, run, trial
 
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.db_files import DATABASE_NAME
+from safetune.store.local.store import Store
 
 _KILL = "signal=SIGKILL"
 _NO_SPACE, _BROKEN, _TOO_MANY, _READ_ONLY = (

@@ -16,7 +16,8 @@ from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store import lookup
 from safetune.store.local import db_files
-from safetune.store.local.store import DATABASE_NAME, Store
+from safetune.store.local.db_files import DATABASE_NAME
+from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from safetune.settings import Settings
-from safetune.store import location
-from safetune.store.location import locate
+from safetune.store.local import db_files
+from safetune.store.local.db_files import locate
 from tests.store.local.conftest import Children
 
 #: statfs(2) as of a file system of another type, below one directory.
@@ -150,8 +150,8 @@ def test_network_file_systems_are_known_by_their_number(
 ) -> None:
     """Of a directory that does not exist yet, by the one that it will be in."""
     there = {tmp_path / "home": number, tmp_path: 0xEF53}
-    assert location.network_of(tmp_path / "home" / "not" / "yet", there.get) == name
-    assert location.network_of(tmp_path, there.get) == ""
+    assert db_files.network_of(tmp_path / "home" / "not" / "yet", there.get) == name
+    assert db_files.network_of(tmp_path, there.get) == ""
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_fuse_is_a_network_unless_it_serves_this_machine(
     lines += [f"36 22 {number} / /mnt/a\\040b rw shared:2 - {mounted} host: rw"] * bool(mounted)
     mounts = tmp_path / "mountinfo"
     mounts.write_text("\n".join(lines) + "\n")
-    assert location.network_of(tmp_path, lambda _: location.FUSE, mounts) == network
+    assert db_files.network_of(tmp_path, lambda _: db_files.FUSE, mounts) == network
 
 
 class TestNodeLocalDirectory:
