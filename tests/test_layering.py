@@ -23,8 +23,11 @@ LAYERS: list[list[str]] = [
     ["triton_compile", "triton_internals", "triton_launch"],
     # What a device and a child are to every other module: both have no imports but those above.
     [
-        *("isolation.backend", "isolation.cuda", "isolation.cuda_driver"),
-        *("isolation.device_bytes", "isolation.protocol"),
+        "isolation.backend",
+        "isolation.cuda",
+        "isolation.cuda_driver",
+        "isolation.device_bytes",
+        "isolation.protocol",
     ],
     ["keys"],
     ["config", "workload"],

@@ -36,6 +36,8 @@ _NARROW_POISON = {"float8_e4m3fn": 0x3C, "float8_e4m3fnuz": 0x44, "float8_e5m2":
 _POISON |= {**_NARROW_POISON, "float8_e5m2fnuz": 0x42}
 _POISON_BYTE = 0x5A
 _PROBES = 64
+#: The bytes of a block that are kept together, on the device or beside it.
+_PIECE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Block:
             self.bytes.set_bytes(band, _GUARD_BYTE)
         self._file = file
         self._pristine: Copy | None = None
+        self._pieces: list[tuple[int, Any]] = []
         if spec.place:
             held = shared[spec.place - 1]
             self._pristine = Copy(held, Run(held.address + spec.offset, spec.size))
@@ -78,16 +81,26 @@ class Block:
 
     def restore(self) -> None:
         """Put the caller's bits back."""
-        if self._pristine is None:
+        live, size = self.live.run
+        if self._pristine is not None:
+            self.bytes.copy(live, self._pristine.run.address, size)
+        elif not self._pieces:
             self._load(self.live)
-        else:
-            self.bytes.copy(self.live.run.address, self._pristine.run.address, self.spec.size)
+        for begin, piece in self._pieces:
+            self.bytes.copy(live + begin, piece.address, piece.size)
 
     def keep_pristine(self) -> None:
-        """Keep a copy of the caller's bits: on the device, or pinned if that is full."""
+        """Keep the caller's bits: on the device as far as there is room, and pinned beyond that."""
         self.written = True
-        if self.spec.device != memory.HOST:  # else the memory file is as fast
+        if self.spec.noise is not None:
             self._pristine = self.pristine()
+        elif self._pristine is None and self.spec.device != memory.HOST:  # the file is as fast
+            for begin in range(0, self.spec.size, _PIECE):
+                size = min(_PIECE, self.spec.size - begin)
+                roomy = self.bytes.has_room(size)
+                piece = (self.bytes.allocate if roomy else self.bytes.allocate_pinned)(size)
+                self._put(piece, piece.address, self._file.address + self.spec.offset + begin, size)
+                self._pieces.append((begin, piece))
 
     def pristine(self) -> Copy:
         """Return the caller's bits, on the device if they fit."""
@@ -105,10 +118,13 @@ class Block:
 
     def put(self, target: Copy, source: int) -> None:
         """Copy this block's bytes from pageable memory of the host."""
-        if target.memory.pinned:
-            ctypes.memmove(target.run.address, source, self.spec.size)
+        self._put(target.memory, target.run.address, source, self.spec.size)
+
+    def _put(self, held: Any, target: int, source: int, size: int) -> None:
+        if held.pinned:
+            ctypes.memmove(target, source, size)
         else:
-            self.bytes.load(target.run.address, source, self.spec.size)
+            self.bytes.load(target, source, size)
 
     def _load(self, target: Copy) -> Copy:
         """Return `target`, filled with the caller's bits."""
@@ -174,12 +190,16 @@ class Arguments:
         address = start + view.byte_offset
         return View.of(address, itemsize(view.dtype), view.shape, view.stride)
 
-    def restore(self) -> None:
-        """Put every byte back to what the caller had when tuning began."""
+    def restore(self, but: Iterable[int] = ()) -> None:
+        """Put every byte back to what the caller had when tuning began, but for the tensors of these
+        numbers, which will be overwritten.
+        """
         if not self._known:
             self.find_written()
-        for block, now, pristine in zip(self.blocks, self.sums, self.pristine_sums, strict=True):
-            if now != pristine:
+        views = [self.views[index] for index in but]
+        covered = {v.block for v in views if _is_dense(v, self.blocks[v.block].spec.size)}
+        for index, block in enumerate(self.blocks):
+            if self.sums[index] != self.pristine_sums[index] and index not in covered:
                 block.restore()
         self._known = False
 

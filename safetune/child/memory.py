@@ -100,7 +100,7 @@ class TorchBytes:
         """Return new memory."""
         return TorchMemory(size, self.name)
 
-    allocate_anywhere = allocate
+    allocate_anywhere = allocate_pinned = allocate
 
     def has_room(self, size: int) -> bool:
         """Whether there is memory for this; it is not asked for."""

@@ -187,15 +187,16 @@ class OutputCheck:
         """Overwrite the outputs and launch: return the number of elements of each tensor that this
         changes, the number of those that are written and, of a new group, which of a sample are.
         """
-        self._arguments.restore()
-        written = {self._arguments.views[index].block for index in self._overwritable}
-        written.intersection_update(self._arguments.find_written())
+        arguments = self._arguments
+        written = {arguments.views[index].block for index in self._overwritable}
+        written.intersection_update(self._written)
         poisoned = [
             index
             for index in self._overwritable
-            if self._arguments.views[index].block in written or self._is_only_stored(index)
+            if arguments.views[index].block in written or self._is_only_stored(index)
         ]
-        self._arguments.poison(poisoned)
+        arguments.restore(but=poisoned)
+        arguments.poison(poisoned)
         if not poisoned:
             return (), (), ()
         self._poisoned, self._reset = poisoned, []

@@ -224,13 +224,13 @@ class Driver:
         """Free what `allocate` has returned."""
         self.call("cuMemFree_v2", address)
 
-    def allocate_host(self, size: int) -> int:
-        """Return the address of new pinned memory."""
-        return self._made("cuMemHostAlloc", ctypes.c_void_p, size, 0)
+    def pin(self, address: int, size: int) -> None:
+        """Pin memory of the host, so that the device copies it as fast as the bus is."""
+        self.call("cuMemHostRegister_v2", address, size, 0)
 
-    def free_host(self, address: int) -> None:
-        """Free what `allocate_host` has returned."""
-        self.call("cuMemFreeHost", address)
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        self.call("cuMemHostUnregister", address)
 
     def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
         """Queue a copy between memory of the device and pinned memory."""

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import mmap
 import os
 import re
 import struct
@@ -119,16 +120,22 @@ class DeviceMemory(Bytes):
     def __init__(self, driver: Driver, index: int, size: int, pinned: bool = False) -> None:
         super().__init__(0, size)
         self._driver, self._index = driver, index
-        self._free = driver.free_host if pinned else driver.free
         self.pinned = pinned
         with driver.on(index):
-            allocate = driver.allocate_host if pinned else driver.allocate
-            self.address = allocate(max(1, size))
+            if pinned:  # large pages are cleared and pinned several times as fast
+                self._pages = mmap.mmap(-1, max(1, size))
+                with contextlib.suppress(AttributeError, OSError):
+                    self._pages.madvise(mmap.MADV_HUGEPAGE)
+                address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+                driver.pin(address, len(self._pages))
+            else:
+                address = driver.allocate(max(1, size))
+        self.address = address
 
     def __del__(self) -> None:
         if self.address:
             with contextlib.suppress(Exception), self._driver.on(self._index):
-                self._free(self.address)
+                (self._driver.unpin if self.pinned else self._driver.free)(self.address)
 
 
 class SharedMemory:
@@ -220,7 +227,11 @@ class DeviceBytes:
         try:
             return self.allocate(size)
         except MemoryError:
-            return DeviceMemory(self._driver, self._index, size, pinned=True)
+            return self.allocate_pinned(size)
+
+    def allocate_pinned(self, size: int) -> DeviceMemory:
+        """Return new pinned memory of the host."""
+        return DeviceMemory(self._driver, self._index, size, pinned=True)
 
     def share(self, size: int) -> SharedMemory:
         """Return memory that another process can map.

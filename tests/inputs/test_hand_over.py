@@ -179,3 +179,22 @@ def test_a_block_of_the_child_is_restored_from_it() -> None:
     arguments.restore()
     assert arguments.find_written() == [block], "it is known as written"
     assert torch.equal(arguments.tensors[0], given[0])
+
+
+def test_what_a_short_card_cannot_keep_twice_is_partly_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("safetune.child.arguments._PIECE", 1000)
+    monkeypatch.setattr("safetune.isolation.device_bytes._MARGIN", 0)
+    given = [torch.arange(5000, dtype=torch.float32)]
+    snapshot = Snapshot(given)
+    arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
+    snapshot.close()
+    monkeypatch.setenv("LIBCUDA_MEMORY", str(used() + 5500))
+    for value in (0, 1):
+        ctypes.memset(arguments.tensors[0].data_ptr(), value, 4 * 5000)
+        assert arguments.find_written() == [0]
+        arguments.restore()
+        assert torch.equal(arguments.tensors[0], given[0])
+    kept = [piece.pinned for _, piece in arguments.blocks[0]._pieces]
+    assert kept == [False] * 5 + [True] * 15
