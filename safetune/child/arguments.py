@@ -71,40 +71,40 @@ class Block:
         for band in self.guards.values():
             self.bytes.set_bytes(band, _GUARD_BYTE)
         self._file = file
-        self._pristine: Copy | None = None
-        self._pieces: list[tuple[int, Any]] = []
+        #: The caller's bits up to `_kept`, in their order; the rest of them is in the file.
+        self._pieces: list[Copy] = []
         if spec.place:
-            held = shared[spec.place - 1]
-            self._pristine = Copy(held, Run(held.address + spec.offset, spec.size))
+            held = shared[spec.place.memory]
+            self._pieces = [Copy(held, Run(held.address + spec.place.offset, spec.head))]
+        self._kept = spec.head
         self.written = False
         self.restore()
 
     def restore(self) -> None:
         """Put the caller's bits back."""
-        live, size = self.live.run
-        if self._pristine is not None:
-            self.bytes.copy(live, self._pristine.run.address, size)
-        elif not self._pieces:
-            self._load(self.live)
-        for begin, piece in self._pieces:
-            self.bytes.copy(live + begin, piece.address, piece.size)
+        self._fill(self.live)
 
     def keep_pristine(self) -> None:
         """Keep the caller's bits: on the device as far as there is room, and pinned beyond that."""
         self.written = True
+        size = self.spec.size
+        if self.spec.device == memory.HOST or self._kept == size:
+            return  # the memory file is as fast as memory of the host
         if self.spec.noise is not None:
-            self._pristine = self.pristine()
-        elif self._pristine is None and self.spec.device != memory.HOST:  # the file is as fast
-            for begin in range(0, self.spec.size, _PIECE):
-                size = min(_PIECE, self.spec.size - begin)
-                roomy = self.bytes.has_room(size)
-                piece = (self.bytes.allocate if roomy else self.bytes.allocate_pinned)(size)
-                self._put(piece, piece.address, self._file.address + self.spec.offset + begin, size)
-                self._pieces.append((begin, piece))
+            self._pieces, self._kept = [self._fill(self.another())], size
+        while self._kept < size:
+            count = min(_PIECE, size - self._kept)
+            roomy = self.bytes.has_room(count)
+            held = (self.bytes.allocate if roomy else self.bytes.allocate_pinned)(count)
+            piece = Copy(held, Run(held.address, count))
+            self._put(piece, 0, self._kept)
+            self._pieces.append(piece)
+            self._kept += count
 
     def pristine(self) -> Copy:
         """Return the caller's bits, on the device if they fit."""
-        return self._pristine or self._load(self.another())
+        whole = len(self._pieces) == 1 and self._kept == self.spec.size
+        return self._pieces[0] if whole else self._fill(self.another())
 
     def another(self) -> Copy:
         """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
@@ -116,23 +116,30 @@ class Block:
             return None
         return Copy.like(self.spec, self.bytes.allocate)
 
-    def put(self, target: Copy, source: int) -> None:
-        """Copy this block's bytes from pageable memory of the host."""
-        self._put(target.memory, target.run.address, source, self.spec.size)
-
-    def _put(self, held: Any, target: int, source: int, size: int) -> None:
-        if held.pinned:
-            ctypes.memmove(target, source, size)
-        else:
-            self.bytes.load(target, source, size)
-
-    def _load(self, target: Copy) -> Copy:
+    def _fill(self, target: Copy) -> Copy:
         """Return `target`, filled with the caller's bits."""
+        begin = 0
+        for piece in self._pieces:
+            self.bytes.copy(target.run.address + begin, *piece.run)
+            begin += piece.run.size
         if self.spec.noise is None:
-            self.put(target, self._file.address + self.spec.offset)
-        else:
+            self._put(target, begin, begin)
+        elif not self._pieces:
             memory.draw(self.bytes, target.memory, target.run, self.spec.noise)
         return target
+
+    def _put(self, target: Copy, begin: int, place: int) -> None:
+        """Copy the bytes from `place` on into a copy, from `begin` on, out of the file."""
+        source = self._file.address + self.spec.offset + place - self.spec.head
+        self.put(target, source, begin)
+
+    def put(self, target: Copy, source: int, begin: int = 0) -> None:
+        """Fill a copy from `begin` on, from pageable memory of the host."""
+        address, size = target.run.address + begin, target.run.size - begin
+        if target.memory.pinned:
+            ctypes.memmove(address, source, size)
+        else:
+            self.bytes.load(address, source, size)
 
 
 @dataclass(frozen=True)
@@ -191,8 +198,9 @@ class Arguments:
         return View.of(address, itemsize(view.dtype), view.shape, view.stride)
 
     def restore(self, but: Iterable[int] = ()) -> None:
-        """Put every byte back to what the caller had when tuning began, but for the tensors of these
-        numbers, which will be overwritten.
+        """Put every byte back to what the caller had when tuning began.
+
+        The tensors `but` will be overwritten, and need not be put back.
         """
         if not self._known:
             self.find_written()

@@ -1,20 +1,24 @@
 """Blocks of a call, copied on their devices into memory that a child can map.
 
 It is a copy, so nothing that a config writes can reach the caller. All blocks of a device are in
-one piece of memory, which is freed when the tuning and its child have ended.
+one piece of memory, which is freed when the tuning and its child have ended. Where there is little
+room, some blocks, or the rest of one, go through a memory file instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from safetune.inputs.spans import ALIGNMENT, BlockSpec, Span, aligned
+from safetune.inputs.spans import ALIGNMENT, Place, Span, aligned
 from safetune.isolation import backend
 from safetune.isolation.device_bytes import SharedMemory
+
+#: A block that does not fit is cut at a multiple of this.
+_CUT = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class HandOver:
 
     memories: tuple[SharedMemory, ...] = ()
     devices: tuple[str, ...] = ()
-    places: tuple[tuple[int, tuple[int, int]], ...] = ()
+    places: Mapping[int, Place] = field(default_factory=dict)
 
     @property
     def layout(self) -> tuple[tuple[str, int], ...]:
@@ -35,45 +39,60 @@ class HandOver:
         for memory in self.memories:
             memory.close()
 
-    def read(self, block: BlockSpec, target: int) -> None:
-        """Copy a block to the host."""
-        index = torch.device(self.devices[block.place - 1]).index
+    def read(self, place: Place, target: int) -> None:
+        """Copy what is at a place to the host."""
+        index = torch.device(self.devices[place.memory]).index
         where = backend.required()
-        with where.relaxed_capture(), self.memories[block.place - 1].open() as address:
-            where.bytes_of(index).unload(target, address + block.offset, block.size)
+        with where.relaxed_capture(), self.memories[place.memory].open() as address:
+            where.bytes_of(index).unload(target, address + place.offset, place.size)
 
 
-def copied(merged: Sequence[Span], numbers: Iterable[int], devices: Sequence[str]) -> HandOver:
-    """Return copies of the blocks of these numbers that are on these devices.
+def copied(merged: Sequence[Span], numbers: Sequence[int], rooms: Mapping[str, int]) -> HandOver:
+    """Return copies of blocks on their devices, or of as many of their bytes as there is room for.
 
     The work that is queued on a device's current stream is waited for.
 
+    Args:
+        numbers: of the blocks to copy, the most important first.
+        rooms: the bytes to take at most, by device.
+
     Raises `BackendError` where a driver refuses, or has no memory left.
     """
-    wanted = list(numbers)
     memories: list[SharedMemory] = []
-    places: dict[int, tuple[int, int]] = {}
+    places: dict[int, Place] = {}
     with contextlib.ExitStack() as on_error:
-        for device in devices:
-            end = 0
-            here = [n for n in wanted if merged[n].device == device and merged[n].size]
-            for number in here:
-                misalignment = merged[number].start % ALIGNMENT
-                places[number] = (len(memories) + 1, end + misalignment)
-                end += aligned(misalignment + merged[number].size)
+        for device, room in rooms.items():
+            here = _places([n for n in numbers if merged[n].device == device], merged, room)
+            if not here:
+                continue
+            places.update({n: replace(place, memory=len(memories)) for n, place in here.items()})
             found, index = backend.required(), torch.device(device).index
             with found.reading(index):
-                memory = found.bytes_of(index).share(max(1, end))
+                size = max(place.offset + place.size for place in here.values())
+                memory = found.bytes_of(index).share(size)
                 on_error.callback(memory.close)
                 memories.append(memory)
-                _copy(memory, [(places[number][1], merged[number]) for number in here], index)
+                _copy(memory, [(place, merged[n].start) for n, place in here.items()], index)
         on_error.pop_all()
-    return HandOver(tuple(memories), tuple(devices), tuple(places.items()))
+    devices = {places[n].memory: merged[n].device for n in places}
+    return HandOver(tuple(memories), tuple(devices[i] for i in sorted(devices)), places)
 
 
-def _copy(memory: SharedMemory, blocks: Sequence[tuple[int, Span]], index: int) -> None:
+def _places(numbers: Sequence[int], merged: Sequence[Span], room: int) -> dict[int, Place]:
+    places, end = {}, 0
+    for number in numbers:
+        size, start = merged[number].size, end + merged[number].start % ALIGNMENT
+        if start + size > room:
+            size = max(0, room - start) // _CUT * _CUT
+        if size:
+            places[number] = Place(0, start, size)
+            end = aligned(start + size)
+    return places
+
+
+def _copy(memory: SharedMemory, blocks: Sequence[tuple[Place, int]], index: int) -> None:
     where, stream = backend.required().bytes_of(index), backend.required().launch_stream()
     with memory.open() as address:
-        for offset, span in blocks:
-            where.copy(address + offset, span.start, span.size, stream)
+        for place, source in blocks:
+            where.copy(address + place.offset, source, place.size, stream)
         where.wait(stream)

@@ -36,12 +36,15 @@ def check_host(needed: int, arguments: Mapping[str, int]) -> None:
 
 def check_device(
     index: int, size: int, arguments: Mapping[str, int], drop_idle: Callable[[int], None]
-) -> str | None:
+) -> tuple[int, str]:
     """Check that a device can hold another `size` bytes of arguments.
 
     If they would not fit a third time, idle memory is released first: the idle child of an earlier
     tuning, by `drop_idle`, then the unused blocks of torch's allocator. Where that is not enough,
-    they go through host memory; return what to tell of that, which is nothing if they are small.
+    some go through host memory.
+
+    Return the bytes that may be taken for the third copy, and what to tell of the others: nothing
+    where they are few.
 
     Raises:
         NoMemory: they do not fit now.
@@ -57,15 +60,15 @@ def check_device(
     if free < needed:
         error = too_large(f"memory on device {index}", needed, free, arguments)
         raise error if needed > device.memory(index).total else NoMemory(str(error), needed)
-    if free >= enough:
-        return None
-    if size < _SLOW:
-        return ""
-    return (
-        f"its arguments of {size / _GIB:.3g} GiB are copied through host memory, because "
-        f"{free / _GIB:.3g} GiB are free on device {index} and two copies need "
-        f"{enough / _GIB:.3g} GiB: tuning takes seconds longer. Tune before the rest of the memory "
-        "is taken (for instance before a KV cache), or offline with `safetune tune`"
+    room = free - size - FLUSH - CONTEXT
+    if size - room < _SLOW:
+        return max(0, room), ""
+    return max(0, room), (
+        f"of its arguments of {size / _GIB:.3g} GiB, {(size - max(0, room)) / _GIB:.3g} GiB are "
+        f"copied through host memory, because {free / _GIB:.3g} GiB are free on device {index} and "
+        f"{enough / _GIB:.3g} GiB are needed for two copies: tuning takes seconds longer. Tune "
+        "before the rest of the memory is taken (for instance before a KV cache), or offline with "
+        "`safetune tune`"
     )
 
 

@@ -13,8 +13,9 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -22,7 +23,16 @@ from safetune.errors import BackendError, from_signal_handler
 from safetune.inputs import hand_over, memory_budget, pointers, random_inputs, spans
 from safetune.inputs.call import Call, leaves, owners_of
 from safetune.inputs.hand_over import HandOver
-from safetune.inputs.spans import ALIGNMENT, Absent, BlockSpec, Layout, Noise, Span, TensorSpec
+from safetune.inputs.spans import (
+    ALIGNMENT,
+    Absent,
+    BlockSpec,
+    Layout,
+    Noise,
+    Place,
+    Span,
+    TensorSpec,
+)
 from safetune.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -33,6 +43,7 @@ def copy_inputs(
     tensors: Sequence[torch.Tensor],
     free_memory: Callable[[int], None],
     on_devices: bool = True,
+    outputs: Collection[str] = (),
 ) -> Snapshot:
     """Return the copies of a call's tensors that a child gets, besides the packed call.
 
@@ -40,6 +51,7 @@ def copy_inputs(
         tensors: all of the call's, in the order of the packed call; also those of hooks.
         free_memory: ends the idle child of a device, where memory is short.
         on_devices: whether the copies may take memory of the devices until the snapshot is closed.
+        outputs: arguments that are written; where there is little room, theirs are on the device.
 
     Raises:
         NotReproducible: an argument holds addresses, or the copies do not fit.
@@ -52,12 +64,11 @@ def copy_inputs(
         for name, argument in call.named().items():
             numbers = filter(pointers.is_plausible, leaves(argument))
             pointers.check(name, numbers, call.interpreted)
-    short = [] if call.interpreted else _check_devices(copied, names, free_memory)
-    roomy = () if call.interpreted else _devices_of(copied) - {device for device, _ in short}
-    devices = sorted(roomy) if on_devices else ()
-    snapshot = Snapshot(copied, names, Settings.current().copy_limit, devices)
+    found = {} if call.interpreted else _check_devices(copied, names, free_memory)
+    rooms = {device: room for device, (room, _) in found.items() if on_devices}
+    snapshot = Snapshot(copied, names, Settings.current().copy_limit, rooms, outputs)
     if on_devices:
-        snapshot.notes = tuple(note for _, note in short if note)
+        snapshot.notes = tuple(note for _, note in found.values() if note)
     if not made:
         try:
             _check_tables(snapshot, copied, names, call.interpreted)
@@ -76,7 +87,8 @@ class Snapshot:
         owners: the argument that each tensor belongs to, or nothing for a hook's. Only tensors of
             arguments are drawn at random.
         limit: the bytes to copy before float blocks are drawn at random; None copies all.
-        devices: those whose blocks are copied on them, if their driver can.
+        rooms: the bytes to take of each device for copies there, if its driver can share them.
+        outputs: the arguments whose copies are on a device first.
 
     Attributes:
         regenerated: the arguments with a tensor that is not copied but drawn.
@@ -94,7 +106,8 @@ class Snapshot:
         tensors: Sequence[torch.Tensor],
         owners: Sequence[str] = (),
         limit: int | None = None,
-        devices: Sequence[str] = (),
+        rooms: Mapping[str, int] = MappingProxyType({}),
+        outputs: Collection[str] = (),
     ) -> None:
         names = tuple(owners) or ("",) * len(tensors)
         merged = spans.merged_spans(tensors)
@@ -104,8 +117,11 @@ class Snapshot:
         for block in drawn:  # like its largest view
             views = [t for t, spec in zip(tensors, specs, strict=True) if spec.block == block]
             noises[block] = random_inputs.noise_like(max(views, key=torch.numel), seed=block)
-        self._on_device = _handed_over(merged, noises, devices)
-        blocks = tuple(_lay_out(merged, noises, dict(self._on_device.places)))
+        written = {s.block for s, owner in zip(specs, names, strict=True) if owner in outputs}
+        order = sorted(range(len(merged)), key=lambda n: (n not in written, -merged[n].size))
+        wanted = [number for number in order if number not in noises]
+        self._on_device = _handed_over(merged, wanted, rooms)
+        blocks = tuple(_lay_out(merged, noises, self._on_device.places))
         self.layout = Layout(blocks, specs, shared=self._on_device.layout)
         pairs = zip(specs, names, strict=True)
         self.regenerated = tuple(dict.fromkeys(name for spec, name in pairs if spec.block in drawn))
@@ -127,18 +143,23 @@ class Snapshot:
 
     def move_to_host(self) -> None:
         """Have the memory file hold what was on devices, for a child that could not map that."""
-        blocks, offset = list(self.layout.blocks), os.fstat(self.fd).st_size
+        blocks, end = list(self.layout.blocks), os.fstat(self.fd).st_size
         moved = {}
         for number, block in enumerate(blocks):
             if block.place:
-                moved[number], blocks[number] = block, replace(block, offset=offset, place=0)
-                offset += spans.aligned(block.size)
-        memory_budget.check_host(offset, {})
-        os.posix_fallocate(self.fd, 0, offset)
-        with mmap.mmap(self.fd, offset) as memory:
+                moved[number], blocks[number] = block, replace(block, offset=end, place=None)
+                end += spans.aligned(block.size)
+        memory_budget.check_host(end, {})
+        os.posix_fallocate(self.fd, 0, end)
+        with mmap.mmap(self.fd, end) as memory:
             for number, block in moved.items():
-                start = ctypes.c_char.from_buffer(memory, blocks[number].offset)
-                self._on_device.read(block, ctypes.addressof(start))
+                new, rest = blocks[number].offset, block.size - block.head
+                memory[new + block.head : new + block.size] = memory[
+                    block.offset : block.offset + rest
+                ]
+                start = ctypes.c_char.from_buffer(memory, new)
+                assert block.place is not None
+                self._on_device.read(block.place, ctypes.addressof(start))
                 del start  # the mapping cannot be closed under it
         self._on_device.close()
         self._on_device = HandOver()
@@ -147,10 +168,9 @@ class Snapshot:
     def _copy(
         self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: Mapping[str, int]
     ) -> int:
-        """Return a memory file with the blocks that are neither drawn nor on a device."""
+        """Return a memory file with the blocks that are not drawn, but for what is on a device."""
         blocks = self.layout.blocks
-        filed = [block for block in blocks if block.noise is None and not block.place]
-        size = max(1, sum(spans.aligned(block.size) for block in filed))
+        size = max(1, sum(map(_filed, blocks)))
         # Tensors on the CPU are on the CPU in the child, too: once more, beside the file.
         needed = size + sum(block.size for block in blocks if block.device == "cpu")
         memory_budget.check_host(needed, sizes)
@@ -168,14 +188,16 @@ class Snapshot:
             with memory:
                 for span, tensor in {spans.span_of(tensor): tensor for tensor in tensors}.items():
                     index = spans.block_of(span, merged)
-                    if not span.size or blocks[index] not in filed:
+                    block, begin = blocks[index], span.start - merged[index].start
+                    skipped = max(0, block.head - begin)
+                    if block.noise is not None or skipped >= span.size:
                         continue
-                    offset = blocks[index].offset + span.start - merged[index].start
+                    offset = block.offset + begin + skipped - block.head
                     target = torch.frombuffer(
-                        memory, dtype=torch.uint8, count=span.size, offset=offset
+                        memory, dtype=torch.uint8, count=span.size - skipped, offset=offset
                     )
                     with spans.reading(tensor.device):
-                        target.copy_(spans.storage_bytes(tensor))
+                        target.copy_(spans.storage_bytes(tensor)[skipped:])
                     del target  # the mapping cannot be closed under a tensor
             on_error.pop_all()
         return fd
@@ -204,41 +226,32 @@ def _check_tables(
             pointers.check(owner, candidates, interpreted)
 
 
-def _devices_of(tensors: Sequence[torch.Tensor]) -> set[str]:
-    return {str(tensor.device) for tensor in tensors if tensor.get_device() >= 0}
-
-
 def _check_devices(
     tensors: Sequence[torch.Tensor], owners: Sequence[str], free_memory: Callable[[int], None]
-) -> list[tuple[str, str]]:
+) -> dict[str, tuple[int, str]]:
     """Raise if a device has no memory for another copy of the call's tensors there.
 
-    Return the devices without memory for two, and what that means.
+    Return for each what `memory_budget.check_device` does.
     """
-    short = []
-    for device in sorted(_devices_of(tensors)):
+    found = {}
+    for device in sorted({str(tensor.device) for tensor in tensors if tensor.get_device() >= 0}):
         pairs = zip(tensors, owners, strict=True)
         here, names = zip(*(pair for pair in pairs if str(pair[0].device) == device), strict=True)
-        note = memory_budget.check_device(
+        found[device] = memory_budget.check_device(
             torch.device(device).index,
             sum(span.size for span in spans.merged_spans(here)),
             memory_budget.sizes(names, [tensor.untyped_storage().nbytes() for tensor in here]),
             free_memory,
         )
-        if note is not None:
-            short.append((device, note))
-    return short
+    return found
 
 
 def _handed_over(
-    merged: Sequence[Span], noises: Mapping[int, Noise], devices: Sequence[str]
+    merged: Sequence[Span], wanted: Sequence[int], rooms: Mapping[str, int]
 ) -> HandOver:
-    """Return copies on devices of the blocks that are not drawn; none where a driver refuses."""
-    if not devices:
-        return HandOver()
-    numbers = [number for number in range(len(merged)) if number not in noises]
+    """Return copies of blocks on devices; none where a driver refuses."""
     try:
-        return hand_over.copied(merged, numbers, devices)
+        return hand_over.copied(merged, wanted, rooms)
     except BackendError as error:
         logger.debug("arguments go through host memory: %s", error)
         return HandOver()
@@ -262,12 +275,17 @@ def _drawn(
 
 
 def _lay_out(
-    merged: Sequence[Span], noises: Mapping[int, Noise], places: Mapping[int, tuple[int, int]]
+    merged: Sequence[Span], noises: Mapping[int, Noise], places: Mapping[int, Place]
 ) -> Iterator[BlockSpec]:
     end = 0
     for index, span in enumerate(merged):
-        noise = noises.get(index)
-        place, offset = places.get(index, (0, end))
         misalignment = span.start % ALIGNMENT
-        yield BlockSpec(span.device, offset, span.size, misalignment, noise, place)
-        end += 0 if noise or place else spans.aligned(span.size)
+        found = noises.get(index), places.get(index)
+        block = BlockSpec(span.device, end, span.size, misalignment, *found)
+        yield block
+        end += _filed(block)
+
+
+def _filed(block: BlockSpec) -> int:
+    """Return the bytes that a block takes in the file."""
+    return 0 if block.noise else spans.aligned(block.size - block.head)

@@ -49,10 +49,19 @@ class Noise:
 
 
 @dataclass(frozen=True)
+class Place:
+    """`size` bytes at `offset` in one piece of a layout's shared memory, by its number."""
+
+    memory: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """One run of bytes: `size` bytes at `offset` in the memory file, to be placed on `device` at
     an address that is `misalignment` past a multiple of 512. With `noise` they are drawn instead.
-    With a `place` they are in the layout's shared memory of that number, counted from 1.
+    Only the rest is in the file where the first of them are at a `place` on the device.
     """
 
     device: str
@@ -60,7 +69,12 @@ class BlockSpec:
     size: int
     misalignment: int
     noise: Noise | None = None
-    place: int = 0
+    place: Place | None = None
+
+    @property
+    def head(self) -> int:
+        """The number of bytes that are on the device."""
+        return self.place.size if self.place else 0
 
 
 @dataclass(frozen=True)

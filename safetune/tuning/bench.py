@@ -107,11 +107,13 @@ class LaunchBench:
         self._kernel = b""
         if not self.interpreted:
             self._kernel = compile_spec.pack_for_compiler(base_function(call.kernel)[0])
+        effects = effects_of(call.kernel)
         inputs = copy_inputs(
             call,
             tensors.tensors,
             measuring_child.drop_idle,
             on_devices=self._has_arguments,  # a queued call holds no memory of a device
+            outputs=effects.only_stored,
         )
         opened.callback(inputs.close)
         drawn = ", ".join(inputs.regenerated)
@@ -124,7 +126,7 @@ class LaunchBench:
             layout=inputs.layout,
             index=call.index,
             grids=list(self.grids),
-            effects=effects_of(call.kernel),
+            effects=effects,
             backend="" if self.interpreted else triton_internals.target_name() or "",
         )
 

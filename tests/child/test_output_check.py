@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -32,10 +33,10 @@ class Trial:
     """A child's view of a call with `out`, `x` and `part`; its launches are plain functions."""
 
     device = "cpu"
-    shared_on: tuple[str, ...] = ()
+    rooms: ClassVar[dict[str, int]] = {}
 
     def __init__(self, *tensors: torch.Tensor, effects: Effects = PLAIN, scratch=()) -> None:
-        snapshot = Snapshot(tensors, devices=self.shared_on)
+        snapshot = Snapshot(tensors, rooms=self.rooms)
         blocks = [replace(block, device=self.device) for block in snapshot.layout.blocks]
         fds = tuple(map(os.dup, snapshot.shared_fds))
         layout = replace(snapshot.layout, blocks=tuple(blocks), fds=fds)
@@ -83,7 +84,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(DeviceBytes, "tensor", stub.tensor)
     monkeypatch.setattr(Trial, "device", "cuda:0")
     if request.param == "shared":
-        monkeypatch.setattr(Trial, "shared_on", ("cuda:0",))
+        monkeypatch.setattr(Trial, "rooms", {"cuda:0": 1 << 30})
         monkeypatch.setattr(spans, "span_of", stub.span_on_a_device)
     with launching_on(stub.Cuda(), "cuda"):
         assert isinstance(memory.bytes_on("cuda:0"), DeviceBytes)

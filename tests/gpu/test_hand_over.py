@@ -102,9 +102,9 @@ def test_all_of_it_is_freed_when_the_tuning_and_its_child_have_ended(
 
 def test_no_kernel_of_a_child_can_write_to_it() -> None:
     x = torch.arange(1, 100_000, device="cuda", dtype=torch.int32)
-    snapshot = Snapshot([x], devices=["cuda:0"])
+    snapshot = Snapshot([x], rooms={"cuda:0": 1 << 30})
     (fd,), ((_, size),) = snapshot.shared_fds, snapshot.layout.shared
-    offset = snapshot.layout.blocks[0].offset
+    offset = snapshot.layout.blocks[0].place.offset
     said = []
     for _ in range(2):
         done = subprocess.run(
@@ -132,7 +132,7 @@ def test_beside_a_capture_and_behind_what_is_queued(context_answers: Callable[[]
 
         def copy() -> None:
             with torch.cuda.stream(stream):
-                snapshots.append(Snapshot([x, x[1:]], devices=["cuda:0"]))
+                snapshots.append(Snapshot([x, x[1:]], rooms={"cuda:0": 1 << 30}))
 
         thread = threading.Thread(target=copy)
         thread.start()

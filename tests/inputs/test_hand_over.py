@@ -17,7 +17,7 @@ import torch
 
 from safetune.child import memory
 from safetune.child.arguments import Arguments
-from safetune.inputs import spans
+from safetune.inputs import hand_over, spans
 from safetune.inputs.snapshot import Snapshot
 from safetune.inputs.spans import Span
 from safetune.isolation.device_bytes import DeviceBytes
@@ -73,7 +73,7 @@ def tensors() -> list[torch.Tensor]:
 def test_all_blocks_of_a_device_are_in_one_piece_and_the_file_holds_none() -> None:
     given = tensors()
     before = used()
-    snapshot = Snapshot(given, devices=["cuda:0"])
+    snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30})
     assert [device for device, _ in snapshot.layout.shared] == ["cuda:0"]
     assert os.fstat(snapshot.fd).st_size == 1
     for tensor, copy in zip(given, rebuilt(snapshot), strict=True):
@@ -94,7 +94,7 @@ def test_each_device_has_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(found(tensor), device=device)
 
     monkeypatch.setattr(spans, "span_of", span_of)
-    snapshot = Snapshot(given, devices=["cuda:0", "cuda:1"])
+    snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30, "cuda:1": 1 << 30})
     assert [device for device, _ in snapshot.layout.shared] == ["cuda:0", "cuda:1"]
     assert all(map(torch.equal, given, rebuilt(snapshot)))
     snapshot.close()
@@ -118,7 +118,7 @@ def test_a_driver_that_refuses_gets_the_file(
 ) -> None:
     given, before = tensors(), used()
     monkeypatch.setenv(variable, value)
-    snapshot = Snapshot(given, devices=["cuda:0"])
+    snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30})
     monkeypatch.delenv(variable)
     assert snapshot.layout.shared == snapshot.shared_fds == ()
     assert used() == before
@@ -129,7 +129,7 @@ def test_a_driver_that_refuses_gets_the_file(
 
 def test_a_child_that_cannot_map_it_gets_the_file_after_all() -> None:
     given = tensors()
-    snapshot = Snapshot(given, devices=["cuda:0"])
+    snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30})
     snapshot.move_to_host()
     assert snapshot.layout.shared == snapshot.shared_fds == ()
     assert shared_files() == []
@@ -137,9 +137,42 @@ def test_a_child_that_cannot_map_it_gets_the_file_after_all() -> None:
     snapshot.close()
 
 
+@pytest.mark.parametrize("room", [100, 30_000, 1 << 20])
+def test_with_little_room_outputs_come_first_and_the_rest_is_in_the_file(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(hand_over, "_CUT", 64)
+    x, out = torch.arange(10_000.0), torch.arange(5000.0)
+    snapshot = Snapshot([x, out], ["x", "out"], rooms={"cuda:0": room}, outputs=["out"])
+    heads = [snapshot.layout.blocks[spec.block].head for spec in snapshot.layout.tensors]
+    assert sum(heads) <= room
+    if room >= 30_000:
+        assert heads[1] == 20_000
+        assert heads[0] == 40_000 if room > 60_000 else 0 < heads[0] < 10_000
+    for moved in (False, True):
+        layout = replace(snapshot.layout, fds=tuple(map(os.dup, snapshot.shared_fds)))
+        arguments = Arguments(layout, os.dup(snapshot.fd))
+        for tensor, copy in zip((x, out), arguments.tensors, strict=True):
+            assert torch.equal(tensor, copy)
+            copy.zero_()
+        for _ in range(2):
+            assert arguments.find_written() == [0, 1]
+            arguments.restore()
+            for tensor, copy in zip((x, out), arguments.tensors, strict=True):
+                assert torch.equal(tensor, copy)
+                copy.zero_()
+        for block in arguments.blocks:
+            pristine = block.pristine()
+            bits = ctypes.string_at(*pristine.run)
+            assert bits in (x.numpy().tobytes(), out.numpy().tobytes())
+        if not moved:
+            snapshot.move_to_host()
+    snapshot.close()
+
+
 def child(snapshot: Snapshot, what: int) -> subprocess.Popen[bytes]:
     (fd,), ((_, size),) = snapshot.shared_fds, snapshot.layout.shared
-    offset = snapshot.layout.blocks[0].offset
+    offset = snapshot.layout.blocks[0].place.offset
     root = str(Path(memory.__file__).parents[2])
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, *map(str, (fd, size, offset, what))],
@@ -153,7 +186,7 @@ def child(snapshot: Snapshot, what: int) -> subprocess.Popen[bytes]:
 def test_another_child_gets_the_same_bits_after_one_was_killed() -> None:
     """That one tried to write to them, which ended it."""
     given = torch.frombuffer(bytearray(b"bits of the caller"), dtype=torch.uint8)
-    snapshot = Snapshot([given], devices=["cuda:0"])
+    snapshot = Snapshot([given], rooms={"cuda:0": 1 << 30})
     with child(snapshot, 1) as writing:
         assert writing.wait(60) == -signal.SIGSEGV
     with child(snapshot, 0) as first, child(snapshot, 0) as second:
@@ -169,7 +202,7 @@ def test_another_child_gets_the_same_bits_after_one_was_killed() -> None:
 
 def test_a_block_of_the_child_is_restored_from_it() -> None:
     given = tensors()
-    snapshot = Snapshot(given, devices=["cuda:0"])
+    snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30})
     layout = replace(snapshot.layout, fds=tuple(map(os.dup, snapshot.shared_fds)))
     arguments = Arguments(layout, os.dup(snapshot.fd))
     snapshot.close()
@@ -196,5 +229,5 @@ def test_what_a_short_card_cannot_keep_twice_is_partly_pinned(
         assert arguments.find_written() == [0]
         arguments.restore()
         assert torch.equal(arguments.tensors[0], given[0])
-    kept = [piece.pinned for _, piece in arguments.blocks[0]._pieces]
+    kept = [piece.memory.pinned for piece in arguments.blocks[0]._pieces]
     assert kept == [False] * 5 + [True] * 15
