@@ -27,6 +27,7 @@ LAYERS: list[list[str]] = [
         "isolation.cuda",
         "isolation.cuda_driver",
         "isolation.device_bytes",
+        "isolation.device_memory",
         "isolation.protocol",
     ],
     ["keys"],
@@ -170,7 +171,8 @@ def test_no_other_folder_imports_child() -> None:
 
 def test_a_child_shares_only_the_protocol_and_the_back_end_with_its_parent() -> None:
     """What both need as code is in the folders below both: inputs, launch, keys."""
-    shared = {f"safetune.isolation.{name}" for name in ("protocol", "backend", "device_bytes")}
+    names = ("protocol", "backend", "device_bytes", "device_memory")
+    shared = {f"safetune.isolation.{name}" for name in names}
     closed = ("safetune.isolation", "safetune.tuning", "safetune.miss", "safetune.store")
     importing = [
         f"{module.path.relative_to(ROOT)}: imports {name}"

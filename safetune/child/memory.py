@@ -16,7 +16,8 @@ from typing import Any
 from safetune.errors import BackendError, HandOverFailed
 from safetune.inputs.spans import Noise, itemsize
 from safetune.isolation import backend
-from safetune.isolation.device_bytes import FLOATS, Bytes, Run, View
+from safetune.isolation.device_bytes import FLOATS, Run, View
+from safetune.isolation.device_memory import Bytes
 
 HOST = "cpu"
 

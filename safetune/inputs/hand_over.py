@@ -15,7 +15,7 @@ import torch
 
 from safetune.inputs.spans import ALIGNMENT, Place, Span, aligned
 from safetune.isolation import backend
-from safetune.isolation.device_bytes import SharedMemory
+from safetune.isolation.device_memory import SharedMemory
 
 #: A block that does not fit is cut at a multiple of this.
 _CUT = 1 << 21

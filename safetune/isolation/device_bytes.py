@@ -6,20 +6,18 @@ default stream of the context that is current in this thread, and a result is wa
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
-import mmap
-import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune.frozen import dataclass
 from safetune.isolation.cuda_driver import Driver, DriverError
+from safetune.isolation.device_memory import DeviceMemory, MappedMemory, SharedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -96,103 +94,6 @@ def _kernels() -> dict[str, _Kernel]:
         parts[i]: _Kernel(parts[i + 4].encode(), *map(int, parts[i + 1 : i + 4]))
         for i in range(0, len(parts), 5)
     }
-
-
-class Bytes:
-    """`size` bytes of a device, as torch takes them from other libraries."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.address, self.size = address, size
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        data = (self.address, False)
-        return {"shape": (self.size,), "typestr": "|u1", "data": data, "version": 3}
-
-
-class DeviceMemory(Bytes):
-    """Memory of one device that nothing else uses; it is freed with this object.
-
-    Args:
-        pinned: memory of the host instead, which the device copies as fast as the bus is.
-    """
-
-    def __init__(self, driver: Driver, index: int, size: int, pinned: bool = False) -> None:
-        super().__init__(0, size)
-        self._driver, self._index = driver, index
-        self.pinned = pinned
-        with driver.on(index):
-            if pinned:  # large pages are cleared and pinned several times as fast
-                self._pages = mmap.mmap(-1, max(1, size))
-                with contextlib.suppress(AttributeError, OSError):
-                    self._pages.madvise(mmap.MADV_HUGEPAGE)
-                address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-                driver.pin(address, len(self._pages))
-            else:
-                address = driver.allocate(max(1, size))
-        self.address = address
-
-    def __del__(self) -> None:
-        if self.address:
-            with contextlib.suppress(Exception), self._driver.on(self._index):
-                (self._driver.unpin if self.pinned else self._driver.free)(self.address)
-
-
-class SharedMemory:
-    """Memory of one device that other processes can map by a descriptor, until it is closed.
-
-    It has an address in this process while it is `open`; no other process can reach any other
-    memory of this one through it.
-    """
-
-    def __init__(self, driver: Driver, index: int, size: int) -> None:
-        self._driver, self._index = driver, index
-        with driver.on(index):
-            step = driver.granularity(index)
-            self.size = -(-size // step) * step
-            self._handle = driver.create(self.size, index)
-            try:
-                self.fd = driver.export(self._handle)
-            except BaseException:
-                driver.release(self._handle)
-                raise
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[int]:
-        """Yield its address in here."""
-        with self._driver.on(self._index):
-            address = self._driver.map(self._handle, self.size, self._index)
-            try:
-                yield address
-            finally:
-                self._driver.unmap(address, self.size)
-
-    def close(self) -> None:
-        """Give the memory back, but for what a child still maps."""
-        os.close(self.fd)
-        with contextlib.suppress(DriverError), self._driver.on(self._index):
-            self._driver.release(self._handle)
-
-
-class MappedMemory(Bytes):
-    """Memory that another process shares, mapped so that nothing here can write to it."""
-
-    pinned = False
-
-    def __init__(self, driver: Driver, index: int, fd: int, size: int) -> None:
-        super().__init__(0, size)
-        self._driver, self._index = driver, index
-        with driver.on(index):
-            handle = driver.import_(fd)
-            try:
-                self.address = driver.map(handle, size, index, writable=False)
-            finally:
-                driver.release(handle)
-
-    def __del__(self) -> None:
-        if self.address:
-            with contextlib.suppress(Exception), self._driver.on(self._index):
-                self._driver.unmap(self.address, self.size)
 
 
 class DeviceBytes:

@@ -17,7 +17,8 @@ import torch
 from safetune.inputs.spans import Span
 from safetune.isolation import cuda
 from safetune.isolation.cuda_driver import Driver
-from safetune.isolation.device_bytes import Bytes, DeviceBytes, Run
+from safetune.isolation.device_bytes import DeviceBytes, Run
+from safetune.isolation.device_memory import Bytes
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 
