@@ -145,20 +145,3 @@ def _copy_of(module: Any, ir: Any) -> Any:
         copied = ir.parse_mlir_module(file.name, module.context)
     copied.context = module.context
     return copied
-
-
-def cached_text(key: str, name: str) -> str:
-    """Return what `cache_text` wrote under a key of hexadecimal digits; empty if nothing."""
-    from triton.runtime.cache import get_cache_manager
-
-    file = get_cache_manager(key).get_file(name)
-    if file is None:
-        return ""
-    return Path(file).read_text(encoding="utf-8")
-
-
-def cache_text(key: str, name: str, text: str) -> None:
-    """Write a text beside the kernels that Triton has compiled; may raise `OSError`."""
-    from triton.runtime.cache import get_cache_manager
-
-    get_cache_manager(key).put(text, name, binary=False)

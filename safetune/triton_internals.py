@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import threading
 import warnings
@@ -144,22 +145,23 @@ def code_generation_switches() -> dict[str, str]:
 
 
 class FilesHash:
-    """Triton's hash of its own files, which each look into its disk cache needs.
-
-    It takes 0.5 s, and is computed beside everything else.
-    """
+    """Triton's hash of its files, which a look into its disk cache needs: 0.5 s in a thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._compute: Function | None = None
         forks.register("tuning", after_in_child=self._start_over)
 
-    def begin(self) -> None:
-        """Compute it in a thread, for Triton too; without a thread, when it is asked for."""
+    def begin(self, known: Callable[[Function], str] = lambda compute: compute()) -> None:
+        """Find it in a thread, for Triton too; `known` returns it, or what its argument computes.
+
+        Without a thread it is found when it is asked for.
+        """
         from triton.runtime import cache
 
         if self._compute is None:
-            self._compute, cache.triton_key = cache.triton_key, self.get
+            self._compute = functools.cache(functools.partial(known, cache.triton_key))
+            cache.triton_key = self.get
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._try, name="safetune-hash", daemon=True).start()
 

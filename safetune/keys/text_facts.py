@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from safetune import triton_compile
 from safetune.errors import from_signal_handler
 from safetune.frozen import dataclass
 from safetune.keys import encoding
@@ -102,18 +101,22 @@ def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
     A note has a checksum, and the files of this folder are part of its name, as is the version of
     Python and Triton. Where nothing can be written, everything is found again.
     """
+    from triton.runtime.cache import get_cache_manager
+
     if (reader := _reader()) is None:
         return find()
     key = encoding.digest([reader, kind, rests_on])
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        checksum, _, text = (triton_compile.cached_text(key, kind) or "").partition("\n")
-        if checksum == encoding.digest(text):
-            return json.loads(text)
+        if file := get_cache_manager(key).get_file(kind):
+            checksum, _, text = Path(file).read_text(encoding="utf-8").partition("\n")
+            if checksum == encoding.digest(text):
+                return json.loads(text)
     found = find()
     if Settings.current().mode is not Mode.FROZEN:
         text = encoding.dumps(found)
         try:
-            triton_compile.cache_text(key, kind, f"{encoding.digest(text)}\n{text}")
+            note = f"{encoding.digest(text)}\n{text}"
+            get_cache_manager(key).put(note, kind, binary=False)
         except (OSError, RuntimeError) as error:
             if from_signal_handler(error):
                 raise
@@ -161,3 +164,15 @@ def package_state(file: str) -> list[Any] | None:
 def _state_of_all(package: Path) -> str | None:
     state = files_state(files_in(package))
     return None if state is None else encoding.digest(state)
+
+
+def triton_hash(compute: Callable[[], str]) -> str:
+    """Return `compute()`, Triton's hash of its own files, or what it was for the same files.
+
+    Triton reads 400 MB for it in each process, before it finds a compiled kernel.
+    """
+    import triton
+
+    folder = Path(triton.__file__).parent
+    files = files_state([*files_in(folder), *sorted(folder.glob("_C/libtriton*"))])
+    return compute() if files is None else str(noted("triton", files, compute))

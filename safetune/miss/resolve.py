@@ -31,7 +31,7 @@ from safetune.errors import (
 )
 from safetune.inputs.call import Call
 from safetune.isolation import backend
-from safetune.keys import encoding
+from safetune.keys import encoding, text_facts
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.tuning_key import (
     TuningKey,
@@ -149,7 +149,8 @@ def _find(
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
     miss = Miss(tuner, args, kwargs)
     if not miss.call.interpreted:
-        triton_internals.files_hash.begin()  # whatever is launched is looked up in Triton's cache
+        # Whatever is launched is looked up in Triton's cache.
+        triton_internals.files_hash.begin(text_facts.triton_hash)
     inline = tunes and (tuner.isolation == "inline" or why_not_isolated(miss.call) != "")
     if inline and not capture:
         return _inline(miss, state, args, kwargs)

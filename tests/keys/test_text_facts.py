@@ -178,3 +178,24 @@ def test_a_file_that_was_just_written_may_change_again(tmp_path: Path) -> None:
     assert text_facts.files_state([file]) is None
     assert text_facts.files_state([tmp_path / "missing.py"]) is None
     assert text_facts.files_state([Path(json.__file__)]) is not None
+
+
+HASH = """
+import sys
+from safetune.keys import text_facts
+from triton.runtime import cache
+read = []
+sys.addaudithook(lambda event, given: event == "open" and read.append(str(given[0])))
+print(text_facts.triton_hash(cache.triton_key))
+print(any("libtriton" in name for name in read))
+"""
+
+
+def test_the_400_MB_of_triton_are_hashed_by_one_process(
+    fresh_process: FreshProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "notes"))
+    first, second = (fresh_process(HASH).stdout.split() for _ in range(2))
+    assert (first[-1], second[-1]) == ("True", "False")
+    assert first[:-1] == second[:-1]
+    assert first[:-1] != []
