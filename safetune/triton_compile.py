@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,13 @@ from safetune.outcome import Binary
 
 #: Options of which all that a launch sees is the code that they make.
 _ONLY_CODE = ("hash", "num_stages", "maxnreg")
+#: The metadata that a launcher is built from.
+_NO_SCRATCH = SimpleNamespace(
+    **dict.fromkeys(("global_scratch_size", "global_scratch_align"), 0),
+    **dict.fromkeys(("profile_scratch_size", "profile_scratch_align"), 0),
+    launch_cooperative_grid=False,
+    launch_pdl=False,
+)
 #: In an entry of the disk cache that has no code: the shared memory that a launch would need.
 _SHARED_BYTES = "safetune.shared_bytes"
 
@@ -68,6 +76,29 @@ def compiled_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Bi
         entry.put(str(error.required), _SHARED_BYTES, binary=False)
         return Binary(error.required)
     return cached_binary(jit, spec) or Binary(int(compiled.metadata.shared))
+
+
+def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
+    """Build in a thread what Triton up to 3.7 has a C compiler make for the launches of a kernel.
+
+    That takes 0.3 s, and the first launch would wait for it.
+    """
+    from triton.backends.nvidia import driver as nvidia
+
+    signature, *_, target = spec
+    kinds = map(str, signature.values())
+    # What descriptors become is known when the kernel has been compiled.
+    if target.backend != "cuda" or any("tensordesc" in kind for kind in kinds):
+        return
+    if not hasattr(nvidia, "make_launcher"):
+        return
+    source, *_ = _entry(jit, spec)
+
+    def build() -> None:
+        with contextlib.suppress(Exception):  # the launch says what is wrong
+            nvidia.CudaLauncher(source, _NO_SCRATCH)
+
+    threading.Thread(target=build, name="safetune-launcher", daemon=True).start()
 
 
 def _entry(jit: Any, spec: tuple[Any, ...]) -> tuple[Any, Any, Any]:

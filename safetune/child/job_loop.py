@@ -94,6 +94,8 @@ class _Worker:
             if self._jit is None:
                 self._jit = kernel_pickle.unpack(self._kernel)
             spec = kernel_pickle.unpack(job.spec)
+            if job.launcher:
+                triton_compile.begin_launcher(self._jit, spec)
             binary = triton_compile.compiled_binary(self._jit, spec, job.most_shared)
             return replace(DONE, binary=binary)
         except BaseException as error:

@@ -98,6 +98,7 @@ class CompilePool:
         self._waiting: deque[int] = deque()
         self._slots: dict[int, _Slot] = {}
         self._killed: set[int] = set()
+        self._launcher = True
 
     def __enter__(self) -> CompilePool:
         return self
@@ -152,7 +153,8 @@ class CompilePool:
         if not slot.jobs:
             slot.deadline = time.monotonic() + self._timeout_s
         slot.jobs.append(config)
-        job = Compile(self._specs[config], self._most_shared)
+        first, self._launcher = self._launcher, False
+        job = Compile(self._specs[config], self._most_shared, launcher=first)
         slot.child.send(job, timeout_s=self._timeout_s)
 
     def _collect(self) -> list[Compiled]:

@@ -144,11 +144,12 @@ class Measure:
 class Compile:
     """Compile a config from what `Specify` answers with.
 
-    `most_shared`: see `triton_compile.compiled_binary`.
+    `most_shared`: see `triton_compile.compiled_binary`. `launcher`: build that, too.
     """
 
     spec: bytes
     most_shared: int = 0
+    launcher: bool = False
 
 
 @dataclass(frozen=True)

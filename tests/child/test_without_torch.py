@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -300,3 +302,43 @@ def test_the_target_is_the_devices_own(device: Device) -> None:
     outcome, spec = device.child(copy_kernel).spec_of(0)
     assert outcome.ok, outcome
     assert kernel_pickle.unpack(spec)[4] == GPUTarget("cuda", 90, 32)
+
+
+LAUNCHERS = """
+import threading
+from types import SimpleNamespace
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import ASTSource
+from triton.runtime import build, driver
+from triton.runtime.jit import JITFunction
+from safetune import triton_compile
+
+def kernel(x, n, f, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), f)
+
+target = GPUTarget("cuda", 90, 32)
+driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+signature = {"x": "*fp32", "n": "i32", "f": "fp32", "BLOCK": "constexpr"}
+jit, constants, attributes = JITFunction(kernel), {(3,): 64}, {(0,): [["tt.divisibility", 16]]}
+triton_compile.begin_launcher(jit, (signature, constants, attributes, {}, target))
+for thread in threading.enumerate():
+    if thread.name == "safetune-launcher":
+        thread.join()
+if hasattr(nvidia, "make_launcher"):
+    def compiler(*_):
+        raise AssertionError("it is built already")
+    build._build = compiler
+    source = ASTSource(jit, signature, constants, attributes)
+    nvidia.CudaLauncher(source, triton_compile._NO_SCRATCH)
+"""
+
+
+def test_the_launcher_of_an_older_triton_is_built_while_its_kernels_compile(
+    servers: None, tmp_path: Path
+) -> None:
+    script = tmp_path / "launchers.py"
+    script.write_text(LAUNCHERS)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, script], env=environment, check=True)
