@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from safetune.cli.messages import describe, echo, warnings_as_lines
+from safetune.cli.output import describe, echo, warnings_as_lines
 from safetune.errors import NoWorkingConfig
 from safetune.settings import installs
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.messages import echo
-from safetune.cli.stored import json_option, open_store, print_json, shared_directory
-from safetune.cli.tables import counted
+from safetune.cli.output import counted, echo, print_json
+from safetune.cli.stored import json_option, open_store, shared_directory
 from safetune.errors import TargetError
 from safetune.settings import Settings
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import time
 from dataclasses import asdict
 from importlib import metadata
@@ -15,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.messages import echo
-from safetune.cli.tables import (
+from safetune.cli.output import (
     Elsewhere,
     call_words,
     config_words,
     counted,
+    echo,
     empty_table,
     outcome_data,
+    print_json,
     print_outcomes,
     stdout_console,
 )
@@ -293,11 +293,6 @@ def _choice_data(entry: StoredChoice) -> dict[str, Any]:
         **{name: of_key[name] for name in ("call", "device", "toolchain")},
         **{n: of_choice[n] for n in ("config", "median_ms", "generation", "created", "marks")},
     }
-
-
-def print_json(data: Any) -> None:
-    """Print JSON for programs."""
-    click.echo(json.dumps(data, indent=2))
 
 
 def _not_stored(kernel: str, store: Store) -> TargetError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from safetune.cli.messages import location_of, typed
+from safetune.cli.output import location_of, typed
 from safetune.errors import NoDevice, TargetError
 
 if TYPE_CHECKING:

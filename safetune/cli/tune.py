@@ -11,16 +11,17 @@ import click
 from rich.console import Console
 
 from safetune.cli import targets
-from safetune.cli.messages import echo
-from safetune.cli.stored import check_writable, print_json
-from safetune.cli.tables import (
+from safetune.cli.output import (
     Elsewhere,
     Row,
     counted,
+    echo,
     outcome_data,
+    print_json,
     print_outcomes,
     stdout_console,
 )
+from safetune.cli.stored import check_writable
 from safetune.errors import NoWorkingConfig, StoreError, TargetError
 from safetune.miss.progress import Line
 

@@ -14,9 +14,15 @@ import click
 from rich.console import Console
 
 from safetune.cli import targets
-from safetune.cli.messages import describe, echo, location_of, typed
-from safetune.cli.stored import print_json
-from safetune.cli.tables import empty_table, stdout_console
+from safetune.cli.output import (
+    describe,
+    echo,
+    empty_table,
+    location_of,
+    print_json,
+    stdout_console,
+    typed,
+)
 from safetune.errors import SafetuneError, TargetError
 from safetune.frozen import dataclass
 

@@ -214,26 +214,16 @@ def _entry(content: dict[str, Any]) -> StoredChoice:
     name, digest, toolchain = kernel["name"], kernel["digest"], tuning["toolchain"]
     (choice,) = tuning["choices"]
     call = {part: choice[part] for part in CALL}
-    key = KeyRecord(
-        digest=key_digest(name, digest, call, device, toolchain),
-        kernel_name=name,
-        kernel_digest=digest,
-        kernel_source="",
-        kernel_file="",
-        kernel_line=0,
-        device_digest=encoding.digest(device),
-        device=device,
-        toolchain=toolchain,
-        call=call,
-    )
+    of_kernel = (name, digest, "", "", 0)
+    of_device = (encoding.digest(device), device)
+    key_of_call = key_digest(name, digest, call, device, toolchain)
+    key = KeyRecord(key_of_call, *of_kernel, *of_device, toolchain, call)
     record = ChoiceRecord(
         key=key.digest,
-        generation=choice["generation"],
         config_digest=encoding.digest(choice["config"]),
-        config=choice["config"],
         declared=tuning["declared"],
+        **{field: choice[field] for field in ("generation", "config", "measured")},
         median_ms=float(choice["median_ms"]),
-        measured=choice["measured"],
         created=seconds(choice["created"]),
         marks=tuple(choice.get("marks", ())),
     )

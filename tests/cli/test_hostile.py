@@ -224,4 +224,4 @@ def test_every_command_prints_through_one_function() -> None:
         if isinstance(call, ast.Call)
         and ast.unparse(call.func) in ("click.echo", "click.secho", "print")
     }
-    assert calls == {"messages.echo", "stored.print_json"}
+    assert calls == {"output.echo", "output.print_json"}

@@ -1,24 +1,41 @@
-"""Outcomes and choices as tables for people and as data for programs."""
+"""What the command prints: lines, errors and warnings as one line each, tables, data for programs.
+
+Nothing that is printed can control a terminal: a name or a value may come from a file or a database
+that anybody wrote. Text goes through `visible`, in `echo` and in the console of tables.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from safetune.errors import SafetuneError
 from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
 from safetune.miss.progress import milliseconds
 from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import AGREED, IMPORTED
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_KERNELS = str(Path(_PACKAGE) / "kernels")
 
 #: (config as text, outcome, whether it is the choice)
 Row = tuple[str, Outcome, bool]
@@ -30,6 +47,77 @@ _WIDE = 10_000
 
 #: The end of a shared store's identity, which tells databases of one location apart.
 _DIGEST = re.compile(" [0-9a-f]{32}$")
+
+
+def echo(text: object, err: bool = False) -> None:
+    """Print a text on standard output, or on standard error."""
+    click.echo(visible(str(text)), err=err)
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line; for an unexpected error, with the file and line."""
+    if isinstance(error, SafetuneError):
+        return _one_line(str(error))
+    return f"{typed(error)}{location_of(error)}; --debug shows the traceback"
+
+
+def typed(error: BaseException) -> str:
+    """Return an exception's type and message on one line."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return _one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def location_of(error: BaseException) -> str:
+    """Return ` (file:line)`: the innermost line of the user's code, else of a library.
+
+    Lines of the import machinery and of safetune, but for its kernels, do not count.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename
+        if frame.filename.startswith(_KERNELS) or not frame.filename.startswith(_PACKAGE)
+    ]
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    for frame in (own or frames)[-1:]:
+        return f" ({frame.filename}:{frame.lineno})"
+    return ""
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Print warnings, and what safetune logs as one, as one line each, without source.
+
+    Characters that the terminal's encoding lacks are printed as escapes.
+    """
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        echo(f"Warning: {_one_line(str(message))}", err=True)
+
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    logger, lines = logging.getLogger("safetune"), logging.Handler(logging.WARNING)
+    lines.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(lines)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
+    finally:
+        logger.removeHandler(lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def print_json(data: Any) -> None:
+    """Print JSON for programs."""
+    click.echo(json.dumps(data, indent=2))
 
 
 @dataclass(frozen=True)
