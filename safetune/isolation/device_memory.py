@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from safetune import forks
 from safetune.isolation.cuda_driver import Driver, DriverError
 
 
@@ -52,6 +54,9 @@ class DeviceMemory(Bytes):
                 (self._driver.unpin if self.pinned else self._driver.free)(self.address)
 
 
+_open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
 class SharedMemory:
     """Memory of one device that other processes can map by a descriptor, until it is closed.
 
@@ -70,6 +75,7 @@ class SharedMemory:
             except BaseException:
                 driver.release(self._handle)
                 raise
+        _open.add(self)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[int]:
@@ -83,9 +89,20 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give the memory back, but for what a child still maps."""
+        _open.discard(self)
         os.close(self.fd)
         with contextlib.suppress(DriverError), self._driver.on(self._index):
             self._driver.release(self._handle)
+
+
+def _forget() -> None:
+    """In a forked copy of this process, which would keep the memory as long as it lives."""
+    for memory in list(_open):
+        os.close(memory.fd)
+    _open.clear()
+
+
+forks.register("tuning", after_in_child=_forget)
 
 
 class MappedMemory(Bytes):

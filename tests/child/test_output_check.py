@@ -72,7 +72,9 @@ class Trial:
         return report
 
 
-@pytest.fixture(autouse=True, params=["host", "device", "shared"])
+@pytest.fixture(
+    autouse=True, params=["host", "device", pytest.param("shared", marks=pytest.mark.full)]
+)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The arguments are on the host, or on a device whose memory is that of the host; then they
     come through a file, or through memory of that device.

@@ -200,6 +200,16 @@ def test_another_child_gets_the_same_bits_after_one_was_killed() -> None:
     assert bytes(given.tolist()) == b"bits of the caller"
 
 
+def test_a_fork_of_the_program_does_not_keep_it() -> None:
+    snapshot = Snapshot(tensors(), rooms={"cuda:0": 1 << 30})
+    if (pid := os.fork()) == 0:
+        os._exit(len(shared_files()))
+    # The handle of the stub is one more descriptor; that of a driver belongs to the process.
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(shared_files()) - 1 == 1
+    snapshot.close()
+    assert shared_files() == []
+
+
 def test_a_block_of_the_child_is_restored_from_it() -> None:
     given = tensors()
     snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30})
