@@ -57,11 +57,6 @@ class Problem:
         import torch
 
         from safetune.kernels import launches
-        from safetune.kernels.layer_norm import (
-            layer_norm_backward_kernel,
-            layer_norm_finalize_kernel,
-            layer_norm_forward_kernel,
-        )
 
         rms, residual = self.kind == "rms", self.kind == "layer"
         groups = GROUPS if self.kind == "group" else 1
@@ -77,31 +72,27 @@ class Problem:
         weight = make(groups * self.columns)
         bias = None if rms else make(groups * self.columns)
         added = make(rows, self.columns, dtype=torch.float32) if residual else None
-        outputs, forward = launches.forward_launch(
-            x, weight, bias, 1e-5, added, None, None, rms, groups
-        )
-        yield from self._with_configs(layer_norm_forward_kernel, forward)
+        operands = (x, weight, bias, 1e-5, added, None, None, rms, groups)
+        outputs, forward = launches.forward_launch(*operands)
+        yield from self._with_configs(forward)
+        normalized = x if outputs.residual is None else outputs.residual
+        dres = make(rows, self.columns, dtype=torch.float32) if residual else None
+        gradients = (dy, normalized, weight, bias, outputs.mean, outputs.rstd, dres)
+        options = (residual, rms, x.dtype)
+        if launches.are_few(x, groups):
+            yield from self._with_configs(launches.few_rows_forward_launch(*operands)[1])
+            few = launches.few_rows_backward_launch(*(*gradients, *options))
+            yield from self._with_configs(few[1])
         plan = launches.backward_plan(x, groups, pinned=True)
-        partials, backward = launches.backward_launch(
-            plan,
-            dy,
-            x if outputs.residual is None else outputs.residual,
-            weight,
-            bias,
-            outputs.mean,
-            outputs.rstd,
-            make(rows, self.columns, dtype=torch.float32) if residual else None,
-            has_residual=residual,
-            is_rms_norm=rms,
-            x_dtype=x.dtype,
-            recompute_output=self.kind == "group",
-        )
-        yield from self._with_configs(layer_norm_backward_kernel, backward)
+        recompute = self.kind == "group"
+        partials, backward = launches.backward_launch(plan, *(*gradients, *options, recompute))
+        yield from self._with_configs(backward)
         sums = (partials.weight_partials, partials.bias_partials)
         _, finalize = launches.finalize_launch(plan, *sums, weight, bias)
-        yield from self._with_configs(layer_norm_finalize_kernel, finalize)
+        yield from self._with_configs(finalize)
 
-    def _with_configs(self, kernel: Any, launch: Any) -> Iterator[Step]:
+    def _with_configs(self, launch: Any) -> Iterator[Step]:
+        kernel = launch.kernel
         named = dict(zip(kernel.arg_names, launch.args, strict=False))
         configs = kernel.pruned_for(named, launch.kwargs)
         for config in configs if self.all_configs else configs[:1]:
