@@ -94,10 +94,12 @@ def look_like_an_h100() -> None:
 
 
 def scan(package: str) -> dict[str, Any]:
-    """Import a package, and return what `classify` says about every tuner that this makes."""
+    """Import a package, and return the classes of the key names of every tuner that this makes."""
     from triton.runtime.autotuner import Autotuner
 
-    from safetune.keys.key_names import classify, logged
+    from safetune.keys.key_names import classes_of
+    from safetune.keys.written_key import written_key
+    from safetune.settings import PhantomPolicy
 
     notes: list[dict[str, Any]] = []
     construct = Autotuner.__init__
@@ -106,8 +108,8 @@ def scan(package: str) -> dict[str, Any]:
         named = inspect.signature(construct).bind(self, fn, *args, **kwargs).arguments
         options = {name: named.get(name) for name in READERS}
         started = time.process_time()
-        with logged():
-            report = classify(fn, named["key"], configs=named["configs"] or [], **options)
+        key = written_key(fn, named["key"], prune=options["prune_configs_by"])
+        report = classes_of(fn, key, named["configs"] or [], PhantomPolicy.DROP, **options)
         notes.append(
             {
                 "kernel": report.kernel,

@@ -119,9 +119,10 @@ def classes_of(
     policy: PhantomPolicy,
     **callbacks: Any,
 ) -> KeyReport:
-    """Return what `classify` does, for a key that has been checked; warn of nothing.
+    """Return the class of each name in a key that has been checked; warn of nothing.
 
-    Where the body does not read all names, an earlier process may have noted their classes.
+    `callbacks` are `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`. Where
+    the body does not read all names, an earlier process may have noted their classes.
     """
     facts = _Kernel(kernel, configs, callbacks)
     evidence = None if facts.body_reads_all(key.names) else facts.evidence()

@@ -12,7 +12,7 @@ import contextvars
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from safetune.frozen import dataclass
 from safetune.keys.body_usage import calls_followed
 from safetune.keys.kernel_digest import base_function, is_own, layers
 from safetune.keys.key_names import KeyReport, classes_of
-from safetune.keys.written_key import Key, WrittenKey, warn_at, written_key
+from safetune.keys.written_key import WrittenKey, warn_at
 from safetune.settings import PhantomPolicy
 
 _log = logging.getLogger("safetune")
@@ -206,35 +206,6 @@ def _contents(cell: CellType) -> Any:
 
 def _get(owner: Any, attribute: str) -> Any:
     return getattr(owner, attribute, None)
-
-
-def classify(
-    kernel: Any,
-    key: Key,
-    *,
-    configs: Iterable[Any],
-    policy: PhantomPolicy = PhantomPolicy.DROP,
-    keep: Iterable[str] = (),
-    **callbacks: Any,
-) -> KeyReport:
-    """Return the class of each name in `key`, and warn about those that are dropped.
-
-    Args:
-        kernel: the jit function, or what decorates it below the tuner.
-        key: the names, or "auto" for every parameter that is read and that nothing sets; or a
-            mapping from names to functions (see `buckets`), which are never dropped.
-        configs: a parameter that they set need not be in the key.
-        keep: names that stay although nothing reads them.
-        callbacks: `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
-
-    Raises:
-        InvalidSetting: as `written_key`.
-        PhantomKey: nothing reads a name, under the policy `error`.
-    """
-    written = written_key(kernel, key, keep, callbacks.get("prune_configs_by"))
-    report = classes_of(kernel, written, list(configs), policy, **callbacks)
-    announce(kernel, report, policy)
-    return report
 
 
 def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:

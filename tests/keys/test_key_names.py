@@ -17,9 +17,9 @@ import triton
 
 from safetune.errors import InvalidSetting, PhantomKey
 from safetune.keys.key_names import KeyReport, NameKind
-from safetune.keys.lazy_key import classify
 from safetune.keys.written_key import PhantomKeyWarning, lenient
 from safetune.settings import PhantomPolicy
+from tests.keys.classified import classify
 
 _spec = importlib.util.spec_from_file_location(
     "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")

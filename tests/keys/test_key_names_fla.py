@@ -37,7 +37,7 @@ import importlib, inspect, json, pkgutil, sys, warnings
 warnings.simplefilter("ignore")
 from triton.runtime.autotuner import Autotuner
 from safetune.keys.kernel_digest import base_function, kernel_identity
-from safetune.keys.lazy_key import classify
+from classified import classify
 from safetune.launch.call_shape import constexpr_names
 
 notes, kernels, construct = [], [], Autotuner.__init__

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from safetune.keys.lazy_key import classify
 from safetune.keys.written_key import PhantomKeyWarning
+from tests.keys.classified import classify
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st  # noqa: E402

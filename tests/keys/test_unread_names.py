@@ -22,10 +22,10 @@ import triton
 from safetune import safetune
 from safetune.keys.key_names import KeyReport
 from safetune.keys.launches import importers, launches_of
-from safetune.keys.lazy_key import classify
 from safetune.settings import PhantomPolicy
 from tests.conftest import FreshProcess
 from tests.keys import phantom_kernels
+from tests.keys.classified import classify
 
 Load = Callable[[str], ModuleType]
 
@@ -548,8 +548,8 @@ import importlib, json, runpy, sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[1])
 import triton
+from safetune import safetune
 from safetune.keys.kernel_digest import kernel_identity
-from safetune.keys.lazy_key import classify
 from safetune.keys.tuning_key import tuning_key
 name = sys.argv[2]
 for how in sys.argv[3:]:
@@ -563,7 +563,7 @@ for how in sys.argv[3:]:
         for module in how.split(","):
             importlib.import_module(f"{name}.ops.{module}")
         kernel = sys.modules[f"{name}.ops.kernels"].kernel
-    report = classify(kernel, ["n", "D", "NB"], configs=[triton.Config({"BLOCK": 1})])
+    report = safetune([triton.Config({"BLOCK": 1})], ["n", "D", "NB"])(kernel).key_report
     call = {"n": 4, "D": 8, "NB": 2, "BLOCK_D": 16}
     key = tuning_key(kernel_identity(kernel), report.kept, kernel.arg_names, call, -1)
     names = [[each.name, each.kind.value, each.reason] for each in report.names]
