@@ -101,6 +101,23 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
     threading.Thread(target=build, name="safetune-launcher", daemon=True).start()
 
 
+@functools.cache
+def load_code_alone() -> None:
+    """Have this process read compiled kernels from the disk cache without what they were made of.
+
+    Triton reads all of the texts with each kernel, and they are many times as large as its code.
+    """
+    from triton.runtime.cache import FileCacheManager
+
+    get_group = FileCacheManager.get_group
+
+    def code_of(entry: Any, name: str) -> Any:
+        found = get_group(entry, name) or {}
+        return {n: p for n, p in found.items() if Path(n).suffix in (".json", ".cubin", ".hsaco")}
+
+    FileCacheManager.get_group = code_of
+
+
 def _entry(jit: Any, spec: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     """Return the source that Triton compiles, its entry in the disk cache, and the back end."""
     from triton._C.libtriton import get_cache_invalidating_env_vars

@@ -134,8 +134,10 @@ class TorchBytes:
 
     def unlike(self, views: Sequence[tuple[View, int]]) -> list[int]:
         """Return how many elements of each view have other bits than a value."""
+        import torch
+
         pairs = [(self._elements(view), _signed(value, view.width)) for view, value in views]
-        return [int((elements != value).sum()) for elements, value in pairs]
+        return [int(torch.count_nonzero(elements != value)) for elements, value in pairs]
 
     def fill(self, view: View, value: int) -> None:
         """Set the bits of all elements."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Config
 
+from safetune import triton_compile
 from safetune.child import failures, rebuild_call, stand_ins
 from safetune.child.device import DeviceTimer, Launcher
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
@@ -47,6 +48,7 @@ class Session:
         self._timer: Timer = Timer()
         self._launched: Callable[..., object] = _called
         if found:
+            triton_compile.load_code_alone()
             where = found.bytes_of(job.index)
             self._timer, self._launched = DeviceTimer(where), Launcher(where)
         self._named = call.named()

@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.language.target_info import cuda_capability_geq, is_cuda
+from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
-from safetune import triton_internals
+from safetune import triton_compile, triton_internals
 from safetune.inputs import kernel_pickle
 from safetune.inputs.compile_spec import pack_for_compiler
 from safetune.isolation import child_handle
@@ -177,6 +178,21 @@ def test_the_caller_finds_what_the_children_compiled(pool: Pool) -> None:
         assert results[number].binary.shared_bytes == compiled.metadata.shared
     assert pool.files() == before, "not one file is new, or written again"
     assert pool.seen() == compilations
+
+
+def test_a_measuring_process_reads_the_code_of_a_kernel_and_none_of_its_texts(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pool.run({0: "ok"})[0].outcome.ok
+    made, options = source("ok", 0)
+    whole = triton.compile(made, target=TARGET, options=options)
+    monkeypatch.setattr(FileCacheManager, "get_group", FileCacheManager.get_group)
+    triton_compile.load_code_alone.__wrapped__()
+    code = triton.compile(made, target=TARGET, options=options)
+    assert {"ptx", "cubin"} < set(whole.asm)
+    assert set(code.asm) == {"cubin"}
+    assert (code.kernel, code.metadata) == (whole.kernel, whole.metadata)
+    assert len(pool.seen()) == 1, "not compiled again"
 
 
 def test_the_caller_finds_it_though_the_assembler_was_changed_since_it_was_asked(
