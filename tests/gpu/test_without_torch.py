@@ -193,7 +193,7 @@ CASES = (
 )
 
 
-@pytest.fixture(params=[True, False], ids=["without torch", "with torch"])
+@pytest.fixture(params=[True, False], ids=["light", "full"])
 def without_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(bench, "WITHOUT_TORCH", request.param)
     return bool(request.param)
