@@ -54,16 +54,15 @@ _SLICE_S = 0.2
 
 
 def open_shared(url: str) -> SharedStore:
-    """Return the store that a URL names. Does not connect yet.
+    """Return the store that a URL names, which does not connect yet.
 
-    Raises:
-        InvalidSetting: a package is missing, or fsspec does not know the scheme.
+    Raises `InvalidSetting` if a package is missing, or if fsspec does not know the scheme.
     """
+    from safetune.store.shared import files
+
     kind = shared_kind(url)
     if kind is SharedKind.DIRECTORY:
-        from safetune.store.shared.files import Directory
-
-        return Directory(Path(unquote(url.partition("://")[2])))
+        return files.Directory(Path(unquote(url.partition("://")[2])))
     try:
         if kind is SharedKind.POSTGRES:
             from safetune.store.shared.postgres import Postgres
@@ -83,9 +82,7 @@ def open_shared(url: str) -> SharedStore:
         raise InvalidSetting(
             f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; {install}"
         ) from error
-    from safetune.store.shared.files import Objects
-
-    return Objects(url)
+    return files.Objects(url)
 
 
 class _Budget:
@@ -124,8 +121,8 @@ class SharedLayer:
         """Put `backend` behind `local`.
 
         Args:
-            thread: runs what `backend` does; one of its own if None.
             writes: False to publish nothing and make no file beside the local database.
+            thread: runs what `backend` does; one of its own if None.
             batch: pulled choices are written in transactions of this many.
         """
         self._backend = backend
@@ -148,12 +145,16 @@ class SharedLayer:
         """Whether the store is used now."""
         return self._clock() >= self._off_until and not self._thread.is_stuck
 
+    @property
+    def _may_write(self) -> bool:
+        return self._writes and self._clock() >= self._unwritable_until
+
     def refresh(self, space: str, since: float | None = None) -> None:
         """Bring the local store up to date with a namespace, unless that was done since `since`.
 
         That is in seconds since the epoch; a minute ago if None. One process of a node does it, and
-        publishes this node's own choices at the end. It takes half of the budget that is left; what
-        takes longer goes on without the caller.
+        publishes this node's own choices at the end. It has half of the budget that is left; the
+        rest goes on without the caller.
         """
         now = self._clock()
         last = self._refreshed.get(space)
@@ -175,9 +176,9 @@ class SharedLayer:
         return found
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
-        """Ask for the right to tune a key, and look once more for the choice of another node.
+        """Ask for the right to tune a key, which every node has where the store does not answer.
 
-        Where the store does not answer, every node may tune.
+        Looks once more for the choice of another node.
         """
         return self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
 
@@ -192,7 +193,7 @@ class SharedLayer:
 
         That is `stored` itself where no answer comes in time; it is published later.
         """
-        if not (self.is_on and self._may_write()):
+        if not (self.is_on and self._may_write):
             return stored
         found = self._call(lambda: self._deliver(space, [stored]), [stored])
         return found[0] if found else stored
@@ -275,16 +276,13 @@ class SharedLayer:
                     yield False
                 owned = local_copy.own(connection, space) - names
                 for own in _batches(iter(owned), self._batch):
-                    if self._may_write():
+                    if self._may_write:
                         try:
                             self._deliver(space, local_copy.shareable(connection, own))
                         except Unwritable as error:
                             self._stop_writing(error)
                         yield False
         yield turn is not Turn.BUSY
-
-    def _may_write(self) -> bool:
-        return self._writes and self._clock() >= self._unwritable_until
 
     def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         lease: Lease | None

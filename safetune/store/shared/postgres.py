@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
@@ -102,27 +103,16 @@ _abandoned: list[psycopg.Connection[Any]] = []
 #: The number of the advisory lock for migrations: "safetune" in ASCII.
 _MIGRATION_LOCK = 0x7361666574756E65
 
-#: Defaults for what neither the URL nor a PG* variable sets: notice within seconds that a server is
-#: gone.
-_DEFAULTS = {
-    "connect_timeout": "2",
-    "keepalives_idle": "5",
-    "keepalives_interval": "2",
-    "keepalives_count": "2",
-    "tcp_user_timeout": "5000",
-    "fallback_application_name": "safetune",
-}
+#: For what neither the URL nor a PG* variable sets: notice within seconds that a server is gone.
+_DEFAULTS = {"connect_timeout": "2", "fallback_application_name": "safetune"}
+_DEFAULTS |= {"keepalives_idle": "5", "keepalives_interval": "2", "keepalives_count": "2"}
+_DEFAULTS |= {"tcp_user_timeout": "5000"}
 
 #: What a server says that has no free connection (53300), or that does not accept any yet (57P03).
 #: psycopg does not pass on the code of an error that ends the connecting.
-_PASSES = (
-    "too many",
-    "remaining connection slots",
-    "no more connections",
-    "starting up",
-    "shutting down",
-    "in recovery mode",
-    "not yet accepting",
+_PASSES = re.compile(
+    "too many|remaining connection slots|no more connections|starting up|shutting down|"
+    "in recovery mode|not yet accepting"
 )
 
 #: How long to try to connect: others use a connection for some ten milliseconds each.
@@ -346,7 +336,7 @@ def _may_pass(error: psycopg.OperationalError) -> bool:
     """Whether to connect again: not after a refusal, as each wrong password may lock an account."""
     asked = error.pgconn is not None and (error.pgconn.used_password or error.pgconn.needs_password)
     refused = asked or "FATAL" in str(error)
-    return not refused or any(words in str(error) for words in _PASSES)
+    return not refused or _PASSES.search(str(error)) is not None
 
 
 def _version(connection: psycopg.Connection[Any]) -> int:
