@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from triton.runtime.autotuner import Config
 
+from safetune import triton_internals
 from safetune.config import config_digest
 from safetune.errors import InvalidSetting, StoreError, SyncTimeout
 from safetune.keys import encoding
@@ -205,15 +206,14 @@ def _gathered(distributed: Any, text: str, group: Any, timeout_s: float | None) 
 
 def _within(timeout_s: float, run: Callable[[], list[str] | None]) -> list[str] | None:
     """Return the result of `run`, which a thread keeps running if it takes longer."""
-    import torch
-
     result: Future[list[str] | None] = Future()
-    device = torch.accelerator.current_accelerator() and torch.accelerator.current_device_index()
+    driver = triton_internals.active_driver()
+    device = driver and driver.get_current_device()
 
     def work() -> None:
         try:
-            if device is not None:  # a thread begins with the first one
-                torch.accelerator.set_device_index(device)
+            if driver:  # a thread begins with the first device
+                driver.set_current_device(device)
             result.set_result(run())
         except BaseException as error:
             result.set_exception(error)

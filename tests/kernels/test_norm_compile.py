@@ -122,6 +122,7 @@ def test_linear_under_autocast(random: Any, gradients: Any) -> None:
         torch.testing.assert_close(found, right)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="torch 2.8 makes two graphs")
 def test_one_graph_for_every_number_of_tokens(random: Any, gradients: Any) -> None:
     weight, bias = random(24), random(24)
 
