@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from safetune.child import memory, tolerance
+from safetune.child import memory, stand_ins, tolerance
 from safetune.child.arguments import Arguments, Copy
 from safetune.child.results import Results
 from safetune.child.tolerance import Difference
@@ -229,9 +229,8 @@ class OutputCheck:
         """Return, for each tensor, how many sampled elements differ that this config and the first
         of a group both write.
         """
+        compare = _compare()
         import torch
-
-        from safetune.child import compare
 
         found = dict.fromkeys(self._compared, 0)
         samples = zip(self._compared, mine, writes, group.writes, strict=False)
@@ -250,7 +249,7 @@ class OutputCheck:
     def _check_expected(self) -> None:
         if not self._expected:
             return
-        from safetune.child import compare
+        compare = _compare()
 
         for index, expected in self._expected.items():
             mine = self._arguments.tensors[index]
@@ -286,7 +285,7 @@ class OutputCheck:
             pair = self._arguments.elements(index), self._arguments.elements(index, theirs)
             if tolerance.are_close(where, *pair, dtype, noise):
                 return Difference()
-        from safetune.child import compare
+        compare = _compare()
 
         mine, other = self._arguments.tensors[index], self._arguments.tensor(theirs, index)
         return compare.difference(mine, other, noise, self._effects.any_order)
@@ -307,12 +306,12 @@ class OutputCheck:
         where, dtype = self._arguments.where(index), self._arguments.views[index].dtype
         if dtype in NATIVE:
             return tolerance.typical_size(where, self._arguments.elements(index), dtype)
-        from safetune.child import compare
+        compare = _compare()
 
         return compare.typical_size(self._arguments.tensors[index])
 
     def _largest_difference(self, group: Group) -> str:
-        from safetune.child import compare
+        compare = _compare()
 
         tensors, over = self._arguments.tensors, self._arguments.tensor
         worst = {
@@ -342,6 +341,14 @@ def _with_common(difference: GroupDifference, common: tuple[int, ...]) -> GroupD
 
 
 def _sample(tensor: Any) -> Any:
-    from safetune.child import compare
+    compare = _compare()
 
     return compare.sample(tensor)
+
+
+def _compare() -> Any:
+    """Return the module that compares results which differ; it uses torch."""
+    stand_ins.need_torch("comparing results that differ")
+    from safetune.child import compare
+
+    return compare

@@ -41,6 +41,12 @@ def _more(what: str) -> NoReturn:
     raise TorchNeeded(f"{what} needs torch")
 
 
+def need_torch(what: str) -> None:
+    """Note that this process lacks torch for something, if it does; raises `TorchNeeded` then."""
+    if "torch" not in sys.modules:
+        _more(what)
+
+
 class _Limited:
     """Notes what it is asked for beyond its attributes, and cannot be changed."""
 

@@ -59,6 +59,12 @@ def add_kernel(dst, src, n, BLOCK: tl.constexpr):
     tl.store(dst + offset, value, mask=offset < n)
 
 
+def grid_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(src + offset, mask=offset < n) + tl.num_programs(0)
+    tl.store(dst + offset, value, mask=offset < n)
+
+
 def scratch_kernel(dst, src, n, BLOCK: tl.constexpr):
     described = tl.make_tensor_descriptor(src, [n], [1], [BLOCK])
     tl.store(dst + tl.arange(0, BLOCK), described.load([0]))
@@ -101,7 +107,8 @@ class Device:
         snapshot = Snapshot(tensors.tensors)
         blocks = tuple(replace(block, device="cuda:0") for block in snapshot.layout.blocks)
         layout, results = replace(snapshot.layout, blocks=blocks), os.memfd_create("results")
-        job = Prepare(blob, layout, 0, [(8,)] * configs, Effects(), backend="cuda")
+        grids = [(8 - config,) for config in range(configs)]
+        job = Prepare(blob, layout, 0, grids, Effects(), backend="cuda")
         child = MeasuringChild(job, (snapshot.fd, results), 60.0, with_torch=False)
         self._made += [child.replace, snapshot.close, lambda: os.close(results)]
         return child
@@ -177,6 +184,16 @@ def test_configs_that_agree_are_one_group(device: Device) -> None:
     assert outcome.ok, outcome
     assert second is not None
     assert second.group == first.new_group.number
+
+
+def test_configs_that_disagree_are_compared_in_a_child_with_torch(device: Device) -> None:
+    child = device.child(grid_kernel, configs=2)
+    _, first = measured(child)
+    assert first is not None
+    assert first.new_group is not None
+    with pytest.raises(TorchNeeded):
+        child.measure(1, None, groups=(first.new_group,))
+    assert child.with_torch
 
 
 def test_a_write_beside_a_storage_is_found(device: Device) -> None:

@@ -423,7 +423,9 @@ Result cuLaunchKernelEx(const unsigned *config, Function *function, void **param
     float *out = POINTER(0), *in = POINTER(1);
     int count = *(int *)parameters[2];
     if (!strncmp(name, "scratch_", 8)) memset(POINTER(3), 0x5A, 128);
-    for (int i = 0; i < count; i++) out[i] = in[i] + (!strncmp(name, "add_", 4) ? out[i] : 0);
+    float more = !strncmp(name, "grid_", 5) ? config[0] : 0; /* programs of the first dimension */
+    for (int i = 0; i < count; i++)
+        out[i] = in[i] + more + (!strncmp(name, "add_", 4) ? out[i] : 0);
     if (!strncmp(name, "spill_", 6)) out[count] = 7;
     if (!strncmp(name, "fail_", 5)) sticky = 700;
     return OK;
