@@ -92,10 +92,6 @@ class KeyReport:
         """The names that are not part of the key: phantom or unknown."""
         return tuple(report.name for report in self.names if report.kind in _DROPPED)
 
-    def of_kind(self, kind: NameKind) -> tuple[str, ...]:
-        """Return the names of one kind, in the key's order."""
-        return tuple(report.name for report in self.names if report.kind is kind)
-
     def __str__(self) -> str:
         lines = [f"{self.kernel} ({self.location})"]
         width = max((len(report.name) for report in self.names), default=0)

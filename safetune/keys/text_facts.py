@@ -1,7 +1,7 @@
 """What the text of a function says of its names, without reading it a second time.
 
-A text is read as a tree (`syntax`) where no earlier process has read the same one. What it says is
-noted beside the kernels that Triton has compiled.
+A text is read as a tree (`run_order`) where no earlier process has read the same one. What it says
+is noted beside the kernels that Triton has compiled.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.config import config_digest, config_text
+from safetune.config import config_text
 from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import describe_call
@@ -155,9 +155,8 @@ def comparable(
     Their calls differ from the request's in the values only.
     """
     call = {**request.key.record(), "values": None}
-    configs = {config_digest(config): config for config in request.configs}
     for source in related:
-        config = configs.get(source.choice.config_digest)
+        config = request.by_digest.get(source.choice.config_digest)
         if config is not None and {**source.call, "values": None} == call:
             yield config, source
 
@@ -182,7 +181,7 @@ def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
 
     A config that ran and was not judged is as one that was never tried: it may work.
     """
-    configs = {config_digest(config): config for config in request.configs}
+    configs = request.by_digest
     return [
         (configs[digest], outcome)
         for digest, outcome in store.outcomes(request.key.digest).items()

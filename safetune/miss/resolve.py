@@ -18,7 +18,6 @@ from triton.runtime.autotuner import Config
 from safetune import triton_internals
 from safetune.config import (
     check_conflicts,
-    config_digest,
     config_record,
     config_text,
     declared_digest,
@@ -157,7 +156,7 @@ def _find(
     request = miss.request()
     if len(request.configs) == 1 and request.has_work:
         return state.set_choice(request.configs[0])
-    state.asked = asked(request)
+    state.asked = Asked(request.key, request.declared, request.by_digest)
     lookup = open_lookup(settings) if not inline else None
     choice = lookup and stored(tuner, request, lookup)
     if lookup and choice:
@@ -187,18 +186,12 @@ def _find(
     return _tune(miss, state, request, lookup.store, settings, choice)
 
 
-def asked(request: TuningRequest) -> Asked:
-    """Return the parts of a request that `safetune.sync` needs, without the call's arguments."""
-    configs = {config_digest(config): config for config in request.configs}
-    return Asked(request.key, request.declared, configs)
-
-
 def _inline(miss: Miss, state: KeyState, args: Args, kwargs: Kwargs) -> Config:
     if miss.tuner.isolation != "inline":
         _warn_once(why_not_isolated(miss.call))
     try:
         request = miss.request()
-        state.asked = asked(request)
+        state.asked = Asked(request.key, request.declared, request.by_digest)
         if not request.has_work:
             return for_no_work(state, request)
     except Exception as error:  # the tuning raises what matters
@@ -260,7 +253,7 @@ _waiting: list[None] = []
 
 def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Config | None:
     """Return the stored choice, if it was made from the list that the decorator declares now."""
-    configs = {config_digest(config): config for config in request.configs}
+    configs = request.by_digest
     choice = lookup.find(request.key, request.declared, configs)
     if choice is None:
         return None

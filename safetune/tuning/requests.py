@@ -103,6 +103,14 @@ class TuningRequest:
         return cast("Grids", known["_grids"])
 
     @property
+    def by_digest(self) -> dict[str, Config]:
+        """The configs by their digests, which are computed once."""
+        known = self.__dict__
+        if "_by_digest" not in known:
+            known["_by_digest"] = {config_digest(config): config for config in self.configs}
+        return cast("dict[str, Config]", known["_by_digest"])
+
+    @property
     def has_work(self) -> bool:
         """Whether a launch of the call does anything, so that it can be measured and checked."""
         return self.call.may_touch_memory() and self.grids.launch_something
@@ -269,8 +277,7 @@ def _unsettled(outcome: Outcome) -> Outcome:
 
 def usable_choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
     """Return the newest choice for a key whose config is one of those that pruning leaves."""
-    left = [config_digest(config) for config in request.configs]
-    return store.choice(request.key.digest, request.declared, left)
+    return store.choice(request.key.digest, request.declared, [*request.by_digest])
 
 
 def is_due(request: TuningRequest, store: Store) -> bool:
@@ -284,7 +291,7 @@ def is_due(request: TuningRequest, store: Store) -> bool:
     trials = {trial.config_digest: trial for trial in store.trials(request.key.digest)}
     if choice is None or choice.config_digest not in trials:
         return False
-    found = [trials.get(config_digest(config)) for config in request.configs]
+    found = [trials.get(digest) for digest in request.by_digest]
     return any(
         trial is None
         or trial.outcome.verdict is Verdict.NOT_JUDGED

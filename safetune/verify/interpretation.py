@@ -29,6 +29,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from safetune.errors import NotInterpretable
+from safetune.keys.source_text import MISSING, Scope
 from safetune.verify import __file__ as verify_file
 
 _LOCK = threading.RLock()
@@ -115,8 +116,10 @@ class _Interpreted:
     def fn(self) -> FunctionType:
         """The plain function, with globals in which every kernel is interpreted."""
         function = self._function
-        names = set(_names(function.__code__))
-        space = {**function.__globals__, **_nonlocals(function)}
+        names, scope = set(_names(function.__code__)), Scope(function)
+        nonlocals = {name: scope.lookup(name) for name in function.__code__.co_freevars}
+        bound = {name: value for name, value in nonlocals.items() if value is not MISSING}
+        space = {**function.__globals__, **bound}
         for name in names & space.keys():
             space[name] = self._functions.convert(space[name])
         space["__triton_language__"] = tl  # the interpreter looks for it under any name
@@ -256,14 +259,6 @@ def _restored(things: list[Any]) -> Iterator[None]:
                     setattr(thing, name, old[name])
             for name in old.keys() - vars(thing).keys():
                 setattr(thing, name, old[name])
-
-
-def _nonlocals(function: FunctionType) -> dict[str, Any]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            found[name] = cell.cell_contents
-    return found
 
 
 def _names(code: CodeType) -> Iterator[str]:
