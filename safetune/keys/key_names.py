@@ -121,26 +121,31 @@ def classes_of(
     the body does not read all names, an earlier process may have noted their classes.
     """
     facts = _Kernel(kernel, configs, callbacks)
-    evidence = None if facts.body_reads_all(key.names) else facts.evidence()
-    if evidence is None:
+    if facts.body_reads_all(key.names):
         return _classes_of(facts, key, policy)
+
+    def search() -> KeyReport:
+        with backend.no_collection():
+            return _classes_of(facts, key, policy)
+
+    if (evidence := facts.evidence()) is None:
+        return search()
     written = [key.names, key.keep, key.kept, [*key.buckets], policy.value]
-    found = noted("key", [evidence, written], lambda: asdict(_classes_of(facts, key, policy)))
+    found = noted("key", [evidence, written], lambda: asdict(search()))
     names = [NameReport(**{**each, "kind": NameKind(each["kind"])}) for each in found["names"]]
     lists = {name: tuple(found[name]) for name in ("missing", "unread", "pinned")}
     return KeyReport(**{**found, **lists, "names": tuple(names)})
 
 
 def _classes_of(facts: _Kernel, key: WrittenKey, policy: PhantomPolicy) -> KeyReport:
-    with backend.no_collection():
-        if key.names is None:
-            names: Sequence[str] = facts.automatic_key()
-            check_kept(facts.kernel, key.keep, names)
-        else:  # checked where it was written
-            names = key.names
-        reports = facts.classify(names, [*key.keep, *key.kept], policy)
-        reports = [_by_bucket(each) if each.name in key.buckets else each for each in reports]
-        missing = () if key.names is None else facts.missing(names)
+    if key.names is None:
+        names: Sequence[str] = facts.automatic_key()
+        check_kept(facts.kernel, key.keep, names)
+    else:  # checked where it was written
+        names = key.names
+    reports = facts.classify(names, [*key.keep, *key.kept], policy)
+    reports = [_by_bucket(each) if each.name in key.buckets else each for each in reports]
+    missing = () if key.names is None else facts.missing(names)
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
     # One choice for all calls is worse than tuning too often.
     kept_all = len(phantom) > 0 and all(report.kind in _DROPPED for report in reports)
@@ -186,12 +191,9 @@ class _Kernel:
         self._configs, self._callbacks = configs, callbacks
 
     def body_reads_all(self, names: Sequence[str] | None) -> bool:
-        """Whether the body alone decides a key: it reads all names, and what it reads is set."""
-        if names is None or not all(
-            n in self.parameters and self._body.reader_of(n) for n in names
-        ):
-            return False
-        return not self._lacking(names)
+        """Whether the body alone decides the classes: it reads all names."""
+        known = names is not None and all(name in self.parameters for name in names)
+        return known and all(self._body.reader_of(name) for name in names or ())
 
     def evidence(self) -> Any:
         """Return all that the classes rest on, as plain data; None where that is not sure."""
@@ -325,11 +327,8 @@ class _Kernel:
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads and that neither key nor config sets."""
-        return tuple(name for name in self._lacking(names) if name not in self._set)
-
-    def _lacking(self, names: Sequence[str]) -> list[str]:
-        """Return the same, also those that a decorator above the tuner sets."""
         annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
         known = self._set_below.union(names)
         constexprs = [name for name in annotations if "constexpr" in annotations[name]]
-        return [n for n in constexprs if n not in known and self._body.reader_of(n)]
+        read = [n for n in constexprs if n not in known and self._body.reader_of(n)]
+        return tuple(name for name in read if name not in self._set) if read else ()
