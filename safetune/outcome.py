@@ -170,7 +170,7 @@ class OutputReport:
         differences: from the groups that it was compared with and does not agree with.
         spread: by how much a second run of it differs, for each compared tensor as `excess` in
             `GroupDifference`; empty where there was none.
-        stale: for each compared tensor, the number of elements that depend on what the outputs held
+        stale: for each compared tensor, more than 0 if elements depend on what the outputs held
             before; empty where that is not known.
         written: for each compared tensor, the number of elements it writes; 0 where that is not
             known.

@@ -184,8 +184,8 @@ class OutputCheck:
     def _with_poison(
         self, launch: Callable[[], object], group: Group, is_new: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
-        """Overwrite the outputs and launch: return the number of elements of each tensor that this
-        changes, the number of those that are written and, of a new group, which of a sample are.
+        """Overwrite the outputs and launch: return for each tensor whether this changes it, the
+        number of elements that are written and, of a new group, which of a sample are.
         """
         arguments = self._arguments
         written = {arguments.views[index].block for index in self._overwritable}
@@ -209,7 +209,7 @@ class OutputCheck:
         sampled = known if is_new else ()
         samples = {index: self._arguments.sample_overwritten(index) for index in sampled}
         seen = poisoned if self._effects.atomics else self._compared
-        stale = self._difference(group, [i for i in seen if i not in self._reset]).elements
+        stale = self._changed(group, [i for i in seen if i not in self._reset])
         return (
             stale,
             tuple(counts.get(index, 0) for index in self._compared),
@@ -277,18 +277,34 @@ class OutputCheck:
         excess, elements = zip(*found.values(), strict=True) if found else ((), ())
         return GroupDifference(group.number, excess, elements)
 
+    def _changed(self, group: Group, seen: Iterable[int]) -> tuple[int, ...]:
+        """Return for each tensor whether the live result differs from a group's: more than 0."""
+        found = dict.fromkeys(self._compared, 0)
+        for index, theirs in self._others(group, seen):
+            close = None if self._effects.any_order else self._are_close(index, theirs)
+            if close is None:
+                found[index] = self._tensor_difference(index, theirs).elements
+            else:
+                found[index] = int(not close)
+        return tuple(found.values())
+
+    def _are_close(self, index: int, theirs: Copy) -> bool | None:
+        """Whether a live tensor agrees with a group's; None where only torch can tell."""
+        where = self._arguments.where(index)
+        if where.name == memory.HOST or theirs.memory.pinned:
+            return None
+        pair = self._arguments.elements(index), self._arguments.elements(index, theirs)
+        dtype = self._arguments.views[index].dtype
+        return tolerance.are_close(where, *pair, dtype, self._rounding(index))
+
     def _tensor_difference(self, index: int, theirs: Copy) -> Difference:
         """Return how a live tensor differs from one over a copy of its block."""
-        noise, dtype = self._rounding(index), self._arguments.views[index].dtype
-        where = self._arguments.where(index)
-        if where.name != memory.HOST and not theirs.memory.pinned:
-            pair = self._arguments.elements(index), self._arguments.elements(index, theirs)
-            if tolerance.are_close(where, *pair, dtype, noise):
-                return Difference()
+        if self._are_close(index, theirs):
+            return Difference()
         compare = _compare()
 
         mine, other = self._arguments.tensors[index], self._arguments.tensor(theirs, index)
-        return compare.difference(mine, other, noise, self._effects.any_order)
+        return compare.difference(mine, other, self._rounding(index), self._effects.any_order)
 
     def _rounding(self, index: int) -> float:
         """Return the difference that rounding alone explains in a tensor, see `tolerance`."""

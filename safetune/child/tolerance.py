@@ -73,16 +73,24 @@ def typical_size(where: Any, view: View, dtype: str) -> float:
     return sizes[(len(sizes) - 1) // 2] if sizes else 0.0
 
 
-def are_close(where: Any, mine: View, theirs: View, dtype: str, noise: float) -> bool:
-    """Whether every element is as near as its type allows, for all that one pass shows.
+def are_close(where: Any, mine: View, theirs: View, dtype: str, noise: float) -> bool | None:
+    """Whether every element is as near as its type allows; None where this does not show it.
 
-    Where it is not, `compare.difference` has the last word. Both are on one device.
+    An element may differ by a share of the typical size of its row or column, too, which is not
+    looked at here, and is not larger than the largest element. Both are on one device.
     """
     if dtype not in FLOATS:
-        return False
+        return None
     size = min(typical_size(where, mine, dtype), typical_size(where, theirs, dtype))
     share = share_of(dtype)
-    return where.beyond(dtype, mine, theirs.address, share, share * size + noise) == 0
+
+    def beyond(size: float) -> int:
+        return where.beyond(dtype, mine, theirs.address, share, share * size + noise)
+
+    if beyond(size) == 0:
+        return True
+    largest = min(where.peak(dtype, mine), where.peak(dtype, theirs))
+    return False if beyond(max(size, largest)) else None
 
 
 def _floats(bits: Sequence[int], dtype: str) -> Sequence[float]:

@@ -157,10 +157,12 @@ class Snapshot:
                 memory[new + block.head : new + block.size] = memory[
                     block.offset : block.offset + rest
                 ]
-                start = ctypes.c_char.from_buffer(memory, new)
                 assert block.place is not None
-                self._on_device.read(block.place, ctypes.addressof(start))
-                del start  # the mapping cannot be closed under it
+                start = ctypes.c_char.from_buffer(memory, new)
+                try:
+                    self._on_device.read(block.place, ctypes.addressof(start))
+                finally:
+                    del start  # the mapping cannot be closed under it
         self._on_device.close()
         self._on_device = HandOver()
         self.layout = replace(self.layout, blocks=tuple(blocks), shared=())

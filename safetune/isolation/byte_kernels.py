@@ -138,6 +138,19 @@ def beyond(mine, theirs, dims, rank, step, count, share, floor, found, BLOCK: tl
 
 
 @triton.jit
+def peak(base, dims, rank, step, count, found, BLOCK: tl.constexpr):
+    """Raise `found`, the bits of a double, to the largest finite magnitude of a view."""
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
+    largest = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, count, stride):
+        numbers = begin + tl.arange(0, BLOCK)
+        held = tl.load(base + _offsets(numbers, dims, rank, step), mask=numbers < count, other=0)
+        size = tl.abs(held.to(tl.float64))
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+    tl.atomic_max(found, tl.max(largest, 0).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
 def draw(base, count, seed, mean, std, low, high, BLOCK: tl.constexpr):
     """Set elements to normal values, cut to [low, high]."""
     stride = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -164,6 +177,8 @@ def _kernels() -> Iterator[tuple[str, Any, dict[str, str]]]:
     for name, kind in FLOATS.items():
         pair = {"mine": f"*{kind}", "theirs": f"*{kind}", **_VIEW, **_FLAT}
         yield f"beyond_{name}", beyond, {**pair, **limits}
+        one = {"base": f"*{kind}", **_VIEW, **_FLAT, "found": "*i64"}
+        yield f"peak_{name}", peak, one
         yield f"draw_{name}", draw, {"base": f"*{kind}", **_FLAT, "seed": "i64", **noise}
 
 

@@ -220,6 +220,11 @@ class DeviceBytes:
         pair = (mine.address, theirs, *self._view(mine)[1:])
         return self._results([(f"beyond_{dtype}", mine.count, (*pair, share, floor))])[0]
 
+    def peak(self, dtype: str, view: View) -> float:
+        """Return the largest finite magnitude of floats."""
+        bits = self._results([(f"peak_{dtype}", view.count, self._view(view))])
+        return float(struct.unpack("<d", struct.pack("<Q", bits[0]))[0])
+
     def fill(self, view: View, value: int) -> None:
         """Set the bits of all elements."""
         self._launch(f"fill_{view.width}", view.count, (*self._view(view), value))

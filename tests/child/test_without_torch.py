@@ -83,9 +83,13 @@ class Device:
         heuristics: dict[str, Any] | None = None,
         configs: int = 1,
         described: bool = False,
+        shared: bool = False,
         **options: Any,
     ) -> MeasuringChild:
-        """Return the child of a call of a kernel, with a config of BLOCK=16, and further ones."""
+        """Return the child of a call of a kernel, with a config of BLOCK=16, and further ones.
+
+        With `shared`, it gets the arguments in memory of the device.
+        """
         kernel: Any = JITFunction(function)
         kernel = kernel if heuristics is None else Heuristics(kernel, kernel.arg_names, heuristics)
         args: list[Any] = [torch.full((N,), 5.0), torch.arange(N).float(), N]
@@ -104,12 +108,20 @@ class Device:
         made = [triton.Config({"BLOCK": 16 << i}, **options) for i in range(configs)]
         tensors = kernel_pickle.TensorTable()
         blob = kernel_pickle.pack((call, made), "a call", tensors, by_value=[function])
-        snapshot = Snapshot(tensors.tensors)
-        blocks = tuple(replace(block, device="cuda:0") for block in snapshot.layout.blocks)
-        layout, results = replace(snapshot.layout, blocks=blocks), os.memfd_create("results")
+        results = os.memfd_create("results")
+        with stub.holding_tensors():
+            rooms = {"cuda:0": 1 << 30} if shared else {}
+            snapshot = Snapshot(tensors.tensors, rooms=rooms)
         grids = [(8 - config,) for config in range(configs)]
-        job = Prepare(blob, layout, 0, grids, Effects(), backend="cuda")
-        child = MeasuringChild(job, (snapshot.fd, results), 60.0, with_torch=False)
+        job = Prepare(blob, snapshot.layout, 0, grids, Effects(), backend="cuda")
+
+        def on_host() -> tuple[Prepare, tuple[int, ...]]:
+            with stub.holding_tensors():
+                snapshot.move_to_host()
+            return replace(job, layout=snapshot.layout), (snapshot.fd, results)
+
+        fds = (snapshot.fd, results, *snapshot.shared_fds)
+        child = MeasuringChild(job, fds, 60.0, with_torch=False, on_host=on_host)
         self._made += [child.replace, snapshot.close, lambda: os.close(results)]
         return child
 
@@ -264,6 +276,29 @@ def described_kernel(dst, src, n, BLOCK: tl.constexpr):
 def test_a_launch_gets_its_scratch_memory(device: Device) -> None:
     outcome, _ = measured(device.child(scratch_kernel))
     assert outcome.ok, outcome
+
+
+@pytest.mark.parametrize("refused", ["", "cuMemImportFromShareableHandle"])
+def test_arguments_in_memory_of_the_device(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """A second child finds the same bits; what the driver of a child refuses, the file holds."""
+    log = tmp_path / "log"
+    child = device.child(add_kernel, configs=2, shared=True)
+    monkeypatch.setenv("LIBCUDA_LOG", str(log))
+    if refused:
+        monkeypatch.setenv("LIBCUDA_FAIL", f"{refused}=801")
+    outcome, report = measured(child)
+    assert outcome.ok, outcome
+    assert report is not None
+    assert report.new_group is not None
+    child.replace()
+    outcome, again = child.measure(1, None, groups=(report.new_group,))
+    assert outcome.ok, outcome
+    assert again is not None
+    assert again.group == report.new_group.number
+    importing = {line for line in log.read_text().splitlines() if "cuMemImport" in line}
+    assert len(importing) == (0 if refused else 2)
 
 
 def sums(arguments: dict[str, Any]) -> None:

@@ -197,6 +197,18 @@ class TestBeyond:
             assert int(found) == count
 
     @pytest.mark.parametrize("dtype", byte_kernels.FLOATS)
+    def test_the_largest_finite_magnitude(
+        self, driver: Driver, device: DeviceBytes, dtype: str
+    ) -> None:
+        kind = getattr(torch, dtype)
+        held = torch.tensor([1.0, -3.5, torch.nan, -torch.inf, 2.0, 99.0], dtype=kind)[:5]
+        memory = Memory(driver, held.view(torch.uint8).numpy())
+        assert device.peak(dtype, View.of(memory.address, kind.itemsize, (5,), (1,))) == 3.5
+        found = torch.zeros(1, dtype=torch.int64)
+        byte_kernels.peak[(2,)](held, found, 0, 1, 5, found, BLOCK=4)
+        assert found.view(torch.float64).item() == 3.5
+
+    @pytest.mark.parametrize("dtype", byte_kernels.FLOATS)
     def test_drawn_values_are_within_limits_and_the_same_again(
         self, driver: Driver, device: DeviceBytes, dtype: str
     ) -> None:

@@ -364,6 +364,13 @@ static void add_beyond(const char *type, void **parameters) {
     }
 }
 
+static void raise_peak(const char *type, void **parameters) {
+    for (int64_t k = 0; k < (int64_t)WORD(4); k++) {
+        double size = fabs(number(POINTER(0), type, offset(k, POINTER(1), WORD(2), WORD(3))));
+        if (size < INFINITY && size > *(double *)POINTER(5)) *(double *)POINTER(5) = size;
+    }
+}
+
 static void draw(const char *type, void **parameters) {
     for (int64_t k = 0; k < (int64_t)WORD(1); k++) {
         double sum = -6.0;
@@ -384,6 +391,7 @@ Result cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz,
     if (suffix) *suffix++ = 0;
     if (!strcmp(kind, "checksum")) add_checksum(parameters);
     else if (!strcmp(kind, "beyond")) add_beyond(suffix, parameters);
+    else if (!strcmp(kind, "peak")) raise_peak(suffix, parameters);
     else if (!strcmp(kind, "draw")) draw(suffix, parameters);
     else over_view(kind, atoi(suffix), parameters);
     return OK;

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from safetune.inputs import spans
 from safetune.inputs.spans import Span
 from safetune.isolation import cuda
 from safetune.isolation.cuda_driver import Driver
 from safetune.isolation.device_bytes import DeviceBytes, Run
 from safetune.isolation.device_memory import Bytes
+from tests.backends import launching_on
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 
@@ -78,3 +80,11 @@ def span_on_a_device(tensor: torch.Tensor) -> Span:
     """Return where a tensor of the CPU is, as if the device held it; in place of `span_of`."""
     storage = tensor.untyped_storage()
     return Span("cuda:0", storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+@contextlib.contextmanager
+def holding_tensors() -> Iterator[None]:
+    """Have tensors of the CPU be on the device in here, for what copies arguments."""
+    with pytest.MonkeyPatch.context() as patch, launching_on(Cuda(), "cuda"):
+        patch.setattr(spans, "span_of", span_on_a_device)
+        yield
