@@ -97,66 +97,44 @@ _OF_RESULTS = (Mark.UNOWNED, Mark.DISPUTED, Mark.OUTVOTED, Mark.SAME_AS)
 
 @dataclass(frozen=True)
 class Binary:
-    """What the disk cache says of a compiled config.
+    """What the disk cache says of a compiled config."""
 
-    Attributes:
-        shared_bytes: the shared memory that a launch needs.
-        digest: two of one digest do the same on the same grid. Empty for one that needs too much
-            shared memory: it was not compiled to the end.
-    """
-
-    shared_bytes: int
+    shared_bytes: int  # the shared memory that a launch needs
+    #: Two of one digest do the same on the same grid. Empty for one that needs too much shared
+    #: memory: it was not compiled to the end.
     digest: str = ""
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What a kernel's text says of its writes, and of those of what it calls.
+    """What a kernel's text says of its writes, and of those of what it calls."""
 
-    Attributes:
-        atomics: whether there are atomic operations.
-        any_order: whether the result of one is used, as a slot to write to: in any order.
-        only_stored: the parameters through which it stores, and never reads.
-    """
-
-    atomics: bool = False
-    any_order: bool = False
-    only_stored: tuple[str, ...] = ()
+    atomics: bool = False  # whether there are atomic operations
+    any_order: bool = False  # whether the result of one is used, as a slot to write to
+    only_stored: tuple[str, ...] = ()  # the parameters through which it stores, and never reads
 
 
 @dataclass(frozen=True)
 class Group:
-    """Configs whose results agree. The result of the first of them is kept (`child.results`).
+    """Configs whose results agree. The result of the first of them is kept (`child.results`)."""
 
-    Attributes:
-        number: the first config.
-        slot: its place, in the file if it is small.
-        blocks: the storages that it has written.
-        sums: for each of these the checksum of what it holds then.
-        writes: for each compared tensor, which of a sample of its elements the first config writes,
-            as bytes in hexadecimal digits; empty where that is not known.
-    """
-
-    number: int
-    slot: int
-    blocks: tuple[int, ...]
+    number: int  # the first config
+    slot: int  # its place, in the file if it is small
+    blocks: tuple[int, ...]  # the storages that it has written
+    #: For each compared tensor, which of a sample of its elements the first config writes, as bytes
+    #: in hexadecimal digits; empty where that is not known.
     writes: tuple[str, ...] = ()
-    sums: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()  # for each of `blocks` the checksum of what it holds then
 
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """How a result differs from a group's.
-
-    Attributes:
-        excess, elements: for each compared tensor, see `compare.Difference`.
-        common: for each compared tensor, how many of the sampled elements that both write differ;
-            empty where that is not known.
-    """
+    """How a result differs from a group's, for each compared tensor: see `compare.Difference`."""
 
     group: int
     excess: tuple[float, ...]
     elements: tuple[int, ...]
+    #: How many of the sampled elements that both write differ; empty where that is not known.
     common: tuple[int, ...] = ()
 
 
@@ -164,28 +142,17 @@ class GroupDifference:
 class OutputReport:
     """What the first launches of one config have shown of its outputs.
 
-    Attributes:
-        group: the number of the group that it agrees with; None if no more groups could be kept.
-        new_group: that group, when this config is its first.
-        differences: from the groups that it was compared with and does not agree with.
-        spread: by how much a second run of it differs, for each compared tensor as `excess` in
-            `GroupDifference`; empty where there was none.
-        stale: for each compared tensor, more than 0 if elements depend on what the outputs held
-            before; empty where that is not known.
-        written: for each compared tensor, the number of elements it writes; 0 where that is not
-            known.
-        unowned: names of arguments beside whose elements it wrote, in bytes that no argument has.
-        difference: how it differs from the largest group, in words; empty if it does not.
+    What has an entry for each compared tensor is empty, or 0, where it is not known.
     """
 
-    group: int | None
-    new_group: Group | None = None
-    differences: tuple[GroupDifference, ...] = ()
-    spread: tuple[float, ...] = ()
-    stale: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
-    unowned: tuple[str, ...] = ()
-    difference: str = ""
+    group: int | None  # that it agrees with; None if no more groups could be kept
+    new_group: Group | None = None  # that group, when this config is its first
+    differences: tuple[GroupDifference, ...] = ()  # from the groups that it does not agree with
+    spread: tuple[float, ...] = ()  # by tensor, the `excess` of a second run of it
+    stale: tuple[int, ...] = ()  # by tensor, over 0 if elements depend on what outputs held before
+    written: tuple[int, ...] = ()  # by tensor, the number of elements it writes
+    unowned: tuple[str, ...] = ()  # arguments beside whose elements it wrote, in bytes of none
+    difference: str = ""  # from the largest group, in words; empty if it does not differ
 
 
 @dataclass(frozen=True)
@@ -205,26 +172,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of trying one config.
-
-    Attributes:
-        detail: the signal (`SIGSEGV`), exit code, exception class or time limit (`30 s`) behind
-            the verdict.
-        message: text for people, one line or more; may be empty.
-        stderr: the last lines that the child wrote to its standard error or output.
-        gpu_uuid: the GPU that measured it; empty in the interpreter.
-        marks: `Mark` values, with or without a reason.
-        judged: how many configs have this result, itself included; 0 until that is known.
-    """
+    """The result of trying one config."""
 
     verdict: Verdict
     timing: Timing | None = None
-    detail: str = ""
-    message: str = ""
-    stderr: str = ""
-    gpu_uuid: str = ""
-    marks: tuple[str, ...] = ()
-    judged: int = 0
+    detail: str = ""  # the signal (`SIGSEGV`), exit code, exception class or time limit (`30 s`)
+    message: str = ""  # text for people, one line or more; may be empty
+    stderr: str = ""  # the last lines that the child wrote to its standard error or output
+    gpu_uuid: str = ""  # the GPU that measured it; empty in the interpreter
+    marks: tuple[str, ...] = ()  # `Mark` values, with or without a reason
+    judged: int = 0  # how many configs have this result, itself included; 0 until that is known
 
     @property
     def ok(self) -> bool:

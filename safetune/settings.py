@@ -187,33 +187,22 @@ def without_password(text: str, url: str) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """The process-wide settings; docs/configuration.md describes the variables.
-
-    Attributes:
-        world_size: WORLD_SIZE, which torchrun sets, or that of torch.distributed where it is
-            initialised. Over 1, a process keeps the config that it launched for a key until
-            `safetune.sync()`.
-        copy_limit: in bytes.
-        packs: directories, in the order of the search.
-        shared: a URL; empty for none.
-        local_world_size: LOCAL_WORLD_SIZE, which torchrun sets: the number of processes on this
-            node; default: all.
-        keep: (kernel, name) pairs: names that stay in the kernel's key.
-        wait_s: seconds that this process waits in total for tunings of other processes.
-    """
+    """The process-wide settings; docs/configuration.md describes the variables."""
 
     mode: Mode
     phantom: PhantomPolicy
     cache_dir: Path
-    copy_limit: int
+    copy_limit: int  # in bytes
+    #: WORLD_SIZE, which torchrun sets, or that of torch.distributed where it is initialised. Over
+    #: 1, a process keeps the config that it launched for a key until `safetune.sync()`.
     world_size: int = 1
-    packs: tuple[Path, ...] = ()
-    wait_s: float = 120.0
-    shared: str = ""
-    local_world_size: int = 1
+    packs: tuple[Path, ...] = ()  # directories, in the order of the search
+    wait_s: float = 120.0  # that this process waits in total for tunings of other processes
+    shared: str = ""  # a URL; empty for none
+    local_world_size: int = 1  # LOCAL_WORLD_SIZE, of torchrun: the processes on this node
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
     fast_launch: bool = True
-    keep: frozenset[tuple[str, str]] = frozenset()
+    keep: frozenset[tuple[str, str]] = frozenset()  # (kernel, name): they stay in the kernel's key
 
     @classmethod
     def current(cls) -> Settings:
