@@ -13,6 +13,8 @@ from safetune.isolation import backend
 #: the buffer that flushes the L2 cache.
 CONTEXT = 512 << 20
 FLUSH = 256 << 20
+#: What is left to launches where there is little: their scratch memory.
+MARGIN = 256 << 20
 
 _GIB = 1 << 30
 #: Copies through host memory that take long enough to say so.
@@ -50,7 +52,7 @@ def check_device(
         NoMemory: they do not fit now.
         NotReproducible: they are too large for the device.
     """
-    enough = 2 * size + FLUSH + CONTEXT
+    enough = 2 * size + FLUSH + CONTEXT + MARGIN
     device = backend.required()
     if device_free(index) < enough:
         drop_idle(index)
@@ -60,7 +62,7 @@ def check_device(
     if free < needed:
         error = too_large(f"memory on device {index}", needed, free, arguments)
         raise error if needed > device.memory(index).total else NoMemory(str(error), needed)
-    room = free - size - FLUSH - CONTEXT
+    room = free - size - FLUSH - CONTEXT - MARGIN
     if size - room < _SLOW:
         return max(0, room), ""
     return max(0, room), (

@@ -25,6 +25,7 @@ _NON_BLOCKING = 1
 _PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE = 1, 1, 1
 _READ, _READ_WRITE = 1, 3
 _OUT_OF_MEMORY = 2
+_CAPTURE_RELAXED = 2
 _NOT_INITIALIZED, _DEINITIALIZED = 3, 4
 _SM_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
 _SHARED_MEMORY, _OVERSIZED_SHARED_MEMORY = 97, 150
@@ -203,6 +204,16 @@ class Driver:
             yield
         finally:
             self._made("cuCtxPopCurrent_v2", ctypes.c_void_p)
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Let this thread allocate and free in here while another one captures a graph."""
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def synchronize(self) -> None:
         """Wait for everything in the current context; raises what a launch has done to it."""

@@ -91,8 +91,9 @@ class SharedMemory:
         """Give the memory back, but for what a child still maps."""
         _open.discard(self)
         os.close(self.fd)
-        with contextlib.suppress(DriverError), self._driver.on(self._index):
-            self._driver.release(self._handle)
+        driver = self._driver
+        with contextlib.suppress(DriverError), driver.on(self._index), driver.relaxed():
+            driver.release(self._handle)
 
 
 def _forget() -> None:
