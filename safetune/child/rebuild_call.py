@@ -27,19 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A call, and what it works on.
-
-    Attributes:
-        tensors: those of the call in order: with `torch` its own, else stand-ins for them.
-        kept: what addresses in the inputs may point to.
-    """
+    """A call, and what it works on."""
 
     arguments: Arguments
+    #: Those of the call in order: with `torch` its own, else stand-ins for them.
     tensors: Sequence[Any]
     call: Call
     configs: list[Config]
     torch: bool
-    kept: Any = None
+    kept: Any = None  # what addresses in the inputs may point to
 
 
 def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:

@@ -24,22 +24,18 @@ from safetune.launch.call_shape import heuristic_values, named_arguments
 
 @dataclass(frozen=True)
 class Hooks:
-    """What runs around a launch, in the child. The first five are those of `triton.autotune`.
-
-    Attributes:
-        scratch: arguments that are not results, so their contents are not compared.
-        reference: called with the arguments by name, returns what the written ones should hold.
-        inputs: called with the arguments by name, tensors as meta tensors; returns the values to
-            tune on.
-    """
+    """What runs around a launch, in the child. The first five are those of `triton.autotune`."""
 
     pre_hook: Callable[..., object] | None = None
     post_hook: Callable[..., object] | None = None
     reset_to_zero: tuple[str, ...] = ()
     restore_value: tuple[str, ...] = ()
     do_bench: Callable[..., Any] | None = None
+    #: Arguments that are not results, so their contents are not compared.
     scratch: tuple[str, ...] = ()
+    #: Called with the arguments by name, returns what the written ones should hold.
     reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
+    #: Called with the arguments by name, tensors as meta tensors; returns the values to tune on.
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
     def identity_parts(self) -> tuple[Any, ...]:

@@ -111,18 +111,13 @@ class Absent:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a call's tensors are in a memory file, and by their number those that are not.
-
-    Attributes:
-        shared: device and size of each piece of shared memory.
-        fds: in a child, the descriptors of these.
-    """
+    """Where a call's tensors are in a memory file, and by their number those that are not."""
 
     blocks: tuple[BlockSpec, ...]
     tensors: tuple[TensorSpec, ...]
     absent: dict[int, Absent] = field(default_factory=dict)
-    shared: tuple[tuple[str, int], ...] = ()
-    fds: tuple[int, ...] = ()
+    shared: tuple[tuple[str, int], ...] = ()  # device and size of each piece of shared memory
+    fds: tuple[int, ...] = ()  # in a child, the descriptors of these
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -49,18 +49,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """The elements of a tensor, by their numbers; strides count elements, of `width` bytes.
-
-    Attributes:
-        inner: (size, stride) of the dimensions but the outermost, the innermost first.
-        step: the stride of the outermost.
-    """
+    """The elements of a tensor, by their numbers; strides count elements, of `width` bytes."""
 
     address: int
     width: int
     count: int
+    #: (size, stride) of the dimensions but the outermost, the innermost first.
     inner: tuple[tuple[int, int], ...]
-    step: int
+    step: int  # the stride of the outermost
 
     @classmethod
     def of(cls, address: int, width: int, shape: Sequence[int], stride: Sequence[int]) -> View:

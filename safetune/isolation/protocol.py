@@ -104,22 +104,14 @@ class Start:
 class Prepare:
     """Rebuild a call. The descriptors are the memory file with its tensors, the file in which
     results are kept, and the layout's shared memory.
-
-    Attributes:
-        packed: the call and its configs.
-        layout: the `spans.Layout` of the memory file.
-        index: the device's index; -1 in the interpreter.
-        grids: one for each config of the call.
-        effects: what the kernel's text says of its atomic operations and its outputs.
-        backend: the name of the device's back end; empty in the interpreter.
     """
 
-    packed: bytes
-    layout: Any
-    index: int
-    grids: list[tuple[int, ...]]
-    effects: Effects
-    backend: str = ""
+    packed: bytes  # the call and its configs
+    layout: Any  # the `spans.Layout` of the memory file
+    index: int  # the device's index; -1 in the interpreter
+    grids: list[tuple[int, ...]]  # one for each config of the call
+    effects: Effects  # what the kernel's text says of its atomic operations and its outputs
+    backend: str = ""  # the name of the device's back end; empty in the interpreter
 
 
 @dataclass(frozen=True)
@@ -162,19 +154,13 @@ Job = Start | Prepare | Specify | Measure | Compile | Release
 
 @dataclass(frozen=True)
 class Answer:
-    """What a child says to one job.
+    """What a child says to one job."""
 
-    Attributes:
-        outcome: ok, or what went wrong.
-        report: of a `Measure` with groups, if the outcome is ok.
-        binary: of a `Compile`, if the outcome is ok.
-        torch: of a `Prepare`, whether the call was rebuilt with torch; of a `Specify` or `Measure`,
-            that only a child which has imported torch can do this.
-    """
-
-    outcome: Outcome
-    report: OutputReport | None = None
-    binary: Binary | None = None
+    outcome: Outcome  # ok, or what went wrong
+    report: OutputReport | None = None  # of a `Measure` with groups, if the outcome is ok
+    binary: Binary | None = None  # of a `Compile`, if the outcome is ok
+    #: Of a `Prepare`, whether the call was rebuilt with torch; of a `Specify` or `Measure`, that
+    #: only a child which has imported torch can do this.
     torch: bool = False
 
 

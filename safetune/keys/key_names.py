@@ -62,25 +62,17 @@ class NameReport:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """The class of every name in a key. `str()` of it prints readably.
+    """The class of every name in a key. `str()` of it prints readably."""
 
-    Attributes:
-        kernel: the kernel's name.
-        location: the kernel's definition, as `file:line`.
-        names: one report per key name, in the key's order.
-        missing: constexprs that the body reads and that key, configs and heuristics leave out.
-        unread: the phantom names, also where all names are kept.
-        pinned: the dropped parameters. Any value of them compiles to the same kernel.
-        kept_all: nothing reads any of the names, so all of them are kept.
-    """
-
-    kernel: str
-    location: str
-    names: tuple[NameReport, ...]
+    kernel: str  # the kernel's name
+    location: str  # the kernel's definition, as `file:line`
+    names: tuple[NameReport, ...]  # one report per key name, in the key's order
+    #: Constexprs that the body reads and that key, configs and heuristics leave out.
     missing: tuple[str, ...]
-    unread: tuple[str, ...]
+    unread: tuple[str, ...]  # the phantom names, also where all names are kept
+    #: The dropped parameters. Any value of them compiles to the same kernel.
     pinned: tuple[str, ...]
-    kept_all: bool
+    kept_all: bool  # nothing reads any of the names, so all of them are kept
 
     @property
     def kept(self) -> tuple[str, ...]:

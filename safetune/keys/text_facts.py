@@ -42,15 +42,11 @@ _SETTLED_S = 3.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What a function's text says.
+    """What a function's text says."""
 
-    Attributes:
-        names: the dotted names that it reads and does not bind, sorted.
-        uses: how it uses its parameters, in the order in which it runs; None where it is not the
-            text of a `def`.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the dotted names that it reads and does not bind, sorted
+    #: How it uses its parameters, in the order in which it runs; None where it is not the text of a
+    #: `def`.
     uses: tuple[Use, ...] | None
 
 

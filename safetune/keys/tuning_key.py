@@ -111,18 +111,15 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class TuningKey:
-    """One thing to tune.
-
-    Attributes:
-        values: (name, encoded value or bucket) for each kept key name, in the key's order.
-        dtypes: (name, dtype name) for each argument that has a dtype, in the kernel's order; for a
-            tensor descriptor with the order of its dimensions.
-        options: (name, encoded value) for launch options that the caller passes, e.g. num_warps.
-    """
+    """One thing to tune."""
 
     kernel: KernelIdentity
+    #: (name, encoded value or bucket) for each kept key name, in the key's order.
     values: tuple[tuple[str, Any], ...]
+    #: (name, dtype name) for each argument that has a dtype, in the kernel's order; for a tensor
+    #: descriptor with the order of its dimensions.
     dtypes: tuple[tuple[str, str], ...]
+    #: (name, encoded value) for launch options that the caller passes, e.g. num_warps.
     options: tuple[tuple[str, Any], ...]
     device: Device
     toolchain: Toolchain

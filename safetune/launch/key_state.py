@@ -52,15 +52,11 @@ class Retry(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """The config that a key launches now.
-
-    Attributes:
-        retry: for a fallback that lasts until tuning is tried again.
-    """
+    """The config that a key launches now."""
 
     config: Config
     reason: Reason
-    retry: Retry | None = None
+    retry: Retry | None = None  # for a fallback that lasts until tuning is tried again
 
     @property
     def lasting(self) -> bool:
@@ -70,16 +66,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Asked:
-    """The tuning key behind a memory key, without the arguments of any call.
-
-    Attributes:
-        declared: digest over the declared list of configs.
-        configs: those that pruning left, by digest.
-    """
+    """The tuning key behind a memory key, without the arguments of any call."""
 
     key: TuningKey
-    declared: str
-    configs: Mapping[str, Config]
+    declared: str  # digest over the declared list of configs
+    configs: Mapping[str, Config]  # those that pruning left, by digest
 
     @property
     def identity(self) -> str:

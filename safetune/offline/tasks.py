@@ -46,16 +46,12 @@ class OfflineKernel:
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel at one workload and dtype.
-
-    Attributes:
-        marks: for every outcome, e.g. that its inputs were drawn at random.
-    """
+    """One kernel at one workload and dtype."""
 
     kernel: OfflineKernel
     workload: Workload
     dtype: str
-    marks: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()  # for every outcome, e.g. that its inputs were drawn at random
 
 
 def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:

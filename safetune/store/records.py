@@ -83,16 +83,12 @@ class ChoiceRecord:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A launch that was not tuned, described so that it can be tuned offline.
-
-    Attributes:
-        place: `module:qualname` of the kernel's function.
-        arguments: the description of the call that `miss.record` makes, as plain JSON data.
-    """
+    """A launch that was not tuned, described so that it can be tuned offline."""
 
     key: str
     name: str
-    place: str
+    place: str  # `module:qualname` of the kernel's function
+    #: The description of the call that `miss.record` makes, as plain JSON data.
     arguments: dict[str, Any]
     created: float
 
@@ -112,18 +108,15 @@ class RelatedChoice:
 
 @dataclass(frozen=True)
 class StoredChoice:
-    """A choice together with its key.
-
-    Attributes:
-        source: the pack of this choice alone that it was decoded from. A choice that is only passed
-            on is written from it, so that all values stay as they are.
-        unknown: fields of it, or around it, that only a newer version knows. Such a choice is
-            passed on, and never launched or stored.
-    """
+    """A choice together with its key."""
 
     key: KeyRecord
     choice: ChoiceRecord
+    #: The pack of this choice alone that it was decoded from. A choice that is only passed on is
+    #: written from it, so that all values stay as they are.
     source: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    #: Fields of it, or around it, that only a newer version knows. Such a choice is passed on, and
+    #: never launched or stored.
     unknown: tuple[str, ...] = ()
 
 

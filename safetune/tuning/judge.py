@@ -29,21 +29,17 @@ Grid = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What becomes of the configs.
+    """What becomes of the configs."""
 
-    Attributes:
-        candidates: the configs that agree and may be chosen.
-        sizes: for each config the number of configs in its group, itself included. Stored members
-            of an earlier tuning count, launched or not.
-        rejected: the verdict and the reason for each config that is wrong.
-        disputed: for each config that is not rejected its part in the dispute; empty without one.
-        clear: whether more launches would not change the candidates: all agree, or most do.
-    """
-
-    candidates: frozenset[int]
+    candidates: frozenset[int]  # the configs that agree and may be chosen
+    #: For each config the number of configs in its group, itself included. Stored members of an
+    #: earlier tuning count, launched or not.
     sizes: Mapping[int, int]
+    #: The verdict and the reason for each config that is wrong.
     rejected: Mapping[int, tuple[Verdict, str]] = field(default_factory=dict)
+    #: For each config that is not rejected its part in the dispute; empty without one.
     disputed: Mapping[int, str] = field(default_factory=dict)
+    #: Whether more launches would not change the candidates: all agree, or most do.
     clear: bool = True
 
     def marks(self, config: int) -> tuple[str, ...]:

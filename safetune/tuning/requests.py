@@ -28,18 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a child may take, and what it may use.
+    """How long a child may take, and what it may use."""
 
-    Attributes:
-        compile_timeout_s: for the compilation of one config.
-        run_timeout_s: for one round of launches of one config.
-        fresh_process: whether every config gets a new measuring child.
-        compile_memory_bytes: what a compile child, and each process that it starts, may allocate.
-    """
-
-    compile_timeout_s: float = 300.0
-    run_timeout_s: float = 30.0
-    fresh_process: bool = False
+    compile_timeout_s: float = 300.0  # for the compilation of one config
+    run_timeout_s: float = 30.0  # for one round of launches of one config
+    fresh_process: bool = False  # whether every config gets a new measuring child
+    #: What a compile child, and each process that it starts, may allocate.
     compile_memory_bytes: int = 8 << 30
 
     def of(self, verdict: Verdict) -> float | None:
@@ -53,17 +47,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Grids:
-    """The launch grids of a call.
+    """The launch grids of a call."""
 
-    Attributes:
-        sizes: for each config; without numbers where a config has no grid.
-        failures: the outcome of each config that cannot be launched on its grid.
-        reads: the dropped names that the grid function reads.
-    """
-
+    #: For each config; without numbers where a config has no grid.
     sizes: tuple[tuple[int, ...], ...]
+    #: The outcome of each config that cannot be launched on its grid.
     failures: Mapping[int, Outcome]
-    reads: frozenset[str]
+    reads: frozenset[str]  # the dropped names that the grid function reads
 
     @property
     def launch_something(self) -> bool:
@@ -73,24 +63,17 @@ class Grids:
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """A call whose key has no choice, and the configs to choose from.
-
-    Attributes:
-        configs: those left after pruning, in the order they were declared.
-        declared: digest over the whole declared list; a choice made from another is not final.
-        readable_key: the key as Triton writes it, for its listener and its messages.
-        force: measure everything again, and open the next generation.
-        marks: for every outcome.
-    """
+    """A call whose key has no choice, and the configs to choose from."""
 
     key: TuningKey
     call: Call
-    configs: tuple[Config, ...]
-    declared: str
+    configs: tuple[Config, ...]  # those left after pruning, in the order they were declared
+    declared: str  # digest over the whole declared list; a choice made from another is not final
+    #: The key as Triton writes it, for its listener and its messages.
     readable_key: tuple[Any, ...] = ()
     limits: Limits = Limits()
-    force: bool = False
-    marks: tuple[str, ...] = ()
+    force: bool = False  # measure everything again, and open the next generation
+    marks: tuple[str, ...] = ()  # for every outcome
 
     @property
     def grids(self) -> Grids:
@@ -172,23 +155,16 @@ class Phases:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """A finished tuning.
-
-    Attributes:
-        outcomes: for every config in the request, in order; from this tuning or an earlier one.
-            None for a choice that was made elsewhere.
-        stored: the choice as it is stored.
-        measured: how many configs were compiled or launched in this tuning.
-        notes: sentences to report to the user.
-        phases: seconds by phase, see `Phases`.
-    """
+    """A finished tuning."""
 
     choice: Config
-    stored: ChoiceRecord
+    stored: ChoiceRecord  # the choice as it is stored
+    #: For every config in the request, in order; from this tuning or an earlier one. None for a
+    #: choice that was made elsewhere.
     outcomes: tuple[tuple[Config, Outcome], ...]
-    measured: int
-    phases: Mapping[str, float]
-    notes: tuple[str, ...] = ()
+    measured: int  # how many configs were compiled or launched in this tuning
+    phases: Mapping[str, float]  # seconds by phase, see `Phases`
+    notes: tuple[str, ...] = ()  # sentences to report to the user
 
     @property
     def seconds(self) -> float:

@@ -69,17 +69,11 @@ _of_thread = _OfThread()
 
 @dataclass(frozen=True)
 class WaitBudget:
-    """How long to wait for other processes.
+    """How long to wait for other processes."""
 
-    Attributes:
-        seconds: of all waits of this process together.
-        check: called while waiting; what it raises ends the wait.
-        waited: counts against `seconds`: the waits of this process.
-    """
-
-    seconds: float = math.inf
-    check: Callable[[], None] = lambda: None
-    waited: Waited = waited
+    seconds: float = math.inf  # of all waits of this process together
+    check: Callable[[], None] = lambda: None  # called while waiting; what it raises ends the wait
+    waited: Waited = waited  # counts against `seconds`: the waits of this process
 
     def tries(self, name: str, first_s: float, most_s: float) -> Iterator[None]:
         """Yield for each try to get what this name stands for, and wait between; raises `Busy`."""
@@ -102,17 +96,14 @@ class WaitBudget:
 
 @dataclass
 class Election:
-    """What came of asking to tune a key.
-
-    Attributes:
-        choice: made by another process or node, so that there is nothing to tune. None where this
-            process tunes.
-        lease: this node's right to tune it, where nodes share a store that gives any.
-    """
+    """What came of asking to tune a key."""
 
     request: TuningRequest
     shared: SharedLayer | None = None
+    #: Made by another process or node, so that there is nothing to tune. None where this process
+    #: tunes.
     choice: ChoiceRecord | None = None
+    #: This node's right to tune it, where nodes share a store that gives any.
     lease: Lease | None = None
     published: bool = False
 

@@ -69,40 +69,32 @@ def tune(
 
 @dataclass(frozen=True)
 class _Tuning:
-    """One tuning. A config is its index in the request.
-
-    Attributes:
-        digests: of each config.
-        generation: of the choice to be made.
-        incumbent: the config chosen last for this key, if it still counts as ok.
-        stands: whether it was chosen from the same list, so that a faster one opens a generation.
-        new: the configs without an outcome that counts, and those that were not judged.
-        judged: of each other config that is ok the size of the group in which it was judged.
-        outcomes: of each config that has one; it grows while the phases run, as do the others.
-        candidates: the configs with the result that is taken for right; all until that is known.
-        same: of each config whose launch is that of another one, which was run for both, that one.
-        measured: the configs that were compiled or launched in this tuning.
-        notes: see `TuningResult`.
-        total: how many configs are to be measured.
-    """
+    """One tuning. A config is its index in the request."""
 
     request: TuningRequest
     store: Store
     observe: Observer
-    digests: tuple[str, ...]
-    generation: int
-    incumbent: int | None
+    digests: tuple[str, ...]  # of each config
+    generation: int  # of the choice to be made
+    incumbent: int | None  # the config chosen last for this key, if it still counts as ok
+    #: Whether it was chosen from the same list, so that a faster one opens a generation.
     stands: bool
+    #: The configs without an outcome that counts, and those that were not judged.
     new: tuple[int, ...]
+    #: Of each other config that is ok the size of the group in which it was judged.
     judged: Mapping[int, int]
+    #: Of each config that has one; it grows while the phases run, as do the others.
     outcomes: dict[int, Outcome]
-    total: int
+    total: int  # how many configs are to be measured
     phases: Phases
+    #: The configs with the result that is taken for right; all until that is known.
     candidates: set[int] = field(default_factory=set)
+    #: Of each config whose launch is that of another one, which was run for both, that one.
     same: dict[int, int] = field(default_factory=dict)
     votes: Votes = field(default_factory=Votes)
+    #: The configs that were compiled or launched in this tuning.
     measured: set[int] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # see `TuningResult`
 
     def timings(self) -> dict[int, Timing]:
         """Return the times of the configs that are ok and may be chosen, in order."""

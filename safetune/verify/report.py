@@ -42,18 +42,13 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class Place:
-    """One element of a finding.
+    """One element of a finding."""
 
-    Attributes:
-        index: in the argument; outside of it one number, in elements from the argument's first.
-        where: outside of a view, the position relative to the storage; else empty.
-        lines: the kernel's source lines, as `file:line`.
-    """
-
+    #: In the argument; outside of it one number, in elements from the argument's first.
     index: tuple[int, ...]
-    where: str = ""
+    where: str = ""  # outside of a view, the position relative to the storage; else empty
     programs: tuple[Program, ...] = ()
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # the kernel's source lines, as `file:line`
 
     def __str__(self) -> str:
         parts = [f"[{', '.join(map(str, self.index))}]"]
@@ -70,23 +65,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about one argument.
-
-    Attributes:
-        argument: its name, or several names, joined by a comma, for the same view of one storage;
-            empty for addresses outside every argument.
-        rows: the number of different indices without the last dimension.
-        access: for `OUTSIDE`, the access that was tried: read, store, atomic.
-        most_programs: if several programs access an element, the most at one element.
-    """
+    """A finding about one argument."""
 
     kind: Kind
+    #: Its name, or several names, joined by a comma, for the same view of one storage; empty for
+    #: addresses outside every argument.
     argument: str
     elements: int
-    rows: int
+    rows: int  # the number of different indices without the last dimension
     places: tuple[Place, ...]
-    access: str = ""
-    most_programs: int = 0
+    access: str = ""  # for `OUTSIDE`, the access that was tried: read, store, atomic
+    most_programs: int = 0  # if several programs access an element, the most at one element
 
     def __str__(self) -> str:
         count = "1 element" if self.elements == 1 else f"{self.elements} elements"
@@ -113,20 +102,14 @@ class Written:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """The result of `check_overlap`.
-
-    Attributes:
-        config: of a tuner, the config as text; else empty.
-        written: the arguments that were written, or are in `outputs`.
-        idle_programs: programs that wrote nothing, which may be right.
-    """
+    """The result of `check_overlap`."""
 
     kernel: str
-    config: str
+    config: str  # of a tuner, the config as text; else empty
     grid: Program
     findings: tuple[Finding, ...]
-    written: tuple[Written, ...]
-    idle_programs: tuple[Program, ...]
+    written: tuple[Written, ...]  # the arguments that were written, or are in `outputs`
+    idle_programs: tuple[Program, ...]  # programs that wrote nothing, which may be right
 
     @property
     def ok(self) -> bool:

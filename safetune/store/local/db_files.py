@@ -127,19 +127,12 @@ def _mounted(path: Path, mounts: Path) -> str:
 
 @dataclass(frozen=True)
 class Location:
-    """Where choices are kept.
+    """Where choices are kept."""
 
-    Attributes:
-        directory: of the database; None for memory.
-        network: the file system of the cache directory, if it is a network's.
-        choices: the cache directory, where it is the shared store by default.
-        problem: why it is not, though it is on a network.
-    """
-
-    directory: Path | None
-    network: str = ""
-    choices: Path | None = None
-    problem: str = ""
+    directory: Path | None  # of the database; None for memory
+    network: str = ""  # the file system of the cache directory, if it is a network's
+    choices: Path | None = None  # the cache directory, where it is the shared store by default
+    problem: str = ""  # why it is not, though it is on a network
 
     @property
     def database(self) -> Path | None:

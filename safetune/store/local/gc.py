@@ -34,17 +34,13 @@ _DEVICES = "SELECT device.record FROM key JOIN device ON device.digest = key.dev
 
 @dataclass(frozen=True)
 class Rule:
-    """The keys to delete. A field that is None deletes none.
+    """The keys to delete. A field that is None deletes none."""
 
-    Attributes:
-        before: seconds since the epoch: keys without a newer row, and databases that were moved
-            aside before.
-        triton: keys of every other version of Triton.
-        most_bytes: the oldest keys, until the file, without its free pages, has about this size.
-    """
-
+    #: Seconds since the epoch: keys without a newer row, and databases that were moved aside
+    #: before.
     before: float | None = None
-    triton: str | None = None
+    triton: str | None = None  # keys of every other version of Triton
+    #: The oldest keys, until the file, without its free pages, has about this size.
     most_bytes: int | None = None
 
 

@@ -43,21 +43,16 @@ class CorruptRowError(Exception):
 
 @dataclass(frozen=True)
 class Table:
-    """A table as this version reads and writes it. The history is in `opening`.
-
-    Attributes:
-        columns: their types, in the order of `select`; `dict` and `tuple` (of strings) are JSON.
-        build: makes the record out of a row's values.
-        nullable: the columns that may be NULL, all of them or none.
-        added: the columns that older rows lack, with their value in those. That value is not part
-            of the checksum, so older rows stay as they are.
-    """
+    """A table as this version reads and writes it. The history is in `opening`."""
 
     name: str
     primary_key: tuple[str, ...]
+    #: Their types, in the order of `select`; `dict` and `tuple` (of strings) are JSON.
     columns: dict[str, type]
-    build: Callable[[dict[str, Any]], Any] = dict
-    nullable: tuple[str, ...] = ()
+    build: Callable[[dict[str, Any]], Any] = dict  # makes the record out of a row's values
+    nullable: tuple[str, ...] = ()  # the columns that may be NULL, all of them or none
+    #: The columns that older rows lack, with their value in those. That value is not part of the
+    #: checksum, so older rows stay as they are.
     added: Mapping[str, Scalar] = field(default_factory=dict)
     select: str = field(init=False)
 
