@@ -204,7 +204,12 @@ class Lookup:
             yield self.store.choice(key.digest, declared, among)
             # Also what the local store could not keep of the shared one, or does not have yet.
             yield self.store.shared.choice(space, key.digest, declared)
-        yield self._packs.find(key, declared)
+        try:
+            found = self._packs.find(key, declared)
+        except OSError as error:  # without a descriptor left, no module can be imported
+            logger.warning("packs are not read: %s", error)
+        else:
+            yield found
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return the choices for the key's kernel and device, of any call and toolchain."""

@@ -18,6 +18,7 @@ import functools
 import inspect
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -271,13 +272,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _location(error: BaseException) -> str:
     """Return the line of the kernel that raised an exception, as ` (file:line)`."""
-    trace, location = error.__traceback__, ""
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        if not is_machinery(filename):
-            location = f" ({filename}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return location
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_machinery(frame.filename)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 _MACHINERY = tuple(

@@ -1,9 +1,9 @@
 """Opening a database: brought up to date and checked to be written to, or only read.
 
-The `m...` functions are the schema history, which `HISTORY` lists. Only they import `sqlite_utils`,
-which takes 0.2 s: a plain `PRAGMA user_version` tells that a database is up to date, and a new one
-is made from `tables.sql`. The steps run inside one BEGIN IMMEDIATE, so that of many processes that
-open a new file at once, one migrates it.
+The `m...` functions are the schema history, which `HISTORY` lists and sqlite-utils keeps. Only an
+older database needs `sqlite_utils`, which takes 0.2 s to import: a plain `PRAGMA user_version`
+tells that a database is up to date, and a new one is made by the same steps. They run inside one
+BEGIN IMMEDIATE, so that of many processes that open a new file at once, one migrates it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from safetune.errors import StoreError
 from safetune.store.local import db_files
@@ -25,8 +25,12 @@ from safetune.store.local.rows import TABLES
 if TYPE_CHECKING:
     from sqlite_utils import Database
 
+    Executes: TypeAlias = Database | sqlite3.Connection
+
 #: Brings a connection that was just opened up to date, or checks it: raises what is wrong.
 Prepare = Callable[[sqlite3.Connection], None]
+
+_TYPES = {int: "INTEGER", float: "REAL"}
 
 #: "SFTU" in the file's header: it is a database of safetune.
 APPLICATION_ID = 0x53465455
@@ -43,25 +47,26 @@ _STRANGERS = (
 )
 
 
-def m001_create_tables(database: Database) -> None:
+def m001_create_tables(database: Executes) -> None:
     """The tables and columns of 0.1.0, which made them in three steps, without its leases."""
     for table in TABLES:
-        columns = {
-            name: kind if kind in (int, float) else str
-            for name, kind in table.columns.items()
+        columns = [
+            f'"{name}" {_TYPES.get(kind, "TEXT")}'
+            for name, kind in {**table.columns, "checksum": str}.items()
             if name not in table.added
-        }
-        database.table(table.name).create({**columns, "checksum": str}, pk=table.primary_key)
-    database.table("key").create_index(["name"])
-    database.table("key").create_index(["kernel", "device"])
+        ]
+        key = ", ".join(table.primary_key)
+        database.execute(f"CREATE TABLE {table.name} ({', '.join(columns)}, PRIMARY KEY ({key}))")
+    database.execute('CREATE INDEX "idx_key_name"\n    ON "key" ("name")')
+    database.execute('CREATE INDEX "idx_key_kernel_device"\n    ON "key" ("kernel", "device")')
 
 
-def m004_drop_lease(database: Database) -> None:
+def m004_drop_lease(database: Executes) -> None:
     """The process that tunes a key holds a lock of the operating system, not a row."""
-    database.table("lease").drop(ignore=True)
+    database.execute("DROP TABLE IF EXISTS lease")
 
 
-def m005_add_origin_of_choice(database: Database) -> None:
+def m005_add_origin_of_choice(database: Executes) -> None:
     """The shared store that a choice is the record of; empty for this node's own and for imports.
 
     It is not part of the choice, and its checksum leaves it out.
@@ -69,7 +74,7 @@ def m005_add_origin_of_choice(database: Database) -> None:
     database.execute("ALTER TABLE choice ADD COLUMN origin TEXT NOT NULL DEFAULT ''")
 
 
-def m006_add_judgement(database: Database) -> None:
+def m006_add_judgement(database: Executes) -> None:
     """How many configs agreed with a trial's result; what users must know of a choice."""
     database.execute("ALTER TABLE trial ADD COLUMN judged INTEGER DEFAULT 0")
     database.execute("ALTER TABLE choice ADD COLUMN marks TEXT DEFAULT '[]'")
@@ -85,8 +90,17 @@ HISTORY = (
 #: `PRAGMA user_version` of 0.1.0, and of a database that has every step.
 OLDEST, VERSION = 3, 6
 
-#: What the history makes of an empty file, and the version of that; a test makes it again.
-_TABLES, _CREATED = Path(__file__).with_name("tables.sql"), 6
+#: Where sqlite-utils keeps which steps have run, as it makes it.
+_APPLIED = (
+    'CREATE TABLE "_sqlite_migrations" ("id" INTEGER PRIMARY KEY, "migration_set" TEXT, '
+    '"name" TEXT, "applied_at" TEXT)',
+    'CREATE UNIQUE INDEX "idx__sqlite_migrations_migration_set_name"\n'
+    '    ON "_sqlite_migrations" ("migration_set", "name")',
+)
+_APPLY = (
+    "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) "
+    "VALUES ('safetune', ?, strftime('%Y-%m-%d %H:%M:%f+00:00', 'now'))"
+)
 
 #: What stands for the tables of a database that is only read and lacks their newest columns.
 _WITH_NEWER_COLUMNS = [
@@ -197,15 +211,13 @@ def prepare(connection: sqlite3.Connection) -> None:
     """
     connection.execute("BEGIN")  # one snapshot: another process may be migrating right now
     with ending(connection):
-        current = _version(connection) == VERSION
-        if current:
+        version = _version(connection)
+        if version == VERSION:
             _check_schema(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
-    _switch_to_wal(connection, attempts=1 if current else _WAL_ATTEMPTS)
-    if not current and VERSION == _CREATED:
-        _create(connection)
-    if _version(connection) != VERSION:
-        _migrate(connection)
+    _switch_to_wal(connection, attempts=1 if version == VERSION else _WAL_ATTEMPTS)
+    if version != VERSION:
+        _migrate(connection, _missing_steps if version else _all_steps)
 
 
 def prepare_suspect(connection: sqlite3.Connection) -> None:
@@ -271,34 +283,33 @@ def _check_schema(connection: sqlite3.Connection) -> None:
         raise
 
 
-def _create(connection: sqlite3.Connection) -> None:
-    """Make the tables of an empty file as every step of the history would, without its import."""
-    connection.execute("BEGIN IMMEDIATE")
-    with ending(connection):
-        if _version(connection) == 0:
-            for statement in _TABLES.read_text(encoding="utf-8").split(";\n"):
-                connection.execute(statement)
+def _migrate(connection: sqlite3.Connection, run: Prepare) -> None:
+    """Run the steps that a database lacks, unless another process has done it by now."""
+    connection.execute("BEGIN IMMEDIATE")  # sqlite-utils begins a deferred transaction, which
+    with ending(connection):  # fails where another process writes: 912 of 1,280 writes were lost
+        if _version(connection) != VERSION:
+            run(connection)
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={VERSION}")
 
 
-def _migrate(connection: sqlite3.Connection) -> None:
-    # Imported before the lock is taken: the import takes 0.2 s, the migration 2 ms. A deferred
-    # transaction, which sqlite-utils begins, fails at once where another process has written since
-    # its first read; measured: 912 of 1,280 writes lost.
+def _all_steps(connection: sqlite3.Connection) -> None:
+    """Make the tables of an empty file, without the import of sqlite-utils."""
+    for statement in _APPLIED:
+        connection.execute(statement)
+    for step in HISTORY:
+        step(connection)
+        connection.execute(_APPLY, (step.__name__,))
+
+
+def _missing_steps(connection: sqlite3.Connection) -> None:
     from sqlite_utils import Database
     from sqlite_utils.migrations import Migrations
 
     migrations = Migrations("safetune")
     for step in HISTORY:
         migrations()(step)
-    connection.execute("BEGIN IMMEDIATE")
-    with ending(connection):
-        if _version(connection) == VERSION:
-            return
-        migrations.apply(Database(connection, execute_plugins=False))
-        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version={VERSION}")
+    migrations.apply(Database(connection, execute_plugins=False))
 
 
 @contextlib.contextmanager

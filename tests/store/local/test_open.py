@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import stat
@@ -10,6 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database
+from sqlite_utils.migrations import Migrations
 
 from safetune.errors import StoreError
 from safetune.store.local import db_files, locks, opening, rows
@@ -53,21 +54,24 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
     assert applied == [("safetune", step.__name__) for step in opening.HISTORY]
 
 
-def test_a_new_database_is_what_the_history_makes_of_an_empty_file(monkeypatch):
-    """Make `tables.sql` again from this, where the history has a new step."""
-
-    def made(created):
-        monkeypatch.setattr(opening, "_CREATED", created)
-        with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-            opening.prepare(connection)
-            tables = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
-            steps = (
-                "SELECT id, migration_set, name, length(applied_at) > 20 FROM _sqlite_migrations"
-            )
-            version = connection.execute("PRAGMA user_version").fetchall()
-            return tables, connection.execute(steps).fetchall(), version
-
-    assert made(opening.VERSION) == made(0)
+def test_the_history_of_a_new_database_is_kept_as_sqlite_utils_keeps_it(store):
+    """It is made without the import, and a later safetune finds which steps have run."""
+    migrations = Migrations("safetune")
+    for step in opening.HISTORY:
+        migrations()(step)
+    ours, theirs = sqlite3.connect(store.path), sqlite3.connect(":memory:")
+    assert list(migrations.pending(Database(ours))) == []
+    migrations.apply(Database(theirs))
+    found = []
+    for connection in (ours, theirs):
+        columns = "SELECT name, type, pk FROM pragma_table_info('_sqlite_migrations')"
+        index = (
+            "SELECT name, sql FROM sqlite_master WHERE tbl_name = '_sqlite_migrations' LIMIT 1, 9"
+        )
+        steps = "SELECT id, migration_set, name, length(applied_at) > 20 FROM _sqlite_migrations"
+        found.append([connection.execute(query).fetchall() for query in (columns, index, steps)])
+        connection.close()
+    assert found[0] == found[1]
 
 
 def test_the_migrations_make_the_tables_that_rows_describes(store):
