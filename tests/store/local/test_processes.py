@@ -195,7 +195,8 @@ def test_a_fork_does_not_wait_for_a_writer_that_waits(store, records, children):
     child = children.start(
         FILES
         + """
-import signal, threading
+import signal, threading, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside a thread
 store = Store.open(directory)
 tries = threading.Semaphore(0)
 store.connection._sqlite.set_trace_callback(

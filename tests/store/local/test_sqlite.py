@@ -328,7 +328,8 @@ def test_a_cold_lookup_does_little(store, records):
         sys.setprofile(None)
     opened.close()
     assert found is not None
-    assert calls.total() <= 400, calls.most_common(20)
+    # From Python 3.12 on pathlib calls more of its own.
+    assert calls.total() <= (400 if sys.version_info < (3, 12) else 450), calls.most_common(20)
 
 
 def test_related_choices_are_the_current_ones_of_one_kernel_on_one_device(store, records):

@@ -93,7 +93,7 @@ def locked(place: Path, times: int) -> Tally:
         with _wait("0"):
             lookup._lookups.clear()
             with warnings.catch_warnings(record=True) as caught, heard() as log:
-                warnings.simplefilter("always")
+                warnings.simplefilter("always", UserWarning)
                 opened = lookup.open_lookup(settings(directory))
                 for index in range(100, 130):
                     opened.store.put_key(key(index))

@@ -55,7 +55,7 @@ from pathlib import Path
 from tally import *
 directory = Path(sys.argv[1])
 with warnings.catch_warnings(record=True) as caught, heard() as log:
-    warnings.simplefilter("always")
+    warnings.simplefilter("always", UserWarning)
     store = lookup.open_lookup(settings(directory)).store
     before = sum(store.choice(f"key-{{n}}") == choice(n) for n in range(40))
     told = []

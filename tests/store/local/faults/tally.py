@@ -165,7 +165,7 @@ class Run:
 def run(directory: Path, numbers: Iterable[int]) -> Run:
     """Look choices up and store one, as a program does; raises what would reach its caller."""
     with warnings.catch_warnings(record=True) as caught, heard() as log:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         lookup._lookups.clear()
         opened = lookup.open_lookup(settings(directory))
         found = {n: opened.find(call(n), DECLARED) for n in numbers}
