@@ -220,7 +220,7 @@ class ForkServer:
 
 
 #: Whether calls that need no torch are measured in children without it.
-WITHOUT_TORCH = False
+WITHOUT_TORCH = True
 
 #: Importing torch takes longer than tuning a small kernel.
 plain_server = ForkServer(("triton.compiler", "safetune.child.job_loop", "safetune.child.session"))

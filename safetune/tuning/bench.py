@@ -292,10 +292,11 @@ class LaunchBench:
 
 
 def _asks_for_torch(call: Call) -> bool:
-    """Whether a call is certain to need torch in its measuring child."""
+    """Whether a call is certain to need torch in its measuring child, or Triton's driver may be."""
     hooks = call.hooks
-    asking = (hooks.do_bench, hooks.inputs, hooks.reference)
-    return call.interpreted or not WITHOUT_TORCH or any(hook is not None for hook in asking)
+    asking = any(hook is not None for hook in (hooks.do_bench, hooks.inputs, hooks.reference))
+    known = WITHOUT_TORCH and triton_internals.version() <= triton_internals.NEWEST
+    return call.interpreted or asking or not known
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
+from safetune.isolation import child_handle
 from safetune.tuning import bench
 
 pytestmark = pytest.mark.gpu
@@ -195,6 +196,7 @@ CASES = (
 
 @pytest.fixture(params=[True, False], ids=["light", "full"])
 def without_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    child_handle.idle.drop()  # the child of another test may have torch
     monkeypatch.setattr(bench, "WITHOUT_TORCH", request.param)
     return bool(request.param)
 
