@@ -154,12 +154,7 @@ class Probe:
 
 
 class Arguments:
-    """The tensors of a call, which can be put back to the caller's bits.
-
-    Attributes:
-        sums: the checksums of the blocks, as `find_written` has found them last.
-        pristine_sums: those of the caller's bits.
-    """
+    """The tensors of a call, which can be put back to the caller's bits."""
 
     def __init__(self, layout: Layout, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -173,7 +168,8 @@ class Arguments:
         ]
         self.blocks = [Block(spec, file, shared) for spec in layout.blocks]
         self.views = layout.tensors
-        self.pristine_sums = self._checksums()
+        self.pristine_sums = self._checksums()  # those of the caller's bits
+        #: The checksums of the blocks, as `find_written` has found them last.
         self.sums = self.pristine_sums
         self._known = False
 

@@ -10,7 +10,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any
 
@@ -78,6 +78,11 @@ class Resolved:
         """Return the launch options by name, as a launch of `fn` takes them."""
         return {n: v for n, v in self.config.all_kwargs().items() if n not in self.config.kwargs}
 
+    def lost(self, carried: Iterable[str]) -> dict[str, Any]:
+        """Return what a caller loses that passes these options on to Triton alone: hooks too."""
+        lost = {name: value for name, value in self.options().items() if name not in carried}
+        return {**lost, "pre_hook": hook} if (hook := self.config.pre_hook) else lost
+
     def as_plain_kernel(self, num_warps: int = 4, num_stages: int = 3, num_ctas: int = 1) -> Any:
         """Return `fn`, for a caller that launches every plain kernel with these options.
 
@@ -102,11 +107,7 @@ class Resolved:
         Raises:
             TracingError: the config has an option besides warps, stages and CTAs, or a hook.
         """
-        carried = ("num_warps", "num_stages", "num_ctas")
-        lost = {name: value for name, value in self.options().items() if name not in carried}
-        if self.config.pre_hook is not None:
-            lost["pre_hook"] = self.config.pre_hook
-        if lost:
+        if lost := self.lost(("num_warps", "num_stages", "num_ctas")):
             raise TracingError(
                 f"{self.kernel} was chosen with {lost}, which TransformerEngine ignores: use "
                 "configs without these, or launch it through safetune.integrations.jax.triton_call"

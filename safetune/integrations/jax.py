@@ -198,10 +198,7 @@ def _check_aliases(
 
 
 def _check_options(resolved: Resolved) -> None:
-    lost = {name: value for name, value in resolved.options().items() if name not in _PASSED_ON}
-    if resolved.config.pre_hook is not None:
-        lost["pre_hook"] = resolved.config.pre_hook
-    if lost:
+    if lost := resolved.lost(_PASSED_ON):
         raise TracingError(
             f"{resolved.kernel} was chosen with {lost}, which jax-triton ignores: use "
             "configs without these"

@@ -7,7 +7,6 @@ and hooks at each launch. A program may have changed any of them since the names
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import logging
@@ -22,7 +21,7 @@ from safetune.frozen import dataclass
 from safetune.keys.body_usage import calls_followed
 from safetune.keys.kernel_digest import base_function, is_own, layers
 from safetune.keys.key_names import KeyReport, classes_of
-from safetune.keys.written_key import WrittenKey, warn_at
+from safetune.keys.written_key import WrittenKey, during, warn_at
 from safetune.settings import PhantomPolicy
 
 _log = logging.getLogger("safetune")
@@ -236,14 +235,6 @@ def _phantom_text(report: KeyReport) -> str:
     )
 
 
+#: Logs instead of warning: a user who runs a library unmodified cannot change its keys.
 _logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False)
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[None]:
-    """Log instead of warning: a user who runs a library unmodified cannot change its keys."""
-    token = _logged.set(True)
-    try:
-        yield
-    finally:
-        _logged.reset(token)
+logged = functools.partial(during, _logged)

@@ -157,17 +157,19 @@ def _warn_of_the_others() -> None:
         )
 
 
-_lenient: ContextVar[bool] = ContextVar("safetune_unknown_names_are_ignored", default=False)
-
-
 @contextlib.contextmanager
-def lenient() -> Iterator[None]:
-    """Warn of unknown names, which Triton 3.6 ignores, instead of raising."""
-    token = _lenient.set(True)
+def during(switch: ContextVar[bool]) -> Iterator[None]:
+    """Turn a switch on in the body; also a decorator."""
+    token = switch.set(True)
     try:
         yield
     finally:
-        _lenient.reset(token)
+        switch.reset(token)
+
+
+#: Warns of unknown names, which Triton 3.6 ignores, instead of raising.
+_lenient: ContextVar[bool] = ContextVar("safetune_unknown_names_are_ignored", default=False)
+lenient = functools.partial(during, _lenient)
 
 
 def warn_at(kernel: Any, message: str) -> None:

@@ -147,12 +147,7 @@ class Tuner(Protocol):
 
 
 class CallShape:
-    """One way of calling one kernel.
-
-    Attributes:
-        key: (args, kwargs) → the memory key: kept values with their types, dtypes, extra options.
-        pins: names among the arguments that the compiled kernel gets as a constant.
-    """
+    """One way of calling one kernel."""
 
     def __init__(self, tuner: Tuner, positional: int, keywords: tuple[str, ...]) -> None:
         self._positions = {name: i for i, name in enumerate(tuner.arg_names[:positional])}
@@ -162,7 +157,9 @@ class CallShape:
         }
         self._parameters = tuner.arg_names
         self._constexprs = constexpr_names(tuner.fn)
+        #: Names among the arguments that the compiled kernel gets as a constant.
         self.pins = tuple(name for name in tuner.key_report.pinned if name in self._where)
+        #: (args, kwargs) → the memory key: kept values with their types, dtypes, extra options.
         self.key = self._key_function(tuner.keys)
 
     def pinned(self, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]]:

@@ -79,18 +79,15 @@ class Asked:
 
 
 class KeyState:
-    """One memory key of one tuner.
-
-    Attributes:
-        lock: held by the thread that looks for a choice, so that a key is tuned once.
-        held: a choice that waits for `safetune.sync`, which all ranks call together.
-        asked: the tuning key and configs behind the memory key, for `safetune.sync`.
-    """
+    """One memory key of one tuner."""
 
     def __init__(self, key: Any, states: KeyStates) -> None:
         self.key = key
+        #: Held by the thread that looks for a choice, so that a key is tuned once.
         self.lock = threading.RLock()
+        #: A choice that waits for `safetune.sync`, which all ranks call together.
         self.held: Config | None = None
+        #: The tuning key and configs behind the memory key, for `safetune.sync`.
         self.asked: Asked | None = None
         self.captured: CapturedMiss | None = None
         self._states = states
@@ -243,17 +240,13 @@ class CapturedMiss:
 
 
 class KeyStates:
-    """The states of all keys of one tuner, and the dictionaries that follow from them.
-
-    Attributes:
-        tuner: whose keys these are. A shallow copy of it shares them.
-        hits: the config of each key that every call launches without a miss.
-        choices: the chosen config of each key; as `tuner.cache`, open to users.
-    """
+    """The states of all keys of one tuner, and the dictionaries that follow from them."""
 
     def __init__(self, tuner: Any) -> None:
-        self.tuner = tuner
+        self.tuner = tuner  # whose keys these are; a shallow copy of it shares them
+        #: The config of each key that every call launches without a miss.
         self.hits: dict[Any, Config] = {}
+        #: The chosen config of each key; as `tuner.cache`, open to users.
         self.choices = Choices(self)
         self._states: dict[Any, KeyState] = {}
         _all[self] = None
