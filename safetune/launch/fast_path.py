@@ -46,7 +46,13 @@ class Launched(Protocol):
 
 
 class FastPath:
-    """The code for one kind of call of one kernel, and the compiled kernels that it knows."""
+    """The code for one kind of call of one kernel, and the compiled kernels that it knows.
+
+    Attributes:
+        launch: (grid, args, kwargs) → the compiled kernel that was launched, or None. Its attribute
+            `fast_path` is this object.
+        in_the_way: whether a hook or a switch needs Triton's own path now.
+    """
 
     def __init__(
         self,
@@ -94,11 +100,8 @@ class FastPath:
 
         names["learn"] = learn
         exec(_compiled(source.text()), names)
-        #: (grid, args, kwargs) → the compiled kernel that was launched, or None. Its attribute
-        #: `fast_path` is this object.
         self.launch: Launch = names["launch"]
         self._choice_key: Callable[..., Any] = names["choice_key"]
-        #: Whether a hook or a switch needs Triton's own path now.
         self.in_the_way: Callable[[], bool] = names["in_the_way"]
         self.launch.__dict__["fast_path"] = self
 
