@@ -106,28 +106,30 @@ FINALIZE_CONFIGS = [
 ]
 
 
-def _few_backward_config(num_warps: int, elements_per_thread: int, sum_columns: int) -> Config:
-    options = {
-        "TILE_ELEMENTS": 32 * num_warps * elements_per_thread,
-        "SUM_ROWS": 512 * num_warps // sum_columns,
-        "SUM_COLUMNS": sum_columns,
-    }
-    return Config(options, num_warps=num_warps)
+def _few_backward_config(
+    num_warps: int, elements_per_thread: int, sum_rows: int, sum_columns: int
+) -> Config:
+    tile = {"TILE_ELEMENTS": 32 * num_warps * elements_per_thread}
+    sums = {"SUM_ROWS": sum_rows, "SUM_COLUMNS": sum_columns}
+    return Config({**tile, **sums}, num_warps=num_warps)
 
 
 # For few rows, in the order of tiles: the first that has a whole row is launched. None is tuned: a
-# launch takes microseconds with any of them, a tuning seconds. A tile of the sums has 16 elements
-# per thread.
+# launch takes microseconds with any of them, a tuning seconds. Each is within 10 % of the fastest
+# of 30 for both norms on an H100, at 450 x 256, 64 x 1024, 1 x 4096 and 64 x 4096.
 FEW_FORWARD_CONFIGS = [
-    *[_forward_config(num_warps, elements_per_thread=8) for num_warps in (1, 2, 4, 8, 16)],
+    _forward_config(num_warps=1, elements_per_thread=8),
+    _forward_config(num_warps=2, elements_per_thread=8),
+    _forward_config(num_warps=4),
+    _forward_config(num_warps=16, elements_per_thread=8),
     _forward_config(num_warps=16),
 ]
 
 FEW_BACKWARD_CONFIGS = [
-    _few_backward_config(4, elements_per_thread=8, sum_columns=16),
-    _few_backward_config(4, elements_per_thread=16, sum_columns=16),
-    _few_backward_config(8, elements_per_thread=16, sum_columns=32),
-    _few_backward_config(16, elements_per_thread=16, sum_columns=32),
+    _few_backward_config(4, elements_per_thread=8, sum_rows=64, sum_columns=16),
+    _few_backward_config(4, elements_per_thread=16, sum_rows=64, sum_columns=16),
+    _few_backward_config(4, elements_per_thread=32, sum_rows=32, sum_columns=32),
+    _few_backward_config(8, elements_per_thread=32, sum_rows=64, sum_columns=32),
 ]
 
 
