@@ -68,6 +68,9 @@ class DriverError(BackendError):
 class LacksMemory(DriverError, MemoryError):
     """A call of the CUDA driver failed for want of memory, which may pass."""
 
+    def __str__(self) -> str:
+        return f"a device has too little free memory: {super().__str__()}"
+
 
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))

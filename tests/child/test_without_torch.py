@@ -20,6 +20,7 @@ from triton.runtime.autotuner import Heuristics
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from safetune.errors import WorkerUnavailable
 from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
@@ -403,3 +404,11 @@ def test_the_launcher_of_an_older_triton_is_built_while_its_kernels_compile(
     script.write_text(LAUNCHERS)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     subprocess.run([sys.executable, script], env=environment, check=True)
+
+
+def test_a_card_without_memory_for_a_context_blames_no_config(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIBCUDA_FAIL", "cuDevicePrimaryCtxRetain=2")
+    with pytest.raises(WorkerUnavailable, match="too little free memory: the CUDA driver failed"):
+        device.child(copy_kernel).wait()
