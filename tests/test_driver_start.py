@@ -165,7 +165,7 @@ def test_no_compile_server_or_child_starts_it(stub: Stub) -> None:
     options = make_backend(target).parse_options({}).__dict__
     parts = (source.signature, source.constants, source.attrs, dict(options), target)
     spec = kernel_pickle.pack(parts, "the constants of small")
-    with CompilePool(pack_for_compiler(jit), 60.0, size=1) as pool:
+    with CompilePool(lambda: pack_for_compiler(jit), 60.0, size=1) as pool:
         pool.add(0, spec)
         (compiled,) = pool.results()
     assert compiled.outcome.verdict is Verdict.OK, compiled.outcome

@@ -14,7 +14,7 @@ import re
 import select
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class CompilePool:
     """Compiles the specs of one kernel; compiling begins with the first `add`.
 
     Args:
-        kernel: the packed jit function (`compile_spec.pack_for_compiler`).
+        kernel: returns the packed jit function (`compile_spec.pack_for_compiler`).
         timeout_s: for one config.
         size: the most children; by default one for each core, less one where there are enough for
             the measuring child to have its own.
@@ -82,7 +82,7 @@ class CompilePool:
 
     def __init__(
         self,
-        kernel: bytes,
+        kernel: Callable[[], bytes],
         timeout_s: float,
         size: int | None = None,
         memory_bytes: int = 0,
@@ -133,10 +133,11 @@ class CompilePool:
             self._feed(slot)
 
     def _start(self) -> None:
+        kernel = self._kernel()
         kept = idle.take(_PURPOSE)  # it has not answered its `Release` yet
         with system_errors():
             child = kept or Child(gpu_blind=True, forks=plain_server, started=False)
-        child.send(start_job(True, self._memory_bytes, self._kernel))
+        child.send(start_job(True, self._memory_bytes, kernel))
         jobs: deque[int | None] = deque([None] * child.unanswered)
         slot = _Slot(child, kept is not None, time.monotonic() + START_S, jobs)
         self._slots[child.pipe.fileno()] = slot

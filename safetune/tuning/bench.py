@@ -104,9 +104,6 @@ class LaunchBench:
             tensors,
             by_value=_functions_of(request),
         )
-        self._kernel = b""
-        if not self.interpreted:
-            self._kernel = compile_spec.pack_for_compiler(base_function(call.kernel)[0])
         effects = effects_of(call.kernel)
         inputs = copy_inputs(
             call,
@@ -180,7 +177,9 @@ class LaunchBench:
                 yield Compiled(index, DONE.outcome)
             return
         memory_bytes = self._request.limits.compile_memory_bytes
-        pool = CompilePool(self._kernel, timeout_s, None, memory_bytes, self._most_shared)
+        jit, _ = base_function(self._request.call.kernel)
+        kernel = functools.cache(functools.partial(compile_spec.pack_for_compiler, jit))
+        pool = CompilePool(kernel, timeout_s, None, memory_bytes, self._most_shared)
         self._exit.push(pool)
         yield from self._resolved(alive, pool)
         results = pool.results()

@@ -122,7 +122,7 @@ class Pool:
     def start(self, kinds: Mapping[int, str], **options: Any) -> Iterator[Compiled]:
         options = {"timeout_s": TIMEOUT_S, "size": 2, **options}
         specs = {number: spec(kind, number) for number, kind in kinds.items()}
-        with CompilePool(self.kernel, **options) as pool:
+        with CompilePool(lambda: self.kernel, **options) as pool:
             for number, packed in specs.items():
                 pool.add(number, packed)
             yield from pool.results()

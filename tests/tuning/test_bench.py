@@ -135,13 +135,19 @@ class Given:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.configs: list[int] = []
-        add = CompilePool.add
+        self.packed = 0
+        add, pack = CompilePool.add, compile_spec.pack_for_compiler
+
+        def packed(jit: JITFunction) -> bytes:
+            self.packed += 1
+            return pack(jit)
 
         def given(pool: CompilePool, config: int, spec: bytes) -> None:
             self.configs.append(config)
             add(pool, config, spec)
 
         monkeypatch.setattr(CompilePool, "add", given)
+        monkeypatch.setattr(compile_spec, "pack_for_compiler", packed)
 
     def files(self, suffix: str) -> list[Path]:
         return list(Path(os.environ["TRITON_CACHE_DIR"]).rglob(f"*{suffix}"))
@@ -163,6 +169,7 @@ def test_what_is_in_the_disk_cache_is_given_to_no_compile_child(
     with bench() as made:
         assert failures(made) == first
     assert given.configs == [0, 1]
+    assert given.packed == 1, "nor is the kernel packed for one"
     with bench(shared=200_000) as made:
         assert failures(made) == {0: None, 1: None}
     assert given.configs == [0, 1, 1], "on a device with more it is compiled"
