@@ -38,6 +38,8 @@ _POISON_BYTE = 0x5A
 _PROBES = 64
 #: The bytes of a block that are kept together, on the device or beside it.
 _PIECE = 1 << 28
+#: Bytes that change places at once.
+_CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,21 @@ class Block:
         """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
         return Copy.like(self.spec, self.bytes.allocate_anywhere)
 
-    def spare(self) -> Copy | None:
-        """Return memory as `another` does, on the device if that leaves enough; None if not."""
-        if not self.bytes.has_room(self.spec.size):
-            return None
-        return Copy.like(self.spec, self.bytes.allocate)
+    def save(self) -> Copy:
+        """Return a copy of what the block holds."""
+        copy = self.another()
+        self.bytes.copy(copy.run.address, *self.live.run)
+        return copy
+
+    def exchange(self, copy: Copy) -> None:
+        """Have the block hold what a copy holds, and the copy what the block held."""
+        chunk = self.bytes.allocate_anywhere(min(_CHUNK, self.spec.size))
+        live, other = self.live.run.address, copy.run.address
+        for begin in range(0, self.spec.size, _CHUNK):
+            size = min(_CHUNK, self.spec.size - begin)
+            self.bytes.copy(chunk.address, live + begin, size)
+            self.bytes.copy(live + begin, other + begin, size)
+            self.bytes.copy(other + begin, chunk.address, size)
 
     def _fill(self, target: Copy) -> Copy:
         """Return `target`, filled with the caller's bits."""
@@ -217,19 +229,23 @@ class Arguments:
         return [index for index, block in enumerate(self.blocks) if block.written]
 
     @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Begin in here with the caller's bits; what the blocks hold is put back at the end."""
-        sums = self.sums
-        kept = {index: block.another() for index, block in enumerate(self.blocks) if block.written}
-        for index, copy in kept.items():
-            block = self.blocks[index]
-            block.bytes.copy(copy.run.address, block.live.run.address, block.spec.size)
+    def set_aside(self, wanted: Iterable[int]) -> Iterator[dict[int, Copy]]:
+        """Begin in here with the caller's bits; what the blocks hold is put back at the end.
+
+        What the wanted ones hold by then is in the yielded dictionary afterwards.
+        """
+        sums, found = self.sums, dict[int, Copy]()
+        kept = {i: block.save() for i, block in enumerate(self.blocks) if block.written}
         self.restore()
-        yield
-        self.restore()
-        for index, copy in kept.items():
-            block = self.blocks[index]
-            block.bytes.copy(block.live.run.address, copy.run.address, block.spec.size)
+        yield found
+        found.update({i: self.blocks[i].save() for i in wanted if i not in kept})
+        self.find_written()
+        for index, block in enumerate(self.blocks):
+            if index in kept:
+                block.exchange(kept[index])
+            elif self.sums[index] != self.pristine_sums[index]:
+                block.restore()
+        found.update({index: kept[index] for index in wanted if index in kept})
         self.sums, self._known = sums, True
 
     def poison(self, tensors: Iterable[int]) -> None:

@@ -63,6 +63,7 @@ class OutputCheck:
         self._results = Results(arguments, fd, kept_bytes, relaunch)
         self._expected: dict[int, Any] = {}
         self._input_sizes: dict[int, float] = {}
+        self._samples: dict[tuple[int, int], list[int]] = {}
         self._written: list[int] = []
         self._poisoned: list[int] = []
         self._reset: list[int] = []
@@ -114,6 +115,8 @@ class OutputCheck:
         group, differences = self._find(groups)
         difference = self._largest_difference(groups[0]) if differences else ""
         new_group = self._results.keep(config, groups, self._written) if group is None else None
+        if new_group is not None:
+            self._note_sample(new_group)
         same = group or new_group
         number = None if same is None else same.number
         mine: list[Any] = []
@@ -280,7 +283,9 @@ class OutputCheck:
     def _changed(self, group: Group, seen: Iterable[int]) -> tuple[int, ...]:
         """Return for each tensor whether the live result differs from a group's: more than 0."""
         found = dict.fromkeys(self._compared, 0)
-        for index, theirs in self._others(group, seen):
+        apart = [index for index in self._unlike(group, seen) if self._is_apart(group, index)]
+        found.update(dict.fromkeys(apart, 1))
+        for index, theirs in self._others(group, [i for i in seen if i not in apart]):
             close = None if self._effects.any_order else self._are_close(index, theirs)
             if close is None:
                 found[index] = self._tensor_difference(index, theirs).elements
@@ -288,14 +293,31 @@ class OutputCheck:
                 found[index] = int(not close)
         return tuple(found.values())
 
+    def _is_apart(self, group: Group, index: int) -> bool:
+        """Whether a sample shows that a live tensor differs from a group's."""
+        theirs = self._samples.get((group.number, index))
+        if theirs is None or self._effects.any_order:
+            return False
+        where, dtype = self._arguments.where(index), self._arguments.views[index].dtype
+        view, noise = self._arguments.elements(index), self._rounding(index)
+        return tolerance.are_apart(where, view, theirs, dtype, noise)
+
     def _are_close(self, index: int, theirs: Copy) -> bool | None:
         """Whether a live tensor agrees with a group's; None where only torch can tell."""
         where = self._arguments.where(index)
-        if where.name == memory.HOST or theirs.memory.pinned:
+        if isinstance(where, memory.TorchBytes):
             return None
         pair = self._arguments.elements(index), self._arguments.elements(index, theirs)
         dtype = self._arguments.views[index].dtype
         return tolerance.are_close(where, *pair, dtype, self._rounding(index))
+
+    def _note_sample(self, group: Group) -> None:
+        """Keep a sample of the live result of a new group."""
+        for index in self._compared:
+            where, view = self._arguments.where(index), self._arguments.elements(index)
+            native = self._arguments.views[index].dtype in NATIVE
+            if native and not isinstance(where, memory.TorchBytes):
+                self._samples[group.number, index] = tolerance.sample(where, view)
 
     def _tensor_difference(self, index: int, theirs: Copy) -> Difference:
         """Return how a live tensor differs from one over a copy of its block."""
@@ -341,10 +363,14 @@ class OutputCheck:
         self, group: Group, seen: Iterable[int] | None = None
     ) -> Iterator[tuple[int, Copy]]:
         """Yield (index, the group's block) of the compared tensors whose block is not the same."""
-        for index in self._compared:
-            block = self._arguments.views[index].block
-            if (seen is None or index in seen) and not self._results.same(group, block):
-                yield index, self._results.bits(group, block)
+        for index in self._unlike(group, seen):
+            yield index, self._results.bits(group, self._arguments.views[index].block)
+
+    def _unlike(self, group: Group, seen: Iterable[int] | None) -> list[int]:
+        """Return the compared tensors whose block is not the same as in a group's result."""
+        wanted = self._compared if seen is None else [i for i in self._compared if i in seen]
+        views = self._arguments.views
+        return [i for i in wanted if not self._results.same(group, views[i].block)]
 
     def _names_in(self, block: int) -> str:
         views = enumerate(self._arguments.views)

@@ -12,7 +12,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
 
 from safetune.child import memory
 from safetune.child.arguments import Arguments, Block, Copy
@@ -61,7 +60,10 @@ class Results:
             del self._held[key]
         if self._is_in_file(group):
             return group if self._store(group) else None
-        self._hold(group, Block.spare)
+        for number in written:
+            block = self._block(number)
+            if block.bytes.has_room(block.spec.size):
+                self._held[config, number] = block.save()
         return group
 
     def same(self, group: Group, number: int) -> bool:
@@ -90,9 +92,9 @@ class Results:
     def _make_again(self, group: Group) -> None:
         """Launch a group's config once more; the live result stays what it is."""
         assert self._relaunch is not None
-        with self._arguments.set_aside():
+        with self._arguments.set_aside(group.blocks) as found:
             self._relaunch(group.number)
-            self._hold(group, Block.another)
+        self._held.update({(group.number, number): copy for number, copy in found.items()})
 
     def _store(self, group: Group) -> bool:
         """Write the live result to the file; False where that cannot hold it."""
@@ -123,15 +125,6 @@ class Results:
         if total + block.spec.size <= _IN_FILE_BYTES:
             self._held[group.number, number] = held
         return held
-
-    def _hold(self, group: Group, memory_for: Callable[[Block], Any]) -> None:
-        """Keep the live result where there is memory for it."""
-        for number in group.blocks:
-            block = self._block(number)
-            room = memory_for(block)
-            if room is not None:
-                block.bytes.copy(room.run.address, block.live.run.address, block.spec.size)
-                self._held[group.number, number] = room
 
     @contextlib.contextmanager
     def _mapping(self) -> Iterator[int]:

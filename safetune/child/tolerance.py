@@ -68,16 +68,20 @@ def typical_size(where: Any, view: View, dtype: str) -> float:
 
     Unlike a mean it is the same whether or not one element is huge.
     """
-    bits = where.gather(view, places(view.count))
-    sizes = sorted(s for s in map(abs, _floats(bits, dtype)) if 0 < s < math.inf)
-    return sizes[(len(sizes) - 1) // 2] if sizes else 0.0
+    return _median(_floats(sample(where, view), dtype))
+
+
+def sample(where: Any, view: View) -> list[int]:
+    """Return the bits of some elements."""
+    bits: list[int] = where.gather(view, places(view.count))
+    return bits
 
 
 def are_close(where: Any, mine: View, theirs: View, dtype: str, noise: float) -> bool | None:
     """Whether every element is as near as its type allows; None where this does not show it.
 
     An element may differ by a share of the typical size of its row or column, too, which is not
-    looked at here, and is not larger than the largest element. Both are on one device.
+    looked at here, and is not larger than the largest element.
     """
     if dtype not in FLOATS:
         return None
@@ -91,6 +95,27 @@ def are_close(where: Any, mine: View, theirs: View, dtype: str, noise: float) ->
         return True
     largest = min(where.peak(dtype, mine), where.peak(dtype, theirs))
     return False if beyond(max(size, largest)) else None
+
+
+def are_apart(where: Any, mine: View, theirs: Sequence[int], dtype: str, noise: float) -> bool:
+    """Whether some elements are further apart than any rule allows, by a sample of the others.
+
+    Where they are not, `are_close` has to look at all.
+    """
+    if dtype not in FLOATS:
+        return False
+    ours, others = _floats(sample(where, mine), dtype), _floats(theirs, dtype)
+    size = max(min(_median(ours), _median(others)), where.peak(dtype, mine))
+    share = share_of(dtype)
+    return any(
+        a != b and math.isfinite(a) and abs(a - b) > share * (abs(b) + size) + noise
+        for a, b in zip(ours, others, strict=True)
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    sizes = sorted(size for size in map(abs, values) if 0 < size < math.inf)
+    return sizes[(len(sizes) - 1) // 2] if sizes else 0.0
 
 
 def _floats(bits: Sequence[int], dtype: str) -> Sequence[float]:

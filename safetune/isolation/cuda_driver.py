@@ -22,6 +22,7 @@ from safetune.errors import BackendError
 _VIRTUAL_MEMORY = 102
 _FILE_DESCRIPTORS = 103
 _NON_BLOCKING = 1
+_PORTABLE, _MAPPED = 1, 2
 _PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE = 1, 1, 1
 _READ, _READ_WRITE = 1, 3
 _OUT_OF_MEMORY = 2
@@ -238,13 +239,13 @@ class Driver:
         """Free what `allocate` has returned."""
         self.call("cuMemFree_v2", address)
 
-    def pin(self, address: int, size: int) -> None:
-        """Pin memory of the host, so that the device copies it as fast as the bus is."""
-        self.call("cuMemHostRegister_v2", address, size, 0)
+    def allocate_host(self, size: int) -> int:
+        """Return the address of new pinned memory, which has the same address on the device."""
+        return self._made("cuMemHostAlloc", ctypes.c_void_p, size, _PORTABLE | _MAPPED)
 
-    def unpin(self, address: int) -> None:
-        """Undo `pin`."""
-        self.call("cuMemHostUnregister", address)
+    def free_host(self, address: int) -> None:
+        """Free what `allocate_host` has returned."""
+        self.call("cuMemFreeHost", address)
 
     def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
         """Queue a copy between memory of the device and pinned memory."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 import weakref
 from collections.abc import Iterator
@@ -38,20 +36,17 @@ class DeviceMemory(Bytes):
         self._driver, self._index = driver, index
         self.pinned = pinned
         with driver.on(index):
-            if pinned:  # large pages are cleared and pinned several times as fast
-                self._pages = mmap.mmap(-1, max(1, size))
-                with contextlib.suppress(AttributeError, OSError):
-                    self._pages.madvise(mmap.MADV_HUGEPAGE)
-                address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-                driver.pin(address, len(self._pages))
-            else:
-                address = driver.allocate(max(1, size))
-        self.address = address
+            allocate = driver.allocate_host if pinned else driver.allocate
+            self.address = allocate(max(1, size))
 
     def __del__(self) -> None:
         if self.address:
-            with contextlib.suppress(Exception), self._driver.on(self._index):
-                (self._driver.unpin if self.pinned else self._driver.free)(self.address)
+            free = self._driver.free_host if self.pinned else self._driver.free
+            try:
+                with self._driver.on(self._index):
+                    free(self.address)
+            except Exception:  # a context with an error frees nothing
+                pass
 
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -123,5 +118,8 @@ class MappedMemory(Bytes):
 
     def __del__(self) -> None:
         if self.address:
-            with contextlib.suppress(Exception), self._driver.on(self._index):
-                self._driver.unmap(self.address, self.size)
+            try:
+                with self._driver.on(self._index):
+                    self._driver.unmap(self.address, self.size)
+            except Exception:
+                pass

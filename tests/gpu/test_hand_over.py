@@ -90,11 +90,13 @@ def test_all_of_it_is_freed_when_the_tuning_and_its_child_have_ended(
     def die(arguments: dict[str, Any]) -> None:
         os.kill(os.getpid(), 9)
 
+    tune(kernels, MIB, die)  # what this process needs itself is loaded
+    assert children_end(30.0) == []
     before = free()
     held = tune(kernels, 64 * MIB, die)
-    (handed,) = handed_over
+    handed = handed_over[-1]
     assert sum(size for _, size in handed.layout) >= 3 * 256 * MIB
-    assert sorted(trial.verdict for trial in trials()) == ["died", "ok", "ok"]
+    assert sorted(trial.verdict for trial in trials()) == ["died"] * 2 + ["ok"] * 4
     del held
     assert children_end(30.0) == []
     assert before - free() < 64 * MIB

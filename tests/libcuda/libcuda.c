@@ -136,8 +136,12 @@ Result cuMemFree_v2(Address address) {
     free(memory);
     return OK;
 }
-Result cuMemHostRegister_v2(void *memory, size_t size, unsigned flags) { BEGIN_ON_DEVICE; return OK; }
-Result cuMemHostUnregister(void *memory) { BEGIN_ON_DEVICE; return OK; }
+Result cuMemHostAlloc(void **memory, size_t size, unsigned flags) {
+    BEGIN_ON_DEVICE;
+    *memory = aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+    return OK;
+}
+Result cuMemFreeHost(void *memory) { BEGIN_ON_DEVICE; free(memory); return OK; }
 Result cuPointerGetAttribute(Address *data, int attribute, Address address) {
     if (attribute != 3) return INVALID_VALUE; /* the address on the device */
     *data = address;
