@@ -267,7 +267,8 @@ def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Config | Non
         )
         return None
     lookup.remember(choice)
-    reporting.warn_of_dispute(request.key, choice.dispute)
+    if choice.marks:
+        reporting.warn_of_dispute(request.key, choice.dispute)
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
     found = lookup.store.outcomes(request.key.digest)
     known = [(configs[digest], found[digest]) for digest in found if digest in configs]
