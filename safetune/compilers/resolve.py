@@ -167,7 +167,7 @@ def _chosen(
     if len(request.configs) == 1:
         return request.configs[0], "only"
     lookup = open_lookup(settings)
-    choice = stored(abstract.tuner, request, lookup)
+    choice, _ = stored(abstract.tuner, request, lookup)
     if choice is not None:
         return choice, "stored"
     if not request.has_work:

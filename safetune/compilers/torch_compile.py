@@ -206,7 +206,7 @@ def best_first(
         return (compilable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
-    choice = resolve.stored(tuner, request, lookup)
+    choice, _ = resolve.stored(tuner, request, lookup)
     if choice is None:
         order = list(candidates.best_first(request, lookup.store)) or [request.configs[0]]
         missed(tuner, request, order[0], lookup.store)

@@ -42,6 +42,7 @@ from safetune.keys.tuning_key import (
 from safetune.launch import call_shape, scratch_memory
 from safetune.launch.key_state import Asked, Reason
 from safetune.miss import reporting
+from safetune.outcome import TRANSIENT
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
@@ -51,6 +52,7 @@ from safetune.tuning.requests import Phases, TuningRequest
 if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
+    from safetune.store.records import TrialRecord
 
 logger = logging.getLogger("safetune")
 
@@ -158,12 +160,12 @@ def _find(
         return state.set_choice(request.configs[0])
     state.asked = Asked(request.key, request.declared, request.by_digest)
     lookup = open_lookup(settings) if not inline else None
-    choice = lookup and stored(tuner, request, lookup)
+    choice, trials = stored(tuner, request, lookup) if lookup else (None, [])
     if lookup and choice:
         if capture:
             return state.set_choice(choice)
         tunes_again = settings.mode is Mode.TUNE and request.has_work
-        if not (tunes_again and requests.is_due(request, lookup.store)):
+        if not (tunes_again and requests.is_due(request, lookup.store, trials)):
             return _adopt(state, choice, settings)
         lookup.forget(request.key.digest, request.declared)
     if not request.has_work:
@@ -251,12 +253,16 @@ def waiting() -> Iterator[None]:
 _waiting: list[None] = []
 
 
-def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Config | None:
-    """Return the stored choice, if it was made from the list that the decorator declares now."""
+def stored(
+    tuner: Tuner, request: TuningRequest, lookup: Lookup
+) -> tuple[Config | None, list[TrialRecord]]:
+    """Return the stored choice, if it was made from the list that the decorator declares now, and
+    the trials of its key.
+    """
     configs = request.by_digest
     choice = lookup.find(request.key, request.declared, configs)
     if choice is None:
-        return None
+        return None, []
     config, kernel = configs[choice.config_digest], request.key.kernel.name
     if encoding.dumps(choice.config) != encoding.dumps(config_record(config)):
         logger.warning(
@@ -265,15 +271,17 @@ def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Config | Non
             kernel,
             request.key,
         )
-        return None
+        return None, []
     lookup.remember(choice)
     if choice.marks:
         reporting.warn_of_dispute(request.key, choice.dispute)
     logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
-    found = lookup.store.outcomes(request.key.digest)
-    known = [(configs[digest], found[digest]) for digest in found if digest in configs]
+    trials = lookup.store.trials(request.key.digest)
+    lasting = [trial for trial in trials if trial.outcome.verdict not in TRANSIENT]
+    latest = {trial.config_digest: trial.outcome for trial in lasting}
+    known = [(configs[digest], latest[digest]) for digest in latest if digest in configs]
     reporting.report(tuner, request.readable_key, config, reporting.timings_of(known))
-    return config
+    return config, trials
 
 
 def _tune(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -256,15 +256,18 @@ def usable_choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
     return store.choice(request.key.digest, request.declared, [*request.by_digest])
 
 
-def is_due(request: TuningRequest, store: Store) -> bool:
+def is_due(request: TuningRequest, store: Store, stored: Iterable[TrialRecord]) -> bool:
     """Whether a key that has a choice has configs to measure, once.
 
     Those that pruning has left only since, that were timed and not judged, and that had less time
     than they have now. A choice that was not made here has no trials, which says nothing of what
     was tried.
+
+    Args:
+        stored: the trials of the key.
     """
     choice = usable_choice(request, store)
-    trials = {trial.config_digest: trial for trial in store.trials(request.key.digest)}
+    trials = {trial.config_digest: trial for trial in stored}
     if choice is None or choice.config_digest not in trials:
         return False
     found = [trials.get(digest) for digest in request.by_digest]

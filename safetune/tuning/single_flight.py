@@ -163,7 +163,7 @@ def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> I
     if store.shared is None:
         yield Election(request)
         return
-    again = request.force or requests.is_due(request, store)
+    again = request.force or requests.is_due(request, store, store.trials(request.key.digest))
     election = _elected(request, store.shared, budget, again)
     if election.lease is None:
         yield election
@@ -255,7 +255,7 @@ def _elected(
 
 def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
     """Return the choice after which there is nothing to tune."""
-    if request.force or requests.is_due(request, store):
+    if request.force or requests.is_due(request, store, store.trials(request.key.digest)):
         return None
     return requests.usable_choice(request, store)
 
