@@ -27,6 +27,8 @@ _NO_SCRATCH = SimpleNamespace(
     launch_cooperative_grid=False,
     launch_pdl=False,
 )
+#: What a kernel was made of, by its suffix in the disk cache.
+_TEXTS = frozenset((".source", ".ttir", ".glir", ".ttgir", ".llir", ".ptx", ".amdgcn"))
 #: In an entry of the disk cache that has no code: the shared memory that a launch would need.
 _SHARED_BYTES = "safetune.shared_bytes"
 
@@ -113,7 +115,7 @@ def load_code_alone() -> None:
 
     def code_of(entry: Any, name: str) -> Any:
         found = get_group(entry, name) or {}
-        return {n: p for n, p in found.items() if Path(n).suffix in (".json", ".cubin", ".hsaco")}
+        return {n: path for n, path in found.items() if Path(n).suffix not in _TEXTS}
 
     FileCacheManager.get_group = code_of
 
