@@ -71,23 +71,18 @@ def collect(path: Path) -> Collected:
         PackError: `path` is something else, or a pack is broken; names file and reason.
         StoreError: it is a database that cannot be read.
     """
-    if path.is_dir():
-        if (path / DATABASE_NAME).exists():
-            return of_database(path / DATABASE_NAME)
+    database = path / DATABASE_NAME if path.is_dir() else path
+    if path.is_dir() and not database.exists():
         packs = sorted(path.glob("*.json"))
         if not packs:
             raise PackError(f"{path} holds no packs (*.json) and no {DATABASE_NAME}")
         return Collected([entry for pack in packs for entry in read_pack(pack)])
-    try:
-        is_database = beginning(path, len(_SQLITE)) == _SQLITE
-    except (OSError, PackError):
-        is_database = False  # reading it as a pack says what is wrong
-    return of_database(path) if is_database else Collected(read_pack(path))
-
-
-def of_database(path: Path) -> Collected:
-    """Return the choices of a database, which is only read; raises `StoreError`."""
-    with contextlib.closing(Store.open_read_only(path)) as store:
+    is_database = path.is_dir()
+    with contextlib.suppress(OSError, PackError):  # reading it as a pack says what is wrong
+        is_database = is_database or beginning(path, len(_SQLITE)) == _SQLITE
+    if not is_database:
+        return Collected(read_pack(path))
+    with contextlib.closing(Store.open_read_only(database)) as store:
         return of_store(store)
 
 
