@@ -12,7 +12,7 @@ from safetune.frozen import dataclass
 class Verdict(str, Enum):
     """The verdicts that a config can end with. Only a config with `OK` can be chosen.
 
-    Stored verdicts are open: one that only a newer version knows is kept.
+    Stored verdicts are open: `read` keeps a verdict that only a newer version knows.
     """
 
     OK = "ok"
@@ -33,11 +33,17 @@ class Verdict(str, Enum):
     NOT_JUDGED = "not_judged"
 
     @classmethod
-    def _missing_(cls, value: object) -> Verdict:
-        """Keep an unknown verdict, which is not OK; so copies and pickles of it are made, too."""
-        unknown = str.__new__(cls, text := str(value))
-        unknown._name_, unknown._value_ = text.upper(), text
-        return unknown
+    def read(cls, text: str) -> Verdict:
+        """Return the verdict that was stored as `text`; an unknown one is kept, and is not OK."""
+        try:
+            return cls(text)
+        except ValueError:
+            unknown = str.__new__(cls, text)
+            unknown._name_, unknown._value_ = text.upper(), text
+            return unknown
+
+    def __deepcopy__(self, memo: object) -> Verdict:
+        return self  # Python 3.10 would look the value up, also an unknown one's
 
 
 #: Verdicts after which the child is used again: the device's context was not touched.

@@ -137,7 +137,7 @@ def test_any_row_with_the_right_checksum_is_shown_or_absent(
 
 def test_the_texts_of_a_trial_are_escaped(safetune: Any, store: Store, tmp_path: Path) -> None:
     """A compiler may say anything about a kernel, and so may the kernel."""
-    for number, verdict in enumerate((Verdict.OK, Verdict.DIED, Verdict(ESCAPE))):
+    for number, verdict in enumerate((Verdict.OK, Verdict.DIED, Verdict.read(ESCAPE))):
         outcome = Outcome(verdict, None, ESCAPE, f"{ESCAPE}\n{ESCAPE}", ESCAPE, ESCAPE, (ESCAPE,))
         block = {"BLOCK": ESCAPE, "n": number}
         store.put_trial(TrialRecord(key().digest, config(number), block, 1, outcome, created=1e300))

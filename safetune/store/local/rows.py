@@ -146,7 +146,7 @@ class Table:
 def _trial(values: dict[str, Any]) -> TrialRecord:
     timing = [values.pop(name) for name in _TIMING]
     outcome = {each.name: values.pop(each.name) for each in fields(Outcome) if each.name in values}
-    outcome["verdict"] = Verdict(outcome["verdict"])
+    outcome["verdict"] = Verdict.read(outcome["verdict"])
     outcome["timing"] = None if None in timing else Timing(*timing)
     return TrialRecord(outcome=Outcome(**outcome), **values)
 
