@@ -98,6 +98,9 @@ BACKWARD_CONFIGS = [
     _backward_config(16, 3, in_turns=True),
 ]
 
+#: For rows of two slices of at most `WIDEST_TILE` columns: see `long_rows`.
+LONG_BACKWARD_CONFIGS = [Config({"TILE_ELEMENTS": WIDEST_TILE}, num_warps=16)]
+
 FINALIZE_CONFIGS = [
     _finalize_config(128, 16, num_warps=4),
     _finalize_config(256, 8, num_warps=4),

@@ -24,7 +24,9 @@ from safetune.kernels.launches import (
     few_rows_forward_launch,
     finalize_launch,
     forward_launch,
+    is_long,
     is_pinned,
+    long_rows_launch,
     run_launch,
 )
 from safetune.kernels.operands import (
@@ -171,6 +173,8 @@ def backward_rows(
     plan = backward_plan(x, num_groups, pinned)
     arguments = (*operands, has_residual, is_rms_norm, x_dtype, recompute_output)
     outputs, launch = backward_launch(plan, *arguments)
+    if is_long(x, weight, bias, recompute_output, pinned):
+        launch = long_rows_launch(launch)
     with torch.cuda.device_of(x):
         if x.numel():
             run_launch(launch, pinned)

@@ -29,6 +29,7 @@ from safetune.kernels.layer_norm import (
     layer_norm_finalize_kernel,
     layer_norm_forward_kernel,
 )
+from safetune.kernels.long_rows import long_rows_backward_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -46,6 +47,7 @@ ABSENT = {
     "finalize": (),
 }
 ABSENT |= {f"few_{name}": ABSENT[name] for name in ("forward", "backward")}
+ABSENT["long_backward"] = (*ABSENT["backward"], "bias_pointer", "bias_partials_pointer")
 
 #: Those of them that a launch with a residual passes, and its flags.
 RESIDUAL = {
@@ -62,6 +64,7 @@ KERNELS = {
     "finalize": layer_norm_finalize_kernel,
     "few_forward": few_rows_forward_kernel,
     "few_backward": few_rows_backward_kernel,
+    "long_backward": long_rows_backward_kernel,
 }
 FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True}
 

@@ -162,6 +162,18 @@ def test_long_rows(
     )
 
 
+@kinds
+@pytest.mark.parametrize("columns", [20000, 32768])
+def test_long_rows_without_a_bias(
+    compare: Any, random: Any, columns: int, is_rms_norm: bool
+) -> None:
+    """A card of 9.0 has a kernel of its own for these."""
+    leaves = [random(300, columns, dtype=torch.bfloat16), random(columns), None]
+    dy = random(300, columns, dtype=torch.bfloat16, grad=False)
+    options = {"is_rms_norm": is_rms_norm}
+    compare(lambda *leaves: layer_norm(*leaves, **options), leaves, dy, **options)
+
+
 def assert_alike(found: list[Tensor], right: list[Tensor]) -> None:
     """Compare what was rounded to bf16 at different places: up to eight times, 2^-9 each."""
     for index, (mine, theirs) in enumerate(zip(found, right, strict=True)):
