@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from safetune.child import memory
+from safetune.isolation.device_bytes import DeviceBytes
 from safetune.outcome import Effects
+from tests.libcuda import stub
 from tests.tuning import planted
 from tests.tuning.planted import BLIND, FAULTS, KINDS, SEEDS, Case, Tally, judged, possible
 
@@ -27,6 +30,21 @@ def test_a_planted_fault_is_not_chosen_and_a_right_config_not_rejected(kind: str
         tally = Tally()
         tally.add(Case.drawn(kind, fault, 1000 + number))
         assert (tally.caught, tally.condemned) == (tally.cases, 0), fault
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "in place" else pytest.param(k, marks=pytest.mark.full) for k in KINDS]
+)
+def test_the_judgement_is_the_same_where_results_are_compared_on_a_device(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [(fault, 1000 + n) for n, (of, fault) in enumerate(CELLS) if of == kind]
+    on_the_host = [Case.drawn(kind, *case).judged() for case in cases]
+    monkeypatch.setattr(DeviceBytes, "tensor", stub.tensor)
+    with stub.holding_tensors():
+        on_a_device = [Case.drawn(kind, *case).judged() for case in cases]
+    memory.bytes_on.cache_clear()
+    assert on_a_device == on_the_host
 
 
 @pytest.mark.full
