@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import triton
 
 from safetune import safetune
+from safetune.outcome import Mark
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
 
 pytestmark = pytest.mark.gpu
 
@@ -53,3 +57,21 @@ def test_nothing_is_compiled_where_it_is_measured(
     assert len(parent.compiled) == 1, "what was chosen, found in the disk cache"
     assert parent.binaries_before == [parent.binaries()]
     assert {"transfer", "resolve", "compile", "torch"} <= kernel.tuning_phases.keys()
+
+
+def test_configs_that_compile_to_the_same_code_are_run_once(
+    kernels: Any, device: str, trials: Callable[[], list[Any]]
+) -> None:
+    """Stages change nothing where there is no loop: one outcome is that of both."""
+    configs = [triton.Config({"BLOCK": 256}, num_stages=stages) for stages in (2, 3)]
+    kernel = safetune(configs=configs, key=["n"])(kernels.add_kernel)
+    x, y = torch.randn(2, 5000, device=device)
+    out = torch.empty_like(x)
+    kernel[lambda meta: (triton.cdiv(5000, meta["BLOCK"]),)](x, y, out, 5000)
+    assert torch.equal(out, x + y)
+    assert [trial.verdict for trial in trials()] == ["ok", "ok"]
+    assert kernel.best_config.num_stages == 2, "declared first"
+    (outcomes,) = (found for _, found in open_lookup(Settings.current()).store.trials_of())
+    marked = [each.outcome for each in outcomes if each.outcome.marked(Mark.SAME_AS)]
+    assert len(marked) == 1
+    assert outcomes[0].outcome.timing == outcomes[1].outcome.timing
