@@ -20,6 +20,8 @@ from safetune.outcome import Binary
 
 #: Options of which all that a launch sees is the code that they make.
 _ONLY_CODE = ("hash", "num_stages", "maxnreg")
+#: The first capability with tensor maps.
+_HAS_TENSOR_MAPS = 90
 #: The metadata that a launcher is built from.
 _NO_SCRATCH = SimpleNamespace(
     **dict.fromkeys(("global_scratch_size", "global_scratch_align"), 0),
@@ -88,17 +90,17 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
     from triton.backends.nvidia import driver as nvidia
 
     signature, *_, target = spec
-    kinds = map(str, signature.values())
-    # What descriptors become is known when the kernel has been compiled.
-    if target.backend != "cuda" or any("tensordesc" in kind for kind in kinds):
-        return
-    if not hasattr(nvidia, "make_launcher"):
+    if target.backend != "cuda" or not hasattr(nvidia, "make_launcher"):
         return
     source, *_ = _entry(jit, spec)
+    # What a descriptor becomes is known once a kernel is compiled: where the card has them, a map.
+    descriptors = sum(str(kind).startswith("tensordesc") for kind in signature.values())
+    maps = [{}] * descriptors if target.arch >= _HAS_TENSOR_MAPS else None
+    metadata = SimpleNamespace(**vars(_NO_SCRATCH), tensordesc_meta=maps)
 
     def build() -> None:
         with contextlib.suppress(Exception):  # the launch says what is wrong
-            nvidia.CudaLauncher(source, _NO_SCRATCH)
+            nvidia.CudaLauncher(source, metadata)
 
     threading.Thread(target=build, name="safetune-launcher", daemon=True).start()
 

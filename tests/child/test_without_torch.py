@@ -367,6 +367,7 @@ def test_the_target_is_the_devices_own(device: Device) -> None:
 
 
 LAUNCHERS = """
+import sys
 import threading
 from types import SimpleNamespace
 import triton.language as tl
@@ -382,8 +383,11 @@ def kernel(x, n, f, BLOCK: tl.constexpr):
 
 target = GPUTarget("cuda", 90, 32)
 driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-signature = {"x": "*fp32", "n": "i32", "f": "fp32", "BLOCK": "constexpr"}
+signature = {"x": sys.argv[1], "n": "i32", "f": "fp32", "BLOCK": "constexpr"}
 jit, constants, attributes = JITFunction(kernel), {(3,): 64}, {(0,): [["tt.divisibility", 16]]}
+compiled = SimpleNamespace(**vars(triton_compile._NO_SCRATCH), tensordesc_meta=None)
+if "tensordesc" in sys.argv[1]:  # as the compiler says of it
+    compiled.tensordesc_meta = [{"swizzle": 3, "elem_size": 2, "elem_type": 6}]
 triton_compile.begin_launcher(jit, (signature, constants, attributes, {}, target))
 for thread in threading.enumerate():
     if thread.name == "safetune-launcher":
@@ -393,17 +397,18 @@ if hasattr(nvidia, "make_launcher"):
         raise AssertionError("it is built already")
     build._build = compiler
     source = ASTSource(jit, signature, constants, attributes)
-    nvidia.CudaLauncher(source, triton_compile._NO_SCRATCH)
+    nvidia.CudaLauncher(source, compiled)
 """
 
 
+@pytest.mark.parametrize("kind", ["*fp32", "tensordesc<fp16[64, 64]>"])
 def test_the_launcher_of_an_older_triton_is_built_while_its_kernels_compile(
-    servers: None, tmp_path: Path
+    servers: None, tmp_path: Path, kind: str
 ) -> None:
     script = tmp_path / "launchers.py"
     script.write_text(LAUNCHERS)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, script], env=environment, check=True)
+    subprocess.run([sys.executable, script, kind], env=environment, check=True)
 
 
 def test_a_card_without_memory_for_a_context_blames_no_config(
