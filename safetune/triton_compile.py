@@ -95,7 +95,7 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
     source, *_ = _entry(jit, spec)
     # What a descriptor becomes is known once a kernel is compiled: where the card has them, a map.
     descriptors = sum(str(kind).startswith("tensordesc") for kind in signature.values())
-    maps = [{}] * descriptors if target.arch >= _HAS_TENSOR_MAPS else None
+    maps = [dict[str, int]()] * descriptors if target.arch >= _HAS_TENSOR_MAPS else None
     metadata = SimpleNamespace(**vars(_NO_SCRATCH), tensordesc_meta=maps)
 
     def build() -> None:
