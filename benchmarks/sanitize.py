@@ -87,6 +87,8 @@ class Problem:
         recompute = self.kind == "group"
         partials, backward = launches.backward_launch(plan, *(*gradients, *options, recompute))
         yield from self._with_configs(backward)
+        if launches.is_long(normalized, weight, bias, recompute, pinned=False):
+            yield from self._with_configs(launches.long_rows_launch(backward))
         sums = (partials.weight_partials, partials.bias_partials)
         _, finalize = launches.finalize_launch(plan, *sums, weight, bias)
         yield from self._with_configs(finalize)

@@ -276,7 +276,7 @@ def is_long(
 
 @functools.cache
 def _has_long_rows(device: torch.device) -> bool:
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def long_rows_launch(launch: Launch) -> Launch:
