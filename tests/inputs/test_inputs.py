@@ -460,13 +460,13 @@ class TestAddresses:
         assert torch.equal(dst, src)
 
     def test_no_child_is_asked(self, processes: Any) -> None:
-        """It is found before: a new process would start a server for the first child."""
+        """It is found before: the servers, which start meanwhile, have no children."""
         stop_servers()
         kernel = safetune(configs=blocks(16, 32), key=["n"])(address_kernel)
         src, dst = torch.randn(N), torch.zeros(N)
         with pytest.warns(UserWarning, match="not tuned"):
             kernel[grid](dst, src.data_ptr(), N)
-        assert processes.servers() == []
+        assert [processes.children(server) for server in processes.servers()] in ([], [[]])
 
     @pytest.mark.parametrize("kind", ["indices", "hashes", "times", "negative", "read-only"])
     def test_numbers_that_only_look_like_addresses_are_passed_on(
