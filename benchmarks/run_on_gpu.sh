@@ -123,6 +123,7 @@ bench() {
     parts choice_quality choice_quality
     parts first_tuning first_tuning
     parts startup startup
+    parts sweep sweep
     parts store store
     parts isolation_cost tuning_time --isolation-cost
 }
