@@ -189,6 +189,7 @@ def test_a_config_is_measured_and_checked(device: Device, tmp_path: Path) -> Non
     assert not child.with_torch
 
 
+@pytest.mark.full
 def test_configs_that_agree_are_one_group(device: Device) -> None:
     child = device.child(copy_kernel, configs=2)
     _, first = measured(child)
@@ -216,12 +217,16 @@ def test_a_write_beside_a_storage_is_found(device: Device) -> None:
     assert "after the storage of dst" in outcome.message
 
 
+@pytest.mark.full
 def test_a_sticky_error_is_an_illegal_access(device: Device) -> None:
     outcome, _ = measured(device.child(fail_kernel))
     assert outcome.verdict is Verdict.ILLEGAL_ACCESS, outcome
 
 
-@pytest.mark.parametrize(("names", "left"), [("reset_to_zero", 3.0), ("restore_value", 8.0)])
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [("reset_to_zero", 3.0), pytest.param("restore_value", 8.0, marks=pytest.mark.full)],
+)
 def test_arguments_are_reset_and_restored_before_each_launch(
     device: Device, tmp_path: Path, names: str, left: float
 ) -> None:
@@ -275,6 +280,7 @@ def described_kernel(dst, src, n, BLOCK: tl.constexpr):
     tl.store(dst, tl.sum(src.load([0, 0])) + n)
 
 
+@pytest.mark.full
 def test_a_launch_gets_its_scratch_memory(device: Device) -> None:
     outcome, _ = measured(device.child(scratch_kernel))
     assert outcome.ok, outcome
@@ -360,6 +366,7 @@ def test_a_hook_that_names_torch_is_known_before_it_runs() -> None:
     assert not any(map(names_torch, [sums, "not torch", torch.zeros(2).shape]))
 
 
+@pytest.mark.full
 def test_the_target_is_the_devices_own(device: Device) -> None:
     outcome, spec = device.child(copy_kernel).spec_of(0)
     assert outcome.ok, outcome
@@ -401,6 +408,7 @@ if hasattr(nvidia, "make_launcher"):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["*fp32", "tensordesc<fp16[64, 64]>"])
 def test_the_launcher_of_an_older_triton_is_built_while_its_kernels_compile(
     servers: None, tmp_path: Path, kind: str
@@ -411,6 +419,7 @@ def test_the_launcher_of_an_older_triton_is_built_while_its_kernels_compile(
     subprocess.run([sys.executable, script, kind], env=environment, check=True)
 
 
+@pytest.mark.full
 def test_a_card_without_memory_for_a_context_blames_no_config(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
