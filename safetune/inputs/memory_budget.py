@@ -52,7 +52,7 @@ def check_device(
         NoMemory: they do not fit now.
         NotReproducible: they are too large for the device.
     """
-    enough = 2 * size + FLUSH + CONTEXT + MARGIN
+    enough = 2 * size + FLUSH + CONTEXT
     device = backend.required()
     if device_free(index) < enough:
         drop_idle(index)
@@ -62,15 +62,15 @@ def check_device(
     if free < needed:
         error = too_large(f"memory on device {index}", needed, free, arguments)
         raise error if needed > device.memory(index).total else NoMemory(str(error), needed)
-    room = free - size - FLUSH - CONTEXT - MARGIN
+    room = max(0, free - size - FLUSH - CONTEXT - MARGIN)
     if size - room < _SLOW:
-        return max(0, room), ""
-    return max(0, room), (
-        f"of its arguments of {size / _GIB:.3g} GiB, {(size - max(0, room)) / _GIB:.3g} GiB are "
-        f"copied through host memory, because {free / _GIB:.3g} GiB are free on device {index} and "
-        f"{enough / _GIB:.3g} GiB are needed for two copies: tuning takes seconds longer. Tune "
-        "before the rest of the memory is taken (for instance before a KV cache), or offline with "
-        "`safetune tune`"
+        return room, ""
+    return room, (
+        f"of its arguments of {size / _GIB:.3g} GiB, {(size - room) / _GIB:.3g} GiB are copied "
+        f"through host memory, because {free / _GIB:.3g} GiB are free on device {index} and "
+        f"{(enough + MARGIN) / _GIB:.3g} GiB are needed for two copies: tuning takes seconds "
+        "longer. Tune before the rest of the memory is taken (for instance before a KV cache), or "
+        "offline with `safetune tune`"
     )
 
 
