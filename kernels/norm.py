@@ -130,7 +130,11 @@ def group_norm(
         residual = None if residual is None else _unwrapped(residual)
         flags = (eps, prenorm, residual_in_fp32, is_rms_norm, num_groups, deterministic)
         call = call_of(x, weight, bias, residual, *flags)
-        return _apply(x, weight, bias, residual, call)
+        if torch.is_grad_enabled():
+            return _apply(x, weight, bias, residual, call)
+        y, _, _, normalized = call.forward(x, weight, bias, residual)
+        # As from a function: neither the input itself nor a view that requires gradients.
+        return (y, normalized.detach()) if prenorm else y
     given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     check_tensors(**{name: o for name, o in given.items() if name == "x" or o is not None})
     check_options(eps, num_groups)

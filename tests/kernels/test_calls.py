@@ -158,6 +158,23 @@ def test_an_input_of_a_transform_that_is_over_is_unwrapped(bound: Bound, random:
     assert bound.launched == 3
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(4, 16), (2, 2, 16)], ids=str)
+def test_without_gradients_the_results_are_the_same(
+    bound: Bound, random: Any, shape: tuple[int, ...], residual: bool
+) -> None:
+    x, added = random(*shape), random(*shape) if residual else None
+    right = layer_norm(x, None, None, added, prenorm=True)
+    calls._calls.clear()
+    for mode in (torch.no_grad, torch.inference_mode):
+        for _ in range(2):
+            with mode():
+                found = layer_norm(x, None, None, added, prenorm=True)
+            assert all(map(torch.equal, found, right))
+            assert not any(each.requires_grad or each is x for each in found)
+    assert bound.launched == 3  # and once it was the first call of its kind
+
+
 def test_calls_are_forgotten_before_they_are_too_many(
     bound: Bound, random: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
