@@ -7,7 +7,7 @@ starts from the same bits of it, too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,12 @@ class Rebuilt:
     kept: Any = None  # what addresses in the inputs may point to
 
 
-def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:
+def rebuild(
+    layout: Layout, blob: bytes, fd: int, use_device: Callable[[], object] = lambda: None
+) -> Rebuilt:
     """Return the packed call with the tensors in the memory file `fd`.
+
+    `use_device` makes the call's device the current one, torch's too if that has been imported.
 
     Raises `InvalidSetting` where `inputs=` raises, or does not return what the call needs.
     """
@@ -50,6 +54,9 @@ def rebuild(layout: Layout, blob: bytes, fd: int) -> Rebuilt:
         # Unpacking imports what the user's functions refer to.
         if "torch" not in sys.modules and _is_plain(call):
             return Rebuilt(arguments, tensors, call, configs, torch=False)
+    import torch  # noqa: F401 - its device is set before anything is made with it
+
+    use_device()
     return _with_torch(arguments, layout, blob)
 
 

@@ -38,8 +38,9 @@ class Session:
 
     def __init__(self, job: Prepare, arguments_fd: int, results_fd: int) -> None:
         found = backend.named(job.backend) if job.index >= 0 else None
-        self._uuid = found.use(job.index) if found else ""
-        self._rebuilt = rebuild_call.rebuild(job.layout, job.packed, arguments_fd)
+        use_device = functools.partial(found.use, job.index) if found else str
+        self._uuid = use_device()
+        self._rebuilt = rebuild_call.rebuild(job.layout, job.packed, arguments_fd, use_device)
         stand_ins.asked.clear()
         self._arguments, self._configs = self._rebuilt.arguments, self._rebuilt.configs
         self._call = call = self._rebuilt.call
