@@ -97,9 +97,11 @@ def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
     A note has a checksum, and the files of this folder are part of its name, as is the version of
     Python and Triton. Where nothing can be written, everything is found again.
     """
+    from triton import knobs
     from triton.runtime.cache import get_cache_manager
 
-    if (reader := _reader()) is None:
+    reader = _reader()
+    if reader is None or not os.path.isabs(knobs.cache.dir or ""):  # there is no home directory
         return find()
     key = encoding.digest([reader, kind, rests_on])
     with contextlib.suppress(OSError, RuntimeError, ValueError):

@@ -75,8 +75,9 @@ def classes(
     script.write_text(SCRIPT)
 
     def run(notes: str = "notes", **options: Any) -> dict[str, Any]:
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / notes))
-        done = fresh_process(script, json.dumps(options))
+        folder = notes if notes.startswith("~") else str(tmp_path / notes)
+        monkeypatch.setenv("TRITON_CACHE_DIR", folder)
+        done = fresh_process(script, json.dumps(options), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         return result
@@ -162,6 +163,14 @@ def test_nothing_is_noted_in_a_folder_that_cannot_be_written(
     (tmp_path / "a file").write_text("")
     assert classes("a file/notes") == classes("a file/notes")
     assert classes("a file/notes") == classes("no notes")
+
+
+def test_nothing_is_noted_where_there_is_no_home_directory(
+    classes: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Triton's cache would then be in a folder `~` of the working directory."""
+    assert classes("~/notes")["kinds"]["NB"] == "phantom"
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_frozen_process_writes_no_notes(
