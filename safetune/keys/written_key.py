@@ -62,13 +62,15 @@ def written_key(
         InvalidSetting: `key` is a single name or has one that is not a parameter, `keep` has a
             name that `key` lacks, `prune` an unknown one, or `kernel` is not a Triton kernel.
     """
-    jit, function = base_function(kernel)
+    _, function = base_function(kernel)
+    code = function.__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     keep = tuple(_names("keep", keep))
     _check_known(kernel, "prune_configs_by", prune or (), _PRUNING)
     if key == "auto":
         return WrittenKey(None, keep)
     names = tuple(_names("key", key))
-    _check_known(kernel, "key", names, jit.arg_names)
+    _check_known(kernel, "key", names, parameters)
     check_kept(kernel, keep, names)
     buckets = buckets_of(function.__name__, key)
     kept = kept_for(function, names, settings or Settings.current())

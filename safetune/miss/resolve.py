@@ -148,18 +148,20 @@ def _find(
         pruned = call_shape.pruned_configs(tuner, named, kwargs)
         return state.set_fallback(next(iter(pruned), tuner.configs[0]))
     tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
+    inline = tunes and tuner.isolation == "inline"
+    if inline and not capture:
+        return _inline(tuner, state, args, kwargs)
     miss = Miss(tuner, args, kwargs)
     if not miss.call.interpreted:
-        # Whatever is launched is looked up in Triton's cache.
-        triton_internals.files_hash.begin(text_facts.triton_hash)
-    inline = tunes and (tuner.isolation == "inline" or why_not_isolated(miss.call) != "")
-    if inline and not capture:
-        return _inline(miss, state, args, kwargs)
+        triton_internals.files_hash.begin(text_facts.triton_hash)  # Triton's cache is asked
+    reason = why_not_isolated(miss.call) if tunes and not inline else ""
+    if reason and not capture:
+        return _inline(tuner, state, args, kwargs, reason)
     request = miss.request()
     if len(request.configs) == 1 and request.has_work:
         return state.set_choice(request.configs[0])
     state.asked = Asked(request.key, request.declared, request.by_digest)
-    lookup = open_lookup(settings) if not inline else None
+    lookup = None if inline or reason else open_lookup(settings)
     choice, trials = stored(tuner, request, lookup) if lookup else (None, [])
     if lookup and choice:
         if capture:
@@ -188,18 +190,18 @@ def _find(
     return _tune(miss, state, request, lookup.store, settings, choice)
 
 
-def _inline(miss: Miss, state: KeyState, args: Args, kwargs: Kwargs) -> Config:
-    if miss.tuner.isolation != "inline":
-        _warn_once(why_not_isolated(miss.call))
+def _inline(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, reason: str = "") -> Config:
+    if reason:
+        _warn_once(reason)
     try:
-        request = miss.request()
+        request = Miss(tuner, args, kwargs).request()
         state.asked = Asked(request.key, request.declared, request.by_digest)
         if not request.has_work:
             return for_no_work(state, request)
     except Exception as error:  # the tuning raises what matters
         if from_signal_handler(error):
             raise
-    return state.set_choice(_tune_inline(miss.tuner, args, kwargs))
+    return state.set_choice(_tune_inline(tuner, args, kwargs))
 
 
 def _tune_inline(tuner: Tuner, args: Args, kwargs: Kwargs) -> Config:
