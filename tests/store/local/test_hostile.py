@@ -124,7 +124,7 @@ def test_a_run_gets_a_declared_config(opened, rows_of) -> None:
     connection.close()
     opened._memory.clear()
 
-    found = stored(MISS.tuner, REQUEST, opened)
+    found = stored(MISS.tuner, REQUEST, opened)[0]
 
     assert found is None or found in REQUEST.configs
     assert candidates.fallback(REQUEST, opened.store) in REQUEST.configs
@@ -178,12 +178,12 @@ def test_a_value_that_tuning_never_writes_is_ignored_and_reported(
 ) -> None:
     opened = lookup.Lookup(lookup.GuardedStore.open(tmp_path))
     put(opened)
-    assert stored(MISS.tuner, REQUEST, opened) is REQUEST.configs[1]
+    assert stored(MISS.tuner, REQUEST, opened)[0] is REQUEST.configs[1]
     put(opened, **changes)
     opened._memory.clear()
     with caplog.at_level(logging.WARNING, "safetune"):
-        assert stored(MISS.tuner, REQUEST, opened) is None
-        assert stored(MISS.tuner, REQUEST, opened) is None
+        assert stored(MISS.tuner, REQUEST, opened)[0] is None
+        assert stored(MISS.tuner, REQUEST, opened)[0] is None
     assert reported in caplog.text
     opened.store.close()
 
