@@ -30,6 +30,7 @@ Scalar = str | int | float | None
 _LEAST = {"generation": 1, "median_ms": 0, "count": 0, "measured": 0, "judged": 0}
 MOST = 10**12
 
+_VERDICTS = {each.value: each for each in Verdict}
 _TIMING = tuple(each.name for each in fields(Timing))
 
 
@@ -146,7 +147,8 @@ class Table:
 def _trial(values: dict[str, Any]) -> TrialRecord:
     timing = [values.pop(name) for name in _TIMING]
     outcome = {each.name: values.pop(each.name) for each in fields(Outcome) if each.name in values}
-    outcome["verdict"] = Verdict.read(outcome["verdict"])
+    verdict = outcome["verdict"]
+    outcome["verdict"] = _VERDICTS.get(verdict) or Verdict.read(verdict)
     outcome["timing"] = None if None in timing else Timing(*timing)
     return TrialRecord(outcome=Outcome(**outcome), **values)
 
