@@ -709,7 +709,13 @@ SAMPLE_ROWS = {
     "tuning_time": TUNING_ROWS,
     "argument_size": ARGUMENT_ROWS,
     "startup": STARTUP_ROWS,
-    "first_tuning": FIRST_TUNING_ROWS,
+    "first_tuning": [
+        row
+        for count in (4, 16)
+        for state in ("cold", "warm")
+        for tuner in ("triton", "safetune")
+        for row in first_tuning("add", count, tuner, state, 2.0)
+    ],
     "sweep": SWEEP_ROWS,
     "choice_quality": CHOICE_ROWS,
     "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],

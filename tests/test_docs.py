@@ -349,7 +349,7 @@ class TestConfiguration:
             argument.value
             for node in ast.walk(tree)
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("get", "_number"))
-            for argument in node.args[:1]
+            for argument in node.args[:2]
             if isinstance(argument, ast.Constant)
         }
         assert "SAFETUNE_MODE" in read, "settings.py reads its variables otherwise now"
