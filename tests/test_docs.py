@@ -350,7 +350,7 @@ class TestConfiguration:
             for node in ast.walk(tree)
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("get", "_number"))
             for argument in node.args[:2]
-            if isinstance(argument, ast.Constant)
+            if isinstance(argument, ast.Constant) and str(argument.value).isupper()
         }
         assert "SAFETUNE_MODE" in read, "settings.py reads its variables otherwise now"
         variables = {name for name in rows if name.startswith("SAFETUNE_") or "WORLD_SIZE" in name}
