@@ -454,6 +454,8 @@ class TestKnobs:
         assert changed["compilation"]["always_compile"] is True
         monkeypatch.undo()
 
+        # Triton sets the variable, too, and leaves it.
+        monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "0")
         triton_internals.set_knobs({"compilation": {"always_compile": True}})
         assert knobs.compilation.always_compile is True
         triton_internals.set_knobs({})

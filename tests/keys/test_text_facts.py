@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,8 @@ def edit(path: Path, old: str, new: str) -> None:
     assert len(old) == len(new)
     path.write_text(text.replace(old, new))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    # Python would take the old one's bytecode for it, and run that.
+    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
 
 
 def test_a_later_process_reads_no_text(classes: Callable[..., dict[str, Any]]) -> None:
