@@ -101,7 +101,7 @@ def _constant(value: Any) -> Any:
 
 
 def file_text(function: FunctionType) -> str:
-    """Return the text of the file that defines `function`; empty if there is none."""
+    """Return the text of the file that defines `function`; empty where no file does."""
     file = function.__code__.co_filename
     linecache.checkcache(file)  # a module that was edited and reloaded has other text
     return "".join(linecache.getlines(file, function.__globals__))

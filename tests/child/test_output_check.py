@@ -17,7 +17,6 @@ from safetune.child import memory, results
 from safetune.child.arguments import Arguments
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.child.results import MIN_KEPT
-from safetune.inputs import spans
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import protocol
 from safetune.isolation.device_bytes import DeviceBytes
@@ -85,10 +84,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     monkeypatch.setattr(DeviceBytes, "tensor", stub.tensor)
     monkeypatch.setattr(Trial, "device", "cuda:0")
-    if request.param == "shared":
+    shared = request.param == "shared"
+    if shared:
         monkeypatch.setattr(Trial, "rooms", {"cuda:0": 1 << 30})
-        monkeypatch.setattr(spans, "span_of", stub.span_on_a_device)
-    with launching_on(stub.Cuda(), "cuda"):
+    with stub.holding_tensors() if shared else launching_on(stub.Cuda(), "cuda"):
         assert isinstance(memory.bytes_on("cuda:0"), DeviceBytes)
         yield
     memory.bytes_on.cache_clear()

@@ -29,7 +29,6 @@ from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
 from safetune.isolation.protocol import Budget, Prepare
 from safetune.outcome import Effects, Outcome, OutputReport, Verdict
 from safetune.triton_internals import files_hash
-from safetune.tuning import bench
 from safetune.tuning.bench import _NAMES_TORCH, _asks_for_torch
 from tests.backends import FakeBackend, launching_on
 from tests.conftest import stop_servers
@@ -347,7 +346,6 @@ def test_hooks_that_return_tensors_are_never_tried_without_torch(device: Device,
 
 def test_a_triton_that_is_not_known_is_given_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     call: Any = SimpleNamespace(interpreted=False, hooks=Hooks())
-    monkeypatch.setattr(bench, "WITHOUT_TORCH", True)
     assert not _asks_for_torch(call)
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     assert _asks_for_torch(call)

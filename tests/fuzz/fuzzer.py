@@ -76,7 +76,8 @@ def differences(stock: Side, ours: Side, theirs: list[Record], found: list[Recor
         if kinds[0] is OverflowError and unread:
             return ""
         if kinds[0] is not None and issubclass(kinds[0], NOT_COMPILED):
-            return ""
+            others = kinds[1] is None or issubclass(kinds[1], NOT_COMPILED)
+            return "" if others else f"errors: {errors}"
     options = {*OPTIONS}.difference(stock.keys) if stock.once_unread else set()
     kept = [
         [_without(record, unread, options) for record in log if record[0] != "error"]

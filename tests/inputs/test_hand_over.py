@@ -17,11 +17,10 @@ import torch
 
 from safetune.child import memory
 from safetune.child.arguments import Arguments
-from safetune.inputs import hand_over, spans
+from safetune.inputs import hand_over
 from safetune.inputs.snapshot import Snapshot
 from safetune.inputs.spans import Span
 from safetune.isolation.device_bytes import DeviceBytes
-from tests.backends import launching_on
 from tests.libcuda import stub
 
 #: Maps shared memory as a child does, says what it holds, and does what it is told.
@@ -42,8 +41,7 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(DeviceBytes, "tensor", stub.tensor)
-    monkeypatch.setattr(spans, "span_of", stub.span_on_a_device)
-    with launching_on(stub.Cuda(), "cuda"):
+    with stub.holding_tensors():
         yield
     memory.bytes_on.cache_clear()
 
@@ -86,15 +84,15 @@ def test_all_blocks_of_a_device_are_in_one_piece_and_the_file_holds_none() -> No
     assert shared_files() == []
 
 
-def test_each_device_has_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_a_piece() -> None:
     given, found = tensors(), stub.span_on_a_device
 
     def span_of(tensor: torch.Tensor) -> Span:
         device = "cuda:1" if tensor is given[2] else "cuda:0"
         return replace(found(tensor), device=device)
 
-    monkeypatch.setattr(spans, "span_of", span_of)
-    snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30, "cuda:1": 1 << 30})
+    with stub.holding_tensors(span_of):
+        snapshot = Snapshot(given, rooms={"cuda:0": 1 << 30, "cuda:1": 1 << 30})
     assert [device for device, _ in snapshot.layout.shared] == ["cuda:0", "cuda:1"]
     assert all(map(torch.equal, given, rebuilt(snapshot)))
     snapshot.close()

@@ -8,7 +8,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,8 +83,10 @@ def span_on_a_device(tensor: torch.Tensor) -> Span:
 
 
 @contextlib.contextmanager
-def holding_tensors() -> Iterator[None]:
+def holding_tensors(
+    span_of: Callable[[torch.Tensor], Span] = span_on_a_device,
+) -> Iterator[None]:
     """Have tensors of the CPU be on the device in here, for what copies arguments."""
     with pytest.MonkeyPatch.context() as patch, launching_on(Cuda(), "cuda"):
-        patch.setattr(spans, "span_of", span_on_a_device)
+        patch.setattr(spans, "span_of", span_of)
         yield
