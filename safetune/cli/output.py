@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import sysconfig
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from safetune.errors import SafetuneError
 from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
-from safetune.miss.progress import milliseconds
+from safetune.miss.progress import duration
 from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import AGREED, IMPORTED
 
@@ -164,8 +165,8 @@ def print_outcomes(
     best = min((o.timing.median_ms for _, o, _ in rows if o.ok and o.timing), default=0.0)
     table = empty_table(title, "config", "verdict", "median", "p20-p80", "ratio")
     if elsewhere is not None:
-        time = milliseconds(elsewhere.median_ms)
-        table.add_row(f"* {elsewhere.config}", elsewhere.words, time, style="green")
+        median = duration(elsewhere.median_ms)
+        table.add_row(f"* {elsewhere.config}", elsewhere.words, median, style="green")
     for config, outcome, chosen in rows:
         style = "green" if chosen else None if outcome.ok else "red"
         name = f"* {config}" if chosen else f"  {config}"
@@ -225,6 +226,23 @@ def call_words(call: Mapping[str, Any]) -> str:
     return " ".join([*values, *([dtypes] if dtypes else [])])
 
 
+def date(seconds: float) -> str:
+    """Return the day of a time since the epoch, in the time zone of this machine."""
+    return time.strftime("%Y-%m-%d", _local(seconds))
+
+
+def moment(seconds: float) -> str:
+    """Return the day and the minute of a time since the epoch."""
+    return time.strftime("%Y-%m-%d %H:%M", _local(seconds))
+
+
+def _local(seconds: float) -> time.struct_time:
+    from safetune.store.schema import LAST_SECOND
+
+    # A row that another program wrote may say 1e300.
+    return time.localtime(max(0, min(seconds, LAST_SECOND)))
+
+
 def counted(count: int, noun: str) -> str:
     """Return `1 key`, `2 keys`."""
     return f"{count} {noun if count == 1 else noun + 's'}"
@@ -239,5 +257,5 @@ def _times(outcome: Outcome, best: float) -> tuple[str, str, str]:
     timing = outcome.timing
     if not outcome.ok or timing is None:
         return "", "", ""
-    spread = f"{milliseconds(timing.p20_ms)} - {milliseconds(timing.p80_ms)}"
-    return milliseconds(timing.median_ms), spread, f"{timing.median_ms / best:.2f}"
+    spread = f"{duration(timing.p20_ms)} - {duration(timing.p80_ms)}"
+    return duration(timing.median_ms), spread, f"{timing.median_ms / best:.2f}"

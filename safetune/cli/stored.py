@@ -21,13 +21,14 @@ from safetune.cli.output import (
     counted,
     echo,
     empty_table,
+    moment,
     outcome_data,
     print_json,
     print_outcomes,
     stdout_console,
 )
-from safetune.errors import TargetError
-from safetune.miss.progress import milliseconds
+from safetune.errors import StoreError, TargetError
+from safetune.miss.progress import duration
 from safetune.settings import Settings, display_url, parse_size
 from safetune.store.records import StoredChoice
 
@@ -65,7 +66,7 @@ def list_choices(as_json: bool) -> None:
             table.add_row(
                 call_words(entry.key.call),
                 config_words(entry.choice.config) + " (disputed)" * bool(entry.choice.dispute),
-                milliseconds(entry.choice.median_ms),
+                duration(entry.choice.median_ms),
             )
         console.print(table)
 
@@ -215,10 +216,7 @@ def stats(as_json: bool) -> None:
 
 def _stats_words(name: str, value: Any) -> str:
     if name in ("oldest", "newest") and value is not None:
-        from safetune.store.schema import LAST_SECOND
-
-        seconds = max(0, min(value, LAST_SECOND))  # a row that another program wrote may say 1e300
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+        return moment(value)
     if isinstance(value, dict):
         return ", ".join(f"{count} {each or '?'}" for each, count in value.items()) or "-"
     if isinstance(value, list):
@@ -241,7 +239,10 @@ def check_writable() -> None:
     """Raise `StoreError` unless the database can be written to."""
     from safetune.store.local.store import Store
 
-    directory = located(writes=True).directory
+    where, settings = located(writes=True), Settings.current()
+    directory = where.directory
+    if directory is None and not where.shared(settings):
+        raise StoreError(f"no outcome can be stored: {where.warning(settings)}")
     if directory is not None:
         store = Store.open(directory)
         with contextlib.closing(store), store.connection.transaction():

@@ -1,4 +1,4 @@
-"""TARGETs of the command line: `package.module[:kernel]` or `file.py[:kernel]`."""
+"""TARGETs of the command line: `package.module[:kernel]`, `file.py[:kernel]` or a directory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kernels_of(
     found: dict[int, OfflineKernel] = {}
     for target in targets:
         source, _, wanted = target.partition(":")
-        named = _named(source, wanted, load(source))
+        named = _named(source, wanted.removeprefix(":"), load(source))  # as pytest writes it
         if left_out is not None:
             left_out += [kernel.name for kernel in named if not kernel.tuner.workloads]
         for kernel in _with_workload(source, named) if with_workload else named:
@@ -93,23 +93,25 @@ def check_shapes(shapes: Iterable[str], names: Sequence[str]) -> None:
             raise TargetError(f"no workload is named {shape!r}; the workloads are: {known}")
 
 
-def _named(source: str, wanted: str, module: ModuleType) -> list[OfflineKernel]:
-    """The kernels of a module, or those of one name: an attribute first, else a function."""
+def _named(source: str, wanted: str, modules: Sequence[ModuleType]) -> list[OfflineKernel]:
+    """The kernels of some modules, or those of one name: an attribute first, else a function."""
     from safetune.offline.tasks import find_kernels
 
-    kernels = find_kernels(vars(module))
+    found = [kernel for module in modules for kernel in find_kernels(vars(module))]
+    kernels = list({id(kernel.tuner): kernel for kernel in found}.values())
     if not kernels:
         raise TargetError(
             f"{source} has no kernel decorated with @safetune; name a module that has one"
         )
     if not wanted:
         return kernels
-    value = getattr(module, wanted, None)
-    by_attribute = [kernel for kernel in kernels if value is kernel.outer]
+    values = [getattr(module, wanted, None) for module in modules]
+    by_attribute = [k for k in kernels if any(value is k.outer for value in values)]
     by_function = [kernel for kernel in kernels if kernel.name == wanted]
     if not (by_attribute or by_function):
         tuners = {id(kernel.outer) for kernel in kernels}
-        names = {name for name, value in vars(module).items() if id(value) in tuners}
+        attributes = (item for module in modules for item in vars(module).items())
+        names = {name for name, value in attributes if id(value) in tuners}
         known = ", ".join(sorted(names.union(kernel.name for kernel in kernels)))
         raise TargetError(f"{source} has no kernel {wanted!r}; it has {known}")
     return by_attribute or by_function
@@ -127,9 +129,22 @@ def _with_workload(source: str, kernels: list[OfflineKernel]) -> list[OfflineKer
     return working
 
 
-def _load(source: str) -> ModuleType:
-    if source.endswith(".py") and not Path(source).is_file():
+def _load(source: str) -> list[ModuleType]:
+    path = Path(source)
+    if not source or (path.is_file() and path.suffix != ".py"):
+        raise TargetError(
+            f"TARGET {source!r} is not a .py file, a directory or a module; give "
+            "package.module[:kernel], file.py[:kernel] or a directory"
+        )
+    is_package = source.isidentifier() and (path / "__init__.py").is_file()
+    if path.is_dir() and not is_package:
+        return [_imported(str(file)) for file in _files_with_kernels(path)]
+    if source.endswith(".py") and not path.is_file():
         raise TargetError(f"{source} is not a file")
+    return [_imported(source)]
+
+
+def _imported(source: str) -> ModuleType:
     try:
         if source.endswith(".py"):
             return _load_file(Path(source).resolve())
@@ -141,9 +156,41 @@ def _load(source: str) -> ModuleType:
         ) from error
 
 
+def _files_with_kernels(directory: Path) -> list[Path]:
+    """The files below a directory that may declare workloads, by their text; no other is run."""
+    found = []
+    for folder, inner, names in os.walk(directory):
+        inner[:] = sorted(
+            name
+            for name in inner
+            if not name.startswith((".", "__")) and not Path(folder, name, "pyvenv.cfg").exists()
+        )
+        for file in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+            text = file.read_bytes()
+            if b"safetune" in text and b".workload" in text:
+                found.append(file)
+    if not found:
+        raise TargetError(
+            f"no .py file below {directory} declares a workload with @kernel.workload for a "
+            "kernel decorated with @safetune"
+        )
+    return found
+
+
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under its own name, or a free name where that module is imported already."""
-    sys.path.insert(0, str(path.parent))
+    """Import a file under its own name, or a free name where that module is imported already.
+
+    A file of a package is imported as its module, so that its relative imports work.
+    """
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    sys.path.insert(0, str(root))
+    if root != path.parent:
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        module = importlib.import_module(name)
+        if Path(module.__file__ or "").resolve() == path:
+            return module
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_{len(sys.modules)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

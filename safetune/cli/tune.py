@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +15,7 @@ from safetune.cli.output import (
     Elsewhere,
     Row,
     counted,
+    date,
     echo,
     outcome_data,
     print_json,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
     from safetune.offline.tasks import OfflineKernel, Task
     from safetune.tuning.requests import TuningResult
+
+
+_OF_TITLE = ("kernel", "shape", "dtype")
 
 
 @click.command("tune")
@@ -66,10 +70,13 @@ def tune_command(
 ) -> None:
     """Tune the kernels of TARGET and store every outcome.
 
-    TARGET is package.module[:kernel] or file.py[:kernel]. With --recorded, TARGET is optional if
-    the modules of the kernels can be imported. Exits with 1 if a kernel has no working config,
-    if its configs disagree about the result and nothing shows which are right, or if no recorded
-    call can be tuned; with 2 if outcomes cannot be stored.
+    TARGET is package.module[:kernel], file.py[:kernel] or a directory: all files below it that
+    declare workloads. With --recorded, TARGET is optional if the modules of the kernels can be
+    imported.
+
+    Exits with 1 if a kernel has no working config, if its configs disagree about the result and
+    nothing shows which are right, or if no recorded call can be tuned; with 2 if outcomes cannot
+    be stored.
     """
     if not (target or recorded):
         raise click.UsageError("Missing argument 'TARGET...'.")
@@ -200,6 +207,7 @@ class _Report:
 
         facts: dict[str, Any] = {"kernel": task.kernel.name, "shape": task.workload.name}
         facts |= {"dtype": task.dtype, "measured": measured, "choice": None, "disputed": ""}
+        facts["created"] = None if result is None else result.stored.created
         facts["phases"] = {} if result is None else dict(result.phases)
         elsewhere = None
         if result is not None:
@@ -221,7 +229,7 @@ class _Report:
         if as_json:
             trials = [
                 {
-                    **{name: tuning[name] for name in ("kernel", "shape", "dtype")},
+                    **{name: tuning[name] for name in _OF_TITLE},
                     "config": config,
                     "chosen": chosen,
                     **outcome_data(outcome),
@@ -235,13 +243,26 @@ class _Report:
             return code
         console = stdout_console()
         for tuning, rows, elsewhere in self.tuned:
-            title = "{kernel}  {shape}  {dtype}  ({measured} measured)".format_map(tuning)
+            title = "  ".join((*(tuning[name] for name in _OF_TITLE), f"({_news(tuning)})"))
             print_outcomes(console, title, rows, elsewhere)
+        already = sum(_is_already_tuned(tuning) for tuning in tunings)
         console.print(
             f"{counted(len(tunings), 'tuning')}, {counted(measured, 'config')} measured"
+            + (f", {already} already tuned" if already else "")
             + (f", {failed} without a working config" if failed else "")
             + (f", {disputed} with a disputed result" if disputed else "")
         )
         for left in self.left_out:
             console.print(f"not tuned: {left.words}: {left.reason}")
         return code
+
+
+def _is_already_tuned(tuning: Mapping[str, Any]) -> bool:
+    return tuning["choice"] is not None and not tuning["measured"]
+
+
+def _news(tuning: Mapping[str, Any]) -> str:
+    """What this run did for a tuning."""
+    if not _is_already_tuned(tuning):
+        return f"{tuning['measured']} measured"
+    return f"already tuned {date(tuning['created'])}, --force to measure again"

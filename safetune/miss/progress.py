@@ -79,7 +79,7 @@ class Line:
             completed=step.done,
             total=step.total,
             failed=len(self._failed),
-            best=f"best {milliseconds(self._best_ms)}" if self._best_ms < float("inf") else "",
+            best=f"best {duration(self._best_ms)}" if self._best_ms < float("inf") else "",
             config=f"{step.stage}: {config}"[:columns],
         )
 
@@ -116,6 +116,9 @@ def can_move_cursor() -> bool:
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 
 
-def milliseconds(value: float) -> str:
-    """Return a time with three significant digits and its unit."""
-    return f"{value:.3g} ms" if value >= 0.1 else f"{value * 1e3:.3g} us"
+def duration(value: float) -> str:
+    """Return a time in milliseconds with three significant digits, in s, ms or us."""
+    rounded = float(f"{value:.3g}")
+    unit, ms = ("s", 1e3) if rounded >= 1e3 else ("ms", 1.0) if rounded >= 0.1 else ("us", 1e-3)
+    number = rounded / ms
+    return f"{number:.0f} {unit}" if number >= 1e3 else f"{number:.3g} {unit}"

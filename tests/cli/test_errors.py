@@ -143,6 +143,26 @@ class TestTarget:
             f"Error: {target} has no kernel 'grid'; it has add_one, kernel, twice, unused"
         )
 
+    @pytest.mark.parametrize("name", ["", "environment.sh"])
+    def test_neither_a_python_file_nor_a_module(
+        self, safetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "environment.sh").write_text("")
+
+        assert safetune.error("tune", name) == (
+            f"Error: TARGET {name!r} is not a .py file, a directory or a module; give "
+            "package.module[:kernel], file.py[:kernel] or a directory"
+        )
+
+    def test_a_directory_without_a_workload(self, safetune: Any, tmp_path: Path) -> None:
+        (tmp_path / "plain.py").write_text("import safetune\n")
+
+        assert safetune.error("tune", tmp_path) == (
+            f"Error: no .py file below {tmp_path} declares a workload with @kernel.workload for a "
+            "kernel decorated with @safetune"
+        )
+
     def test_no_target(self, safetune: Any) -> None:
         result = safetune("tune")
 

@@ -26,9 +26,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache directory on NFS, in which a job on another node has left a choice."""
     cache = tmp_path / "home" / "cache"
     cache.parent.mkdir()
-    monkeypatch.setattr(
-        db_files, "network_of", lambda path: "NFS" * path.is_relative_to(cache.parent)
-    )
+    every = cache.parent / "every disk"
+
+    def network_of(path: Path) -> str:
+        return "NFS" if path.is_relative_to(cache.parent) or every.exists() else ""
+
+    monkeypatch.setattr(db_files, "network_of", network_of)
     monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(cache))
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     for node in ("job", "login"):
@@ -107,3 +110,17 @@ def test_a_choice_is_not_new_whose_later_generation_another_node_has_shared(
     done = run("import", str(tmp_path / "packs"))
     assert (done["new"], done["older"]) == (0, 1)
     assert [entry["config"] for entry in run("list")] == [{"BLOCK": 128}]
+
+
+def test_tune_ends_before_it_measures_where_nothing_can_be_stored(home: Path) -> None:
+    """Every disk is on a network, and the cache directory is a symbolic link, which is refused."""
+    (home.parent / "every disk").touch()
+    home.rename(home.with_name("there"))
+    home.symlink_to(home.with_name("there"))
+    target = Path(__file__).with_name("targets") / "add.py"
+
+    result = CliRunner().invoke(main, ["tune", f"{target}:add_one"])
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: no outcome can be stored: ")
+    assert "is a symbolic link" in result.stderr

@@ -72,7 +72,7 @@ def test_calls_are_tuned_as_they_were(
 
     table = safetune("tune", "--recorded")
     assert table.exit_code == 0
-    assert "3 tunings, 0 configs measured\n" in table.stdout
+    assert "3 tunings, 0 configs measured, 3 already tuned\n" in table.stdout
     assert "not tuned: inner for n=64 (float32): recorded:nested" in table.stdout
 
     assert safetune.json("clear", "scale")["cleared"] == 2

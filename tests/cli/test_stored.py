@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.miss.progress import milliseconds
+from safetune.miss.progress import duration
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -201,7 +201,7 @@ class TestShow:
             (row,) = [r for r in text.splitlines() if r.strip().startswith("* ")][:1]
             assert block in row
             assert source in row
-            assert row.rstrip().endswith(milliseconds(listed[0]["median_ms"]))
+            assert row.rstrip().endswith(duration(listed[0]["median_ms"]))
         assert "1 tuning, 0 configs measured" in told
         (data, *_) = safetune.json("show", "add_one")
         assert (data["chosen"], data["config"]) == (True, listed[0]["config"])

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safetune.miss.progress import milliseconds
+from safetune.miss.progress import duration
 
 DEADLINE_S = 90.0
 
@@ -102,7 +102,7 @@ def test_the_live_line(
     stored = [trial["timing"] for trial in safetune.json("show", "slow_to_end")]
     medians = [timing["median_ms"] for timing in stored if timing is not None]
     assert len(medians) == 2
-    assert f" best {milliseconds(min(medians))} " in line
+    assert f" best {duration(min(medians))} " in line
     fifo.let_go()
     assert process.wait(DEADLINE_S) == 0
     terminal.read_to_the_end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,10 @@ class TestTargets:
             ("add_one", "large"),
         ]
 
-    @pytest.mark.parametrize("name", ["twice", "kernel"], ids=["attribute", "function"])
+    @pytest.mark.parametrize("name", [":twice", ":kernel", "::kernel"])
     def test_one_kernel(self, safetune: Any, add: str, name: str) -> None:
         """A function's name may be shared; of these, the one that has a workload is meant."""
-        data = safetune.json("tune", f"{add}:{name}")
+        data = safetune.json("tune", f"{add}{name}")
 
         assert [(t["kernel"], t["dtype"]) for t in data["tunings"]] == [("kernel", "float16")]
 
@@ -57,6 +58,30 @@ class TestTargets:
         data = safetune.json("tune", "cli_package.cli_module:add_one")
 
         assert shapes_of(data) == SHAPES
+
+    def test_a_directory_is_all_files_below_it_that_declare_workloads(
+        self, safetune: Any, add: str, tmp_path: Path
+    ) -> None:
+        """No other file is run; a file of a package is its module, with relative imports."""
+        package = tmp_path / "project" / "tuned_package"
+        for folder in ("", "inner", ".hidden"):
+            (package / folder).mkdir(parents=True, exist_ok=True)
+        text = Path(add).read_text()
+        (package / "__init__.py").write_text("")
+        (package / "shapes.py").write_text("raise SystemExit('nothing imports it')\n")
+        (package / ".hidden" / "kernels.py").write_text("raise SystemExit(1)  # safetune .workload")
+        (package / "names.py").write_text("ONE = 1\n")
+        (package / "kernels.py").write_text(
+            text.replace("import os", "import os\nfrom .names import ONE", 1)
+        )
+        (package / "inner" / "more.py").write_text(text)
+
+        everything = safetune.json("tune", tmp_path / "project", "--shape", "large")
+        named = safetune.json("tune", f"{tmp_path / 'project'}::twice")
+
+        assert shapes_of(everything) == ["large", "large"]
+        assert [tuning["kernel"] for tuning in named["tunings"]] == ["kernel", "kernel"]
+        assert [tuning["measured"] for tuning in named["tunings"]] == [CONFIGS, 0], "one kernel"
 
     def test_several_at_once_and_the_same_one_twice(
         self, safetune: Any, add: str, targets: Path
@@ -257,8 +282,12 @@ def check_table(lines: list[str], data: dict[str, Any]) -> None:
     """The same as a table for people, from what is stored now."""
     choice, dtype = data["tunings"][1]["choice"], data["tunings"][1]["dtype"]
     assert lines[0] == f"add_one  hopeless  {dtype}  (0 measured)"
-    assert lines[-1] == "2 tunings, 0 configs measured, 1 without a working config"
-    table = lines[lines.index(f"add_one  mixed  {dtype}  (0 measured)") :]
+    assert lines[-1] == (
+        "2 tunings, 0 configs measured, 1 already tuned, 1 without a working config"
+    )
+    today = time.strftime("%Y-%m-%d", time.localtime(data["tunings"][1]["created"]))
+    title = f"add_one  mixed  {dtype}  (already tuned {today}, --force to measure again)"
+    table = lines[lines.index(title) :]
     heading = next(line for line in table if "config" in line)
     assert heading.split() == ["config", "verdict", "median", "p20-p80", "ratio"]
     rows = {
