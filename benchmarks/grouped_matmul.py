@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one compilation serves all batch sizes
 def grouped_matmul_kernel(
     a_pointer,
     b_pointer,

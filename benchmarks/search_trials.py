@@ -1,0 +1,182 @@
+"""Every trial of the spaces that ways of searching are compared on: `search_replay` reads them.
+
+For each key all configs are tuned, from an empty store; the times are those that a search would
+have seen. The LONG best are then timed again, long and in turns: how good a config is in truth.
+A space is one file, `<out>/<device>/search_trials/<space>.json.gz`, which grows key by key; the
+script goes on where it ended. The first key of a space compiles (matmul: about 80 s on an H100 with
+16 cores), a further one of matmul takes 15 to 30 s, one of another space 5 to 10 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import device_time
+import recording
+import tuners
+
+if TYPE_CHECKING:
+    from choice_problems import Problem, Work
+
+ERROR_LIMIT = 2e-2
+#: The long measurement: LONG configs in turns, ROUND_LAUNCHES each from a cold L2.
+LONG = 48
+ROUNDS = 8
+ROUND_LAUNCHES = 8
+#: What the first key of a space is expected to take.
+FIRST_KEY_S = 150.0
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return a space's trials."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return dict(json.load(file))
+
+
+def save(data: dict[str, Any], *folders: Path) -> None:
+    """Write a space's trials as a whole, with the same bytes for the same trials."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+    for folder in folders:
+        path = folder / data["device"] / "search_trials" / f"{data['space']}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_bytes(gzip.compress(text, mtime=0))
+        partial.replace(path)
+
+
+def begun(space: str, configs: Sequence[Any], folders: Sequence[Path], fresh: bool) -> Any:
+    """Return the trials of a space so far: those of the folder that has the most keys."""
+    device = recording.device_slug(recording.device_name())
+    data = {
+        "space": space,
+        "device": device,
+        "versions": recording.versions(),
+        "commit": recording.commit(),
+        "configs": [config.all_kwargs() for config in configs],
+        "keys": [],
+    }
+    for folder in () if fresh else folders:
+        path = folder / device / "search_trials" / f"{space}.json.gz"
+        if path.exists():
+            earlier = load(path)
+            same = earlier["configs"] == data["configs"]
+            if same and len(earlier["keys"]) > len(data["keys"]):
+                data = earlier
+    return data
+
+
+def measure(problem: Problem, configs: Sequence[Any]) -> dict[str, Any]:
+    """Tune one key, and return every config's verdict and times."""
+    from safetune.config import config_digest
+    from safetune.settings import Settings
+    from safetune.store.lookup import open_lookup
+
+    work = problem.prepare(recording.torch_device())
+    scratch = {"scratch": problem.scratch} if problem.scratch else {}
+    limits = {"compile_timeout_s": 60.0}
+    tuner = tuners.tuned("safetune", problem.kernel, configs, problem.key, **scratch, **limits)
+    device_time.synchronize()
+    start = time.perf_counter()
+    work.launch(tuner)
+    device_time.synchronize()
+    seconds = time.perf_counter() - start
+    if not work.error() < ERROR_LIMIT:
+        raise SystemExit(f"{problem.name}: a wrong result: relative error {work.error()}")
+    tuners.failed(tuner)  # ends the program where nothing was tuned
+    found = open_lookup(Settings.current()).store.trials_of(tuner.base_fn.__name__)
+    # Of one key: the store has those of earlier ones, and the newest is this one's.
+    _, trials = max(found, key=lambda of_key: max((t.created for t in of_key[1]), default=0.0))
+    outcomes = {trial.config_digest: trial.outcome for trial in trials}
+    ordered = [outcomes[config_digest(config)] for config in configs]
+    times = [None if each.timing is None else each.timing.median_ms for each in ordered]
+    return {
+        "name": problem.name,
+        "values": [*problem.shape],
+        "seconds": round(seconds, 2),
+        "phases": {name: round(value, 3) for name, value in tuners.phases(tuner).items()},
+        "choice": [config_digest(config) for config in configs].index(
+            config_digest(tuner.best_config)
+        ),
+        "verdicts": [each.verdict.value for each in ordered],
+        "median_ms": [_short(time_ms) for time_ms in times],
+        "long_ms": _long(work, problem.kernel, configs, times),
+    }
+
+
+def _long(
+    work: Work, kernel: Any, configs: Sequence[Any], times: Sequence[float | None]
+) -> list[float | None]:
+    """Return the time of each of the best configs in a long measurement; None for the others."""
+    known = [index for index, time_ms in enumerate(times) if time_ms is not None]
+    best = sorted(known, key=lambda index: times[index] or 0.0)[:LONG]
+    tried = recording.interpreted()
+    samples: dict[int, list[float]] = {index: [] for index in best}
+    for turn in range(1 if tried else ROUNDS):
+        cut = turn * len(best) // ROUNDS
+        for index in (*best[cut:], *best[:cut]):
+            launch = functools.partial(work.launch, kernel, **configs[index].all_kwargs())
+            samples[index] += device_time.timed(launch, 1 if tried else ROUND_LAUNCHES)
+    long = {index: statistics.median(found) for index, found in samples.items()}
+    return [_short(long.get(index)) for index in range(len(configs))]
+
+
+def _short(time_ms: float | None) -> float | None:
+    return None if time_ms is None else float(f"{time_ms:.5g}")
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("spaces", nargs="*", metavar="SPACE", help="default: every space")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("/tmp/safetune-search"),
+        help="compile caches, store and finished trials, for the next part",
+    )
+    parser.add_argument("--configs", type=int, help="at most, for a trial run")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Tune the keys that are still missing, while one more fits the budget."""
+    options, start = parse(), time.monotonic()
+    recording.require_device()
+    folder = recording.output_folder(options)
+    if options.fresh:
+        shutil.rmtree(options.work, ignore_errors=True)
+    os.environ["TRITON_CACHE_DIR"] = str(options.work / "triton")
+    os.environ["SAFETUNE_CACHE_DIR"] = str(options.work / "store")
+    import search_spaces
+
+    every = search_spaces.spaces()
+    for space in options.spaces or every:
+        keys = every[space]
+        configs = next(iter(keys.values())).configs
+        configs = configs[:: -(-len(configs) // (options.configs or len(configs)))]
+        data = begun(space, configs, [folder, options.work], options.fresh)
+        done = [{"part": key["name"]} for key in data["keys"]]
+        left = argparse.Namespace(
+            parts=options.parts, budget=options.budget - (time.monotonic() - start)
+        )
+        for name in recording.parts_to_run(keys, done, left, FIRST_KEY_S):
+            found = measure(keys[name], configs)
+            data["keys"].append(found)
+            save(data, folder, options.work)
+            verdicts = found["verdicts"]
+            print(f"{space} {name}: {found['seconds']} s, {verdicts.count('ok')} ok", flush=True)
+        print(f"{space}: {len(data['keys'])} of {len(keys)} keys", flush=True)
+
+
+if __name__ == "__main__":
+    main()
