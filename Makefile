@@ -95,6 +95,11 @@ lint: env  ## Check style, formatting and types
 	cp -R safetune build/types/ && cp -R kernels cache build/types/safetune/
 	cd build/types && $(abspath $(VENV))/bin/mypy --config-file ../../pyproject.toml
 
+.PHONY: docs
+docs: env  ## Build the pages under docs/ as a site, in build/site; needs no network
+	$(VENV)/bin/python -m sphinx -q -W -b html docs build/site
+	@echo "open build/site/index.html"
+
 .PHONY: bench
 bench: env  ## Run the benchmarks that need a GPU; a second run continues where the last ended
 	PYTHON=$(abspath $(VENV))/bin/python benchmarks/run_on_gpu.sh bench

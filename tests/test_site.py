@@ -1,0 +1,83 @@
+"""`make docs`: the pages build into a site without a warning, and its reference is complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.MULTILINE | re.DOTALL)
+    named = [line for tree in trees for line in tree.splitlines() if re.match(r"[\w/]+$", line)]
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
+    assert sorted([*named, "index"]) == sorted(pages)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sphinx", reason="Sphinx 9 needs Python 3.11")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-d", str(out / "doctrees"), str(DOCS), str(out)],
+        env={**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.full
+class TestSite:
+    def test_every_public_name_has_its_entry(self, site: Path) -> None:
+        import safetune
+
+        inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+        names = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+        missing = [
+            name
+            for name in safetune.__all__
+            if name != "__version__"
+            if not {f"safetune.{name}", f"safetune.errors.{name}"} & names
+        ]
+        assert not missing
+
+    def test_every_command_and_option_has_its_entry(self, site: Path) -> None:
+        from safetune.cli import main
+
+        html = (site / "reference" / "commands.html").read_text(encoding="utf-8")
+        for name, command in main.commands.items():
+            assert f'id="safetune-{name}"' in html
+            for parameter in command.params:
+                if parameter.param_type_name == "option":
+                    assert f'id="cmdoption-safetune-{name}-{parameter.opts[0].lstrip("-")}"' in html
+
+    def test_nothing_is_fetched(self, site: Path) -> None:
+        """A page opened from the disk, without network, is complete."""
+        for page in site.rglob("*.html"):
+            text = page.read_text(encoding="utf-8")
+            loaded = re.findall(r"<(?:script|img)[^>]* src=\"([^\"]+)\"", text)
+            loaded += re.findall(r"<link[^>]* rel=\"stylesheet\"[^>]* href=\"([^\"]+)\"", text)
+            assert loaded
+            assert not [url for url in loaded if re.match(r"(https?:)?//", url)], page
+
+    def test_links_between_pages_lead_somewhere(self, site: Path) -> None:
+        dead = []
+        for page in site.rglob("*.html"):
+            for target in re.findall(r"href=\"([^\"#:?]+)[#\"]", page.read_text(encoding="utf-8")):
+                if not (page.parent / target).exists():
+                    dead.append(f"{page.relative_to(site)}: {target}")
+        assert not dead
