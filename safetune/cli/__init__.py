@@ -8,14 +8,21 @@ from typing import Any
 
 import click
 
-from safetune.cli.output import describe, echo, warnings_as_lines
+from safetune.cli.output import (
+    PRINTED,
+    describe,
+    echo,
+    examples,
+    print_json,
+    warnings_as_lines,
+)
 from safetune.errors import NoWorkingConfig
 from safetune.settings import installs
 
 #: The exit code that shells give a program that SIGINT ended.
 INTERRUPTED = 130
 
-_DEBUG = "safetune.debug"
+_DEBUG, _AS_JSON = "safetune.debug", "safetune.json"
 
 
 def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -33,18 +40,30 @@ debug_option = click.option(
 
 
 class _Group(click.Group):
-    """Turns every error into one line and an exit code: 1 no working config, 2 the rest."""
+    """Turns every error into one line and an exit code: 1 no working config, 2 the rest.
+
+    With --json, also into JSON on standard output, unless the result is there already.
+    """
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        command = next((word for word in args if not word.startswith("-")), "")
+        context.meta[_AS_JSON] = "--json" in args and command != "run"
+        return super().parse_args(context, args)
 
     def invoke(self, context: click.Context) -> Any:
         try:
             with warnings_as_lines():
                 return super().invoke(context)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click answers its own exceptions
+        except click.ClickException as error:
+            _print_error(context, error, error.format_message())
+            raise
         except KeyboardInterrupt:
             echo("Interrupted; finished trials are stored.", err=True)
             sys.exit(INTERRUPTED)
         except Exception as error:
+            _print_error(context, error, describe(error))
             if context.meta.get(_DEBUG):
                 traceback.print_exc()
             else:
@@ -52,9 +71,35 @@ class _Group(click.Group):
             sys.exit(1 if isinstance(error, NoWorkingConfig) else 2)
 
 
-@click.group(cls=_Group)
+def _print_error(context: click.Context, error: Exception, message: str) -> None:
+    if context.meta[_AS_JSON] and not context.meta.get(PRINTED):
+        print_json({"error": {"type": type(error).__name__, "message": message}})
+
+
+def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        from importlib import metadata
+
+        known = {name: metadata.version(name) for name in ("safetune", "triton", "torch")}
+        own, triton, torch = known.values()
+        echo(f"safetune {own} (Triton {triton}, torch {torch}, Python {sys.version.split()[0]})")
+        context.exit()
+
+
+@click.group(
+    cls=_Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples("safetune tune my_kernels.py", "safetune list", "safetune show my_kernel"),
+)
 @debug_option
-@click.version_option(package_name="safetune")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show the versions of safetune, Triton, torch and Python.",
+)
 def main() -> None:
     """Tune Triton kernels in subprocesses and manage the stored choices."""
     installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command

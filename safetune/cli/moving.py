@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.output import counted, echo, print_json
+from safetune.cli.output import counted, echo, examples, print_json
 from safetune.cli.stored import json_option, open_store, shared_directory
 from safetune.errors import TargetError
 from safetune.settings import Settings
@@ -39,7 +39,12 @@ def _writes(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command("export")
+@click.command(
+    "export",
+    epilog=examples(
+        "safetune export packs", "safetune export h100.json --kernel add_kernel --device H100"
+    ),
+)
 @click.argument("path", metavar="DIR|FILE", type=_path)
 @_writes
 def export(path: Path, **options: Any) -> None:
@@ -50,7 +55,9 @@ def export(path: Path, **options: Any) -> None:
     _write(_stored(), path, **options)
 
 
-@click.command("import")
+@click.command(
+    "import", epilog=examples("safetune import packs", "safetune import other/safetune.db")
+)
 @_sources
 @json_option
 def import_(source: tuple[Path, ...], as_json: bool) -> None:
@@ -81,7 +88,7 @@ def import_(source: tuple[Path, ...], as_json: bool) -> None:
     echo(", ".join(lines))
 
 
-@click.command("merge")
+@click.command("merge", epilog=examples("safetune merge packs other.json --into merged"))
 @_sources
 @click.option(
     "--into", required=True, metavar="DIR|FILE", type=_path, help="Where to write the result."
@@ -96,7 +103,7 @@ def merge(source: tuple[Path, ...], into: Path, **options: Any) -> None:
     _write(_merged(source), into, **options)
 
 
-@click.command("pack")
+@click.command("pack", epilog=examples("safetune pack image-packs"))
 @click.argument("directory", metavar="DIR", type=_path)
 @_writes
 def pack(directory: Path, as_json: bool, **options: Any) -> None:

@@ -46,6 +46,9 @@ _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 
 _WIDE = 10_000
 
+#: In the context of a command that has printed its JSON.
+PRINTED = "safetune.printed"
+
 #: The end of a shared store's identity, which tells databases of one location apart.
 _DIGEST = re.compile(" [0-9a-f]{32}$")
 
@@ -117,8 +120,15 @@ def _one_line(text: str) -> str:
 
 
 def print_json(data: Any) -> None:
-    """Print JSON for programs."""
+    """Print JSON for programs: the one document of a command."""
     click.echo(json.dumps(data, indent=2))
+    if context := click.get_current_context(silent=True):
+        context.meta[PRINTED] = True
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a command's help: command lines to copy."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
 @dataclass(frozen=True)

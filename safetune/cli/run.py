@@ -9,10 +9,15 @@ from pathlib import Path
 
 import click
 
+from safetune.cli.output import examples
 from safetune.settings import Settings
 
 
-@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.command(
+    "run",
+    epilog=examples("safetune run train.py --epochs 3", "safetune run -m my_package.train"),
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

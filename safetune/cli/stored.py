@@ -21,13 +21,14 @@ from safetune.cli.output import (
     counted,
     echo,
     empty_table,
+    examples,
     moment,
     outcome_data,
     print_json,
     print_outcomes,
     stdout_console,
 )
-from safetune.errors import StoreError, TargetError
+from safetune.errors import SafetuneError, StoreError, TargetError
 from safetune.miss.progress import duration
 from safetune.settings import Settings, display_url, parse_size
 from safetune.store.records import StoredChoice
@@ -48,7 +49,18 @@ json_option = click.option(
 )
 
 
-@click.command("list")
+def _kernel_names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """The stored names that begin with a text, for a shell that completes the command line."""
+    try:
+        return [name for name in open_store().kernels() if name.startswith(incomplete)]
+    except SafetuneError:
+        return []
+
+
+kernel_argument = click.argument("kernel", shell_complete=_kernel_names)
+
+
+@click.command("list", epilog=examples("safetune list", "safetune list --json"))
 @json_option
 def list_choices(as_json: bool) -> None:
     """List the stored choices, one row per kernel, arguments and device."""
@@ -71,8 +83,8 @@ def list_choices(as_json: bool) -> None:
         console.print(table)
 
 
-@click.command("show")
-@click.argument("kernel")
+@click.command("show", epilog=examples("safetune show add_kernel"))
+@kernel_argument
 @json_option
 def show(kernel: str, as_json: bool) -> None:
     """Show the verdict and the time of every config of KERNEL.
@@ -115,7 +127,7 @@ def show(kernel: str, as_json: bool) -> None:
         print_json(shown)
 
 
-@click.command("path")
+@click.command("path", epilog=examples("safetune path"))
 @json_option
 def path(as_json: bool) -> None:
     """Print the path of the database, whether or not it exists."""
@@ -131,8 +143,8 @@ def path(as_json: bool) -> None:
         echo(where.database)
 
 
-@click.command("clear")
-@click.argument("kernel")
+@click.command("clear", epilog=examples("safetune clear add_kernel"))
+@kernel_argument
 @json_option
 def clear(kernel: str, as_json: bool) -> None:
     """Delete every trial and choice of KERNEL."""
@@ -148,7 +160,7 @@ def clear(kernel: str, as_json: bool) -> None:
         echo(f"cleared {counted(count, 'key')} of {kernel}")
 
 
-@click.command("gc")
+@click.command("gc", epilog=examples("safetune gc --older-than 180 --dry-run"))
 @click.option(
     "--older-than",
     type=click.FloatRange(min=0),
@@ -199,7 +211,7 @@ def gc(
     echo(f"{verb} {', '.join(parts)}{size}")
 
 
-@click.command("stats")
+@click.command("stats", epilog=examples("safetune stats"))
 @json_option
 def stats(as_json: bool) -> None:
     """Show the size, the contents and the age of the store."""

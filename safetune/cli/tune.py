@@ -17,6 +17,7 @@ from safetune.cli.output import (
     counted,
     date,
     echo,
+    examples,
     outcome_data,
     print_json,
     print_outcomes,
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
 _OF_TITLE = ("kernel", "shape", "dtype")
 
 
-@click.command("tune")
+@click.command(
+    "tune",
+    epilog=examples(
+        "safetune tune my_kernels.py",
+        "safetune tune my_kernels.py:add_kernel --dtype float16",
+        "safetune tune --recorded",
+    ),
+)
 @click.argument("target", nargs=-1)
 @targets.shape_option
 @targets.dtype_option

@@ -18,6 +18,7 @@ from safetune.cli.output import (
     describe,
     echo,
     empty_table,
+    examples,
     location_of,
     print_json,
     stdout_console,
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 MAX_ELEMENTS = 1 << 22
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    epilog=examples(
+        "safetune verify my_kernels.py", "safetune verify my_kernels.py:add_kernel --shape 1000"
+    ),
+)
 @click.argument("target", nargs=-1, required=True)
 @targets.shape_option
 @targets.dtype_option

@@ -51,9 +51,12 @@ class TestEmpty:
     def test_show_and_clear(
         self, safetune: Any, cache_dir: Path, command: str, options: tuple[str, ...]
     ) -> None:
-        assert safetune.error(command, "add_one", *options) == (
-            "Error: no kernel named 'add_one' is stored; the store is empty"
-        )
+        result = safetune(command, "add_one", *options)
+
+        message = "no kernel named 'add_one' is stored; the store is empty"
+        error = {"error": {"type": "TargetError", "message": message}}
+        assert (result.exit_code, result.stderr) == (2, f"Error: {message}\n")
+        assert result.stdout == (f"{json.dumps(error, indent=2)}\n" if options else "")
         assert not cache_dir.exists()
 
     def test_path(self, safetune: Any, cache_dir: Path) -> None:

@@ -1,0 +1,101 @@
+"""What holds for every command: its help, its examples, its JSON, completion by a shell."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from safetune.cli import main
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
+COMMANDS = sorted(main.commands)
+
+
+def examples(text: str) -> list[str]:
+    """The command lines at the end of a help text."""
+    _, _, after = text.partition("Examples:\n")
+    return [line.strip() for line in after.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)], ids=" ".join)
+def test_h_is_help_and_ends_with_examples_that_can_be_run_as_they_are(
+    safetune: Any, words: tuple[str, ...]
+) -> None:
+    short, long = safetune(*words, "-h"), safetune(*words, "--help")
+
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+    assert examples(short.stdout)
+    for line in examples(short.stdout):
+        program, name, *options = shlex.split(line)
+        assert program == "safetune"
+        assert not words or name == words[0]
+        main.commands[name].make_context(name, options)  # raises for an option it does not have
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
+def test_every_command_has_json_for_a_usage_error_too(safetune: Any, name: str) -> None:
+    result = safetune(name, "--json", "--no-such-option")
+
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert error == {"type": "NoSuchOption", "message": "No such option '--no-such-option'."}
+    assert "Error: No such option '--no-such-option'." in result.stderr
+
+
+def test_an_option_of_the_program_that_runs_is_not_ours(safetune: Any) -> None:
+    result = safetune("run", "--no-such-option", "script.py", "--json")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_an_error_after_the_json_does_not_add_to_it(
+    safetune: Any, targets: Path, tmp_path: Path
+) -> None:
+    """The second of two workloads cannot be tuned: what came before is one document."""
+    file = tmp_path / "later.py"
+    prune = "{'early_config_prune': lambda configs, named, **_: configs[: 1 // (named['N'] - 100)]}"
+    text = (targets / "add.py").read_text().replace('key=["N"], pre_hook=note_process', 'key=["N"]')
+    file.write_text(text.replace('key=["N"]', f'key=["N"], prune_configs_by={prune}'))
+
+    result = safetune("tune", f"{file}:add_one", "--json")
+
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_the_versions(safetune: Any) -> None:
+    pattern = r"safetune \S+ \(Triton \S+, torch \S+, Python \S+\)\n"
+    assert re.fullmatch(pattern, safetune("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("safetune sho", {"show"}),
+        ("safetune show ad", {"add_one"}),
+        ("safetune clear ", {"add_one", "kernel"}),
+    ],
+)
+def test_a_shell_completes_commands_and_kernel_names(
+    safetune: Any, targets: Path, fresh_process: FreshProcess, line: str, offered: set[str]
+) -> None:
+    safetune.json("tune", targets / "add.py", "--shape", "small")
+    words = line.split(" ")
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    program = f"import sys; sys.argv = [{sys.executable!r}]; from safetune.cli import main; "
+
+    result = fresh_process(
+        f"{program}main(prog_name='safetune')",
+        env={**asked, "_SAFETUNE_COMPLETE": "bash_complete"},
+    )
+
+    assert {row.partition(",")[2] for row in result.stdout.splitlines()} == offered
