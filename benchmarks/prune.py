@@ -1,0 +1,195 @@
+"""How much shorter FLA's lists of configs can be, and what that costs on keys that were not used.
+
+Each key of a few of FLA's kernels is tuned under `safetune.install()`, for as long as `--seconds`
+allows; a row has the time of every config that works. The figures are those of `safetune prune`,
+with the default `--within`: how many times shorter a list becomes, and how much slower than with
+all configs the keys are that each list was not made from, five parts in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import recording
+from recording import Figures, Row
+
+WITHIN = 0.01
+BATCH, HEADS = 4, 8
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return for each kernel and for all of them what shortening their lists gives and costs."""
+    from safetune.offline import shortlist
+
+    found: Figures = {}
+    costs = []
+    for name in dict.fromkeys(row["kernel"] for row in rows):
+        keys = [measured(row) for row in rows if row["kernel"] == name]
+        declared = max(row["declared"] for row in rows if row["kernel"] == name)
+        kept = shortlist.shortest(keys, WITHIN).kept
+        held_out = shortlist.held_out(keys, WITHIN)
+        assert held_out is not None
+        costs.append(held_out)
+        found |= {
+            f"{name}_keys": len(keys),
+            f"{name}_configs": declared,
+            f"{name}_kept": len(kept),
+            f"{name}_shorter": declared / len(kept),
+            f"{name}_slower_mean": held_out.mean - 1,
+            f"{name}_slower_worst": held_out.worst - 1,
+            f"{name}_without_config": held_out.failed,
+        }
+    shorter = [value for name, value in found.items() if name.endswith("_shorter")]
+    total = sum(cost.keys for cost in costs)
+    means = math.fsum(cost.keys * math.log(cost.mean) for cost in costs) / total
+    return found | {
+        "prune_shorter": statistics.geometric_mean(shorter),
+        "prune_slower_mean": math.exp(means) - 1,
+        "prune_slower_worst": max(cost.worst for cost in costs) - 1,
+    }
+
+
+def measured(row: Row) -> Any:
+    """Return a row as `shortlist` takes it."""
+    from safetune.offline.shortlist import Measured
+    from safetune.store.records import KeyRecord
+
+    key = KeyRecord(row["key"], row["kernel"], "", "", "", 0, "", {}, {}, row["call"])
+    return Measured(key, row["times"])
+
+
+def states(width: tuple[int, int], kind: str, tokens: int, device: str) -> None:
+    """The state of each chunk: of GLA (`gk`), of simple GLA and gated DeltaNet (`g`), or bare."""
+    import torch
+    from fla.ops.common.chunk_h import chunk_fwd_h
+
+    k, v = (
+        torch.randn(BATCH, tokens, HEADS, n, device=device, dtype=torch.bfloat16) for n in width
+    )
+    gates = {"gk": k.shape, "g": k.shape[:-1]}
+    decay = {n: -torch.rand(s, device=device).cumsum(1) / 64 for n, s in gates.items() if n == kind}
+    chunk_fwd_h(k=k, v=v, **decay)
+
+
+def outputs(width: tuple[int, int], kind: str, tokens: int, device: str) -> None:
+    """GLA's output, with as many heads as `kind` says."""
+    import torch
+    from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+
+    keys, values = width
+    heads, chunks = int(kind), tokens // 64
+    shapes = [(BATCH, tokens, heads, n) for n in (keys, values, 64)]
+    q, v, a = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in shapes)
+    g = -torch.rand(shapes[0], device=device)
+    h = torch.randn(BATCH, chunks, heads, keys, values, device=device, dtype=torch.bfloat16)
+    chunk_gla_fwd_o_gk(q=q, v=v, g=g, A=a, h=h, scale=keys**-0.5)
+
+
+def norms(width: tuple[int, int], kind: str, tokens: int, device: str) -> None:
+    """The L2 norm of queries and keys in the delta rules."""
+    import torch
+    from fla.modules.l2norm import l2norm_fwd
+
+    l2norm_fwd(torch.randn(width[1] * tokens, width[0], device=device, dtype=getattr(torch, kind)))
+
+
+Task = tuple[Callable[..., None], tuple[int, int], str]
+_WIDTHS = (64, 128, 256, 32, 96)
+
+KERNELS: dict[str, list[Task]] = {
+    "chunk_fwd_kernel_h": [
+        (states, (k, v), kind)
+        for k, v in itertools.product(_WIDTHS[:3], repeat=2)
+        for kind in ("gk", "g")
+    ],
+    "chunk_gla_fwd_kernel_o": [
+        (outputs, (k, v), kind)
+        for kind in ("4", "16")
+        for k, v in itertools.product(_WIDTHS[:3], repeat=2)
+    ],
+    "l2norm_fwd_kernel": [
+        (norms, (width, rows), kind)
+        for rows in (4, 64)
+        for kind in ("bfloat16", "float32")
+        for width in (128, 64, 256, 96, 192, 512)
+    ],
+}
+
+
+def interleaved(names: Sequence[str]) -> Iterator[Task]:
+    """Yield the tasks of the kernels in turn, so that all have about as many when time is up."""
+    rounds = itertools.zip_longest(*(KERNELS[name] for name in names))
+    return (task for each in rounds for task in each if task is not None)
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """Tune for as long as there is time; return a row for each key."""
+    import torch
+
+    import safetune
+
+    safetune.install()
+    begin = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for function, width, kind in interleaved(options.kernels):
+        if time.monotonic() - begin > options.seconds:
+            break
+        try:
+            function(width, kind, options.tokens, device)
+        except Exception as error:  # another FLA: the others count
+            print(
+                f"{function.__name__} {width} {kind}: {type(error).__name__}: {error}", flush=True
+            )
+    return stored(options.kernels)
+
+
+def stored(names: Sequence[str]) -> list[Row]:
+    """Return a row for each key of these kernels in the store."""
+    from safetune.cli.output import call_words, config_words
+    from safetune.cli.stored import open_store
+    from safetune.offline import shortlist
+
+    rows = []
+    store = open_store()
+    for name in names:
+        known = store.trials_of(name)
+        configs = {t.config_digest: config_words(t.config) for _, trials in known for t in trials}
+        tried = {key.digest: len({t.config_digest for t in trials}) for key, trials in known}
+        for found in shortlist.measured_keys(known, {}, configs):
+            times = {configs[c]: round(ms, 6) for c, ms in sorted(found.times.items())}
+            row = {"kernel": name, "key": found.key.digest[:8], "call": found.key.call}
+            words = call_words(found.key.call)
+            rows.append(
+                {**row, "words": words, "declared": tried[found.key.digest], "times": times}
+            )
+    return rows
+
+
+def main() -> None:
+    """Tune, and save the rows and the figures."""
+    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--seconds", type=float, default=75.0)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--store", help="keep the store here; where it has trials, tune no more")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="prune-") as scratch:
+        os.environ["SAFETUNE_CACHE_DIR"] = options.store or scratch
+        result = recording.begin("prune")
+        result.rows = stored(options.kernels) or run(options)
+        solver = importlib.util.find_spec("scipy") is not None  # else they are computed elsewhere
+        path = result.save(recording.output_folder(options), figures if solver else lambda _: {})
+    print(recording.figures_table(result, path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""`safetune prune`: a shorter list of configs, from the trials that are stored."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from safetune.cli import targets
+from safetune.cli.output import (
+    call_words,
+    config_words,
+    counted,
+    echo,
+    empty_table,
+    examples,
+    print_json,
+    stdout_console,
+)
+from safetune.cli.stored import json_option, open_store
+from safetune.errors import TargetError
+from safetune.frozen import dataclass
+
+if TYPE_CHECKING:
+    from safetune.offline.shortlist import Cost, Measured, Shortlist
+    from safetune.offline.tasks import OfflineKernel
+    from safetune.store.local.store import Store
+
+
+class _Share(click.ParamType):  # type: ignore[type-arg]
+    """`1%` or `0.01`."""
+
+    name = "share"
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> float:
+        text = str(value).strip()
+        try:
+            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            found = -1.0
+        if not 0 <= found < 1:
+            self.fail(f"{text!r} is not a share; give e.g. 1% or 0.01", parameter, context)
+        return found
+
+
+@click.command(
+    "prune",
+    epilog=examples(
+        "safetune prune my_package.kernels:my_kernel",
+        "safetune prune kernels.py:my_kernel --within 2% --diff",
+    ),
+)
+@click.argument("target")
+@click.option(
+    "--within",
+    type=_Share(),
+    default="1%",
+    show_default=True,
+    metavar="SHARE",
+    help="How much slower than with all configs a key may be.",
+)
+@click.option("--device", metavar="TEXT", help="Only trials on devices with TEXT in their names.")
+@click.option("--diff", "only_diff", is_flag=True, help="Print only the diff of the source.")
+@json_option
+def prune_command(
+    target: str, within: float, device: str | None, only_diff: bool, as_json: bool
+) -> None:
+    """Find the shortest list of configs that keeps every stored key fast.
+
+    TARGET is package.module:kernel or file.py:kernel, and the list is also printed as a diff of
+    its source; or TARGET is the name of a stored kernel. All keys count, of every device and
+    dtype that is stored.
+    """
+    found = _found(target, within, device)
+    if only_diff:
+        click.echo(found.diff(), nl=False)
+    elif as_json:
+        print_json(found.data())
+    else:
+        found.print()
+
+
+def _found(target: str, within: float, device: str | None) -> _Pruned:
+    from safetune.offline import shortlist
+
+    store = open_store()
+    kernel = None if target in store.kernels() else _kernel(target)
+    name, digest = (kernel.name, kernel.tuner.identity.digest) if kernel else (target, "")
+    stored = [
+        (key, trials)
+        for key, trials in store.trials_of(name)
+        if device is None or device.lower() in str(key.device["name"]).lower()
+    ]
+    newest = shortlist.of_newest(stored, name, digest)
+    configs = {trial.config_digest: trial.config for _, trials in newest for trial in trials}
+    if kernel is not None:
+        configs = _declared(kernel, configs)
+    keys = shortlist.measured_keys(newest, _weights(store), configs)
+    if not keys:
+        raise TargetError(f"no config of {name} has worked for a stored key")
+    untried = configs.keys() - {config for key in keys for config in key.times}
+    failed = untried & {trial.config_digest for _, trials in newest for trial in trials}
+    found = shortlist.shortest(keys, within)
+    return _Pruned(
+        kernel=kernel,
+        name=name,
+        within=within,
+        configs=configs,
+        keys=keys,
+        found=found,
+        untried=frozenset(untried - failed),
+        held_out=shortlist.held_out(keys, within),
+    )
+
+
+def _kernel(target: str) -> OfflineKernel:
+    with contextlib.redirect_stdout(sys.stderr):  # what the target prints
+        kernels = targets.kernels_of([target], with_workload=False)
+    if len(kernels) > 1:
+        names = ", ".join(kernel.name for kernel in kernels)
+        raise TargetError(
+            f"{target} has {len(kernels)} kernels: name one, as {target}:NAME: {names}"
+        )
+    return kernels[0]
+
+
+def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configs that a kernel declares, in their order."""
+    from safetune.config import config_digest, config_record
+
+    records = {config_digest(config): config_record(config) for config in kernel.tuner.configs}
+    return {digest: stored.get(digest, record) for digest, record in records.items()}
+
+
+def _weights(store: Store) -> dict[str, float]:
+    """Return the recorded time of each key, by its digest."""
+    return {}
+
+
+@dataclass(frozen=True)
+class _Pruned:
+    """A shorter list and what it rests on; `untried` configs have no trial, and stay."""
+
+    kernel: OfflineKernel | None
+    name: str
+    within: float
+    configs: Mapping[str, Any]  # by digest, as records
+    keys: Sequence[Measured]
+    found: Shortlist
+    untried: frozenset[str]
+    held_out: Cost | None
+
+    @property
+    def kept(self) -> list[str]:
+        """The configs that stay, in the order of the list."""
+        return [c for c in self.configs if c in self.found.kept or c in self.untried]
+
+    def dropped(self) -> dict[str, list[tuple[Measured, float]]]:
+        """Return what each dropped config has ever won: the keys, and how much slower each is."""
+        return {
+            config: [
+                (key, key.slowdown(self.found.kept)) for key in self.keys if key.winner() == config
+            ]
+            for config in self.configs
+            if config not in self.kept
+        }
+
+    def cost(self) -> Cost:
+        """Return what the list costs on the stored keys."""
+        from safetune.offline import shortlist
+
+        return shortlist.cost(self.keys, self.found.kept)
+
+    def diff(self) -> str:
+        """Return the diff of the source; raises `TargetError` where it cannot be made."""
+        from safetune.keys.kernel_digest import base_function
+        from safetune.offline import source_edit
+
+        if self.kernel is None:
+            raise TargetError(
+                f"{self.name} is the name of a stored kernel: a diff needs its source, as "
+                "package.module:kernel or file.py:kernel"
+            )
+        _, function = base_function(self.kernel.tuner.fn)
+        return source_edit.diff(function, self.kernel.tuner.configs, self.kept)
+
+    def data(self) -> dict[str, Any]:
+        """Return everything for programs."""
+        dropped = {
+            config: [
+                {"call": key.key.call, "device": key.key.device["name"], "slower": ratio - 1}
+                for key, ratio in won
+            ]
+            for config, won in self.dropped().items()
+        }
+        return {
+            "kernel": self.name,
+            "within": self.within,
+            "declared": len(self.configs),
+            "kept": [self.configs[config] for config in self.kept],
+            "dropped": [{"config": self.configs[c], "won": won} for c, won in dropped.items()],
+            "never_tried": [self.configs[config] for config in self.untried],
+            "shortest": self.found.proven,
+            "keys": len(self.keys),
+            "devices": sorted({str(key.key.device["name"]) for key in self.keys}),
+            "cost": vars(self.cost()),
+            "held_out": self.held_out and vars(self.held_out),
+        }
+
+    def print(self) -> None:
+        """Print everything for people."""
+        from safetune.offline import shortlist
+
+        console, kept, count = stdout_console(), self.kept, len(self.configs)
+        devices = {str(key.key.device["name"]) for key in self.keys}
+        console.print(
+            f"{self.name}: {len(kept)} of {counted(count, 'config')} stay, "
+            f"{count / len(kept):.1f} times fewer, by {counted(len(self.keys), 'key')} on "
+            f"{', '.join(sorted(devices))}"
+        )
+        console.print(f"slower than with all configs: {_words(self.cost())}")
+        if self.held_out is not None:
+            console.print(f"on keys that the list was not made from: {_words(self.held_out)}")
+        if not self.found.proven:
+            console.print("The time for the search was up: a shorter list may do.")
+        wins = shortlist.wins(self.keys)
+        table = empty_table("stays", "config", "the fastest on")
+        for config in kept:
+            won = "never tried" if config in self.untried else counted(wins[config], "key")
+            table.add_row(config_words(self.configs[config]), won)
+        console.print(table)
+        table = empty_table("dropped", "config", "was the fastest on", "which is now slower by")
+        for config, of_config in self.dropped().items():
+            keys = ", ".join(call_words(key.key.call) for key, _ in of_config)
+            slower = f"at most {max(r for _, r in of_config) - 1:.2%}" if of_config else ""
+            table.add_row(config_words(self.configs[config]), keys or "no key", slower)
+        console.print(table)
+        if self.kernel is not None and len(kept) < count:
+            try:
+                echo(self.diff())
+            except TargetError as error:
+                echo(f"Warning: no diff: {error}", err=True)
+
+
+def _words(cost: Cost) -> str:
+    failed = f"; {counted(cost.failed, 'key')} would have no working config" * bool(cost.failed)
+    return (
+        f"{cost.mean - 1:.2%} in the geometric mean, {cost.weighted - 1:.2%} by recorded time, "
+        f"{cost.worst - 1:.2%} at worst{failed}"
+    )

@@ -1,0 +1,211 @@
+"""The shortest list of configs that keeps every measured key about as fast as its best config.
+
+In: the stored trials of one kernel. Out: which configs stay, and what that costs, also on keys that
+were not used to find them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+from safetune.errors import SafetuneError, TargetError
+from safetune.frozen import dataclass
+from safetune.outcome import TRANSIENT, Mark
+from safetune.store.records import KeyRecord, TrialRecord
+
+#: How long one list is looked for. It takes milliseconds for what kernels declare.
+_LIMIT_S = 20.0
+#: The number of parts that are held out, one after another.
+_PARTS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One key, and the times of the configs that work there.
+
+    `times` is in milliseconds, by digest; `weight` is the key's share of the recorded time, or 1.
+    """
+
+    key: KeyRecord
+    times: Mapping[str, float]
+    weight: float = 1.0
+
+    @property
+    def best(self) -> float:
+        """The time of the fastest config."""
+        return min(self.times.values())
+
+    def winner(self) -> str:
+        """Return the fastest config."""
+        return min(self.times, key=self.times.__getitem__)
+
+    def slowdown(self, kept: Iterable[str]) -> float:
+        """Return how many times as long as the best the fastest of `kept` takes."""
+        return min(self.times.get(config, math.inf) for config in kept) / self.best
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a list costs on some keys, as ratios to the best config of each.
+
+    `failed` keys have no config that works in the list; the ratios are those of the others.
+    """
+
+    keys: int
+    failed: int
+    mean: float  # geometric
+    weighted: float  # by the keys' weights
+    worst: float
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """The configs that stay, by digest.
+
+    `proven`: no shorter list does, and none of this length has a smaller weighted cost.
+    """
+
+    kept: frozenset[str]
+    proven: bool
+
+
+def measured_keys(
+    stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]],
+    weights: Mapping[str, float],
+    among: Container[str],
+) -> list[Measured]:
+    """Return the keys with a config that works, of these configs, by their last trials.
+
+    A time that was taken while the program used the device does not count. A key without a recorded
+    time has the least weight that another has.
+    """
+    least = min(weights.values(), default=1.0)
+    found = []
+    for key, trials in stored:
+        lasting = [trial for trial in trials if trial.outcome.verdict not in TRANSIENT]
+        latest = {t.config_digest: t.outcome for t in sorted(lasting, key=lambda t: t.generation)}
+        times = {
+            config: outcome.timing.median_ms
+            for config, outcome in latest.items()
+            if config in among and outcome.ok and outcome.timing
+            if not outcome.marked(Mark.CONTENDED)
+        }
+        if times:
+            found.append(Measured(key, times, weights.get(key.digest, least)))
+    return found
+
+
+def shortest(keys: Sequence[Measured], within: float) -> Shortlist:
+    """Return the shortest list with a config for each key that is `within` of its best.
+
+    This is a set cover, solved exactly as an integer program: with the tens of configs that a
+    kernel declares that takes milliseconds, and a greedy cover may keep more than is needed. Of
+    several shortest lists it is the one with the least weighted time.
+    """
+    milp, sparse, constraint = _scipy()
+    configs = sorted({config for key in keys for config in key.times})
+    number = {config: i for i, config in enumerate(configs)}
+    pairs = [
+        (row, number[config], time / key.best - 1)
+        for row, key in enumerate(keys)
+        for config, time in key.times.items()
+        if time <= key.best * (1 + within)
+    ]
+    weight = sum(key.weight for key in keys) * max(within, 1e-9)
+    # All losses together count less than one config.
+    losses = [0.5 * keys[row].weight * loss / weight for row, _, loss in pairs]
+    count, edges = len(configs), range(len(pairs))
+    # Variables: whether a config stays; then, for each pair, whether that key launches that config.
+    launches = [count + edge for edge in edges]
+    one_each = sparse(([1.0] * len(pairs), ([row for row, _, _ in pairs], launches)))
+    of_kept = sparse(
+        (
+            [1.0] * len(pairs) + [-1.0] * len(pairs),
+            ([*edges, *edges], [*launches, *(column for _, column, _ in pairs)]),
+        )
+    )
+    solved = milp(
+        [1.0] * count + losses,
+        integrality=[1] * count + [0] * len(pairs),
+        bounds=(0, 1),
+        constraints=[constraint(one_each, 1, 1), constraint(of_kept, -math.inf, 0)],
+        options={"time_limit": _LIMIT_S, "mip_rel_gap": 0},
+    )
+    if solved.x is None:
+        return Shortlist(frozenset(configs), proven=False)
+    kept = {config for config, stays in zip(configs, solved.x, strict=False) if stays > 0.5}
+    return Shortlist(frozenset(kept), proven=solved.status == 0)
+
+
+def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
+    """Return what it costs to have only these configs."""
+    kept = list(kept)
+    return _total([(key, key.slowdown(kept)) for key in keys])
+
+
+def held_out(keys: Sequence[Measured], within: float) -> Cost | None:
+    """Return what a list costs on keys that it was not made from; None for fewer than two keys.
+
+    Each key is judged once, by the list made from the keys of the other parts.
+    """
+    if len(keys) < 2:
+        return None
+    mixed = sorted(keys, key=lambda key: key.key.digest)
+    random.Random(0).shuffle(mixed)
+    parts = [mixed[start::_PARTS] for start in range(min(_PARTS, len(mixed)))]
+    judged = []
+    for part in parts:
+        others = [key for key in mixed if key not in part]
+        kept = shortest(others, within).kept
+        judged += [(key, key.slowdown(kept)) for key in part]
+    return _total(judged)
+
+
+def wins(keys: Iterable[Measured]) -> Counter[str]:
+    """Return for how many keys each config is the fastest."""
+    return Counter(key.winner() for key in keys)
+
+
+def _total(judged: Sequence[tuple[Measured, float]]) -> Cost:
+    works = [(key.weight, ratio) for key, ratio in judged if ratio < math.inf]
+    weight, ratios = sum(weight for weight, _ in works), [ratio for _, ratio in works]
+    return Cost(
+        keys=len(judged),
+        failed=len(judged) - len(works),
+        mean=statistics.geometric_mean(ratios) if ratios else 1.0,
+        weighted=math.fsum(share * ratio for share, ratio in works) / weight if works else 1.0,
+        worst=max(ratios, default=1.0),
+    )
+
+
+def _scipy() -> tuple[Any, Any, Any]:
+    try:
+        from scipy.optimize import LinearConstraint, milp
+        from scipy.sparse import csr_array
+    except ImportError as error:
+        raise SafetuneError("prune needs scipy: pip install 'safetune[prune]'") from error
+    return milp, csr_array, LinearConstraint
+
+
+def of_newest(
+    stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]], name: str, digest: str = ""
+) -> list[tuple[KeyRecord, Sequence[TrialRecord]]]:
+    """Return the keys of one version of a kernel; without a digest, of the last one measured.
+
+    Raises:
+        TargetError: there is not one.
+    """
+    found = [(key, trials) for key, trials in stored if trials]
+    if not digest and found:
+        last = max(found, key=lambda each: max(trial.created for trial in each[1]))
+        digest = last[0].kernel_digest
+    kept = [(key, trials) for key, trials in found if key.kernel_digest == digest]
+    if not kept:
+        others = f"; {len(found)} keys are of other versions of it" if found else ""
+        raise TargetError(f"no trial of {name} as it is now is stored{others}: tune it first")
+    return kept

@@ -1,0 +1,129 @@
+"""`safetune prune` on a store that has trials of a kernel's configs, and on its source."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from safetune.config import config_digest, config_record
+from safetune.keys import tuning_key
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local.store import Store
+from safetune.store.records import KeyRecord, TrialRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SOURCE = """\
+import triton
+import triton.language as tl
+
+from safetune import autotune
+
+
+@autotune(
+    configs=[triton.Config({"BLOCK": block}, num_warps=4) for block in (32, 64, 128, 256, 512)],
+    key=["N"],
+)
+@triton.jit
+def fill(x, N, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), 1, mask=tl.arange(0, BLOCK) < N)
+"""
+
+#: Milliseconds by N, device and BLOCK. 512 was never tried.
+TIMES = {
+    (100, "small card"): {32: 1.0, 64: 1.004, 128: 2.0},
+    (200, "small card"): {32: 1.5, 64: 1.0, 128: 1.002},
+    (300, "large card"): {64: 1.2, 128: 1.0, 256: 0.996},
+    (400, "large card"): {32: 4.0, 128: 1.0},
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_dir: Path, safetune: Any) -> str:
+    """The TARGET of a kernel, in the working directory, with trials in the store."""
+    monkeypatch.chdir(tmp_path)
+    Path("filling.py").write_text(SOURCE, encoding="utf-8")
+    from safetune.cli.targets import kernels_of
+
+    (kernel,) = kernels_of(["filling.py:fill"], with_workload=False)
+    configs = {config.kwargs["BLOCK"]: config for config in kernel.tuner.configs}
+    store = Store.open(cache_dir)
+    for (size, card), times in TIMES.items():
+        key = key_of(kernel.tuner.identity, size, card)
+        store.put_key(key)
+        for block, ms in times.items():
+            timing = Timing(ms, ms, ms, 3, "screen")
+            outcome = Outcome(Verdict.OK, timing)
+            config = configs[block]
+            digest, record = config_digest(config), config_record(config)
+            store.put_trial(TrialRecord(key.digest, digest, record, 1, outcome, 1.0))
+    store.close()
+    return "filling.py:fill"
+
+
+def key_of(kernel: Any, size: int, card: str) -> KeyRecord:
+    call = {"values": [["N", size]], "dtypes": [["x", "float32"]], "options": []}
+    device = {"name": card, "capability": "90", "sm_count": 1, "shared_memory_bytes": 1}
+    toolchain = {"triton": "3.9.0", "backend": "b", "target": "t", "environment": {}}
+    digest = tuning_key.key_digest(kernel.name, kernel.digest, call, device, toolchain)
+    of_kernel = (kernel.name, kernel.digest, "", "", 0)
+    return KeyRecord(digest, *of_kernel, card, device, toolchain, call)
+
+
+def blocks(configs: list[Mapping[str, Any]]) -> list[int]:
+    return [config["BLOCK"] for config in configs]
+
+
+def test_two_configs_do_for_four_keys_and_what_was_not_tried_stays(
+    source: str, safetune: Any
+) -> None:
+    found = safetune.json("prune", source)
+    assert blocks(found["kept"]) == [32, 128, 512]
+    assert blocks(found["never_tried"]) == [512]
+    assert found["declared"] == 5
+    assert found["shortest"]
+    dropped = {each["config"]["BLOCK"]: each["won"] for each in found["dropped"]}
+    assert [(w["call"]["values"], w["device"]) for w in dropped[64]] == [
+        ([["N", 200]], "small card")
+    ]
+    assert dropped[64][0]["slower"] == pytest.approx(0.002)
+    assert [w["slower"] for w in dropped[256]] == [pytest.approx(1 / 0.996 - 1)]
+    assert found["cost"]["worst"] == pytest.approx(1.004016, abs=1e-6)
+    assert found["held_out"]["keys"] == 4
+
+    less = safetune.json("prune", source, "--within", "0.1%", "--device", "SMALL")
+    assert blocks(less["kept"]) == [32, 64, 256, 512], "256 was not tried on this card"
+    assert less["devices"] == ["small card"]
+
+
+def test_the_diff_of_the_source_leaves_the_short_list(source: str, safetune: Any) -> None:
+    shown = safetune("prune", source)
+    assert shown.exit_code == 0
+    assert "fill: 3 of 5 configs stay, 1.7 times fewer, by 4 keys on large card, small" in (
+        shown.stdout
+    )
+    diff = safetune("prune", source, "--diff").stdout
+    assert diff in shown.stdout
+    subprocess.run(["git", "apply", "-"], input=diff.encode(), check=True)
+    edited = Path("filling.py").read_text(encoding="utf-8")
+    assert edited.count("triton.Config({'BLOCK'") == 3
+    assert "for block in" not in edited
+
+
+def test_a_stored_kernel_has_no_source_to_change(source: str, safetune: Any) -> None:
+    found = safetune.json("prune", "fill")
+    assert sorted(blocks(found["kept"])) == [32, 128], "its list is what was tried"
+    assert "package.module:kernel" in safetune.error("prune", "fill", "--diff")
+    assert safetune.error("prune", "fill", "--device", "none like it").startswith(
+        "Error: no trial of fill"
+    )
+
+
+def test_a_share_that_is_not_one_is_refused(source: str, safetune: Any) -> None:
+    refused = safetune("prune", source, "--within", "much")
+    assert refused.exit_code == 2
+    assert "'much' is not a share; give e.g. 1% or 0.01" in refused.stderr

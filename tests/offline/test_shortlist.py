@@ -1,0 +1,126 @@
+"""The shortest list of configs, against every list that there is, and what it costs elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safetune.errors import TargetError
+from safetune.offline import shortlist
+from safetune.offline.shortlist import Measured
+from safetune.outcome import Mark, Outcome, Timing, Verdict
+from safetune.store.records import KeyRecord, TrialRecord
+
+CALL: dict[str, Any] = {"values": [], "dtypes": [], "options": []}
+
+
+def record(digest: str, kernel: str = "k" * 32) -> KeyRecord:
+    return KeyRecord(digest, "kernel", kernel, "", "", 0, "", {"name": "card"}, {}, CALL)
+
+
+def measured(*tables: dict[str, float], weights: tuple[float, ...] = ()) -> list[Measured]:
+    given = weights or (1.0,) * len(tables)
+    return [
+        Measured(record(str(i)), times, weight)
+        for i, (times, weight) in enumerate(zip(tables, given, strict=True))
+    ]
+
+
+def trial(
+    config: str, ms: float, generation: int = 1, marks: tuple[str, ...] = (), ok: bool = True
+) -> TrialRecord:
+    timing = Timing(ms, ms, ms, 3, "screen")
+    outcome = Outcome(Verdict.OK if ok else Verdict.DIED, timing if ok else None, marks=marks)
+    return TrialRecord("key", config, {"BLOCK": config}, generation, outcome, float(generation))
+
+
+tables = st.lists(
+    st.dictionaries(
+        st.sampled_from("abcdef"), st.sampled_from([1.0, 1.005, 1.01, 1.02, 1.5]), min_size=1
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@given(tables, st.sampled_from([0.0, 0.006, 0.03]))
+@settings(max_examples=60, deadline=None)
+def test_no_list_that_is_shorter_or_of_this_length_and_faster_keeps_all_keys(
+    times: list[dict[str, float]], within: float
+) -> None:
+    keys = measured(*times, weights=tuple(float(i + 1) for i in range(len(times))))
+    configs = sorted({config for key in keys for config in key.times})
+    allowed = [
+        (size, shortlist.cost(keys, few).weighted)
+        for size in range(1, len(configs) + 1)
+        for few in itertools.combinations(configs, size)
+        if all(key.slowdown(few) <= 1 + within + 1e-12 for key in keys)
+    ]
+    found = shortlist.shortest(keys, within)
+    assert found.proven
+    assert all(key.slowdown(found.kept) <= 1 + within + 1e-12 for key in keys)
+    size, weighted = min(allowed)
+    assert len(found.kept) == size
+    assert shortlist.cost(keys, found.kept).weighted == pytest.approx(weighted, abs=1e-6)
+
+
+def test_a_greedy_cover_would_keep_more() -> None:
+    """The config that is good for the most keys is not needed."""
+    good = {"wide": (0, 1, 2, 3), "left": (0, 1, 4), "right": (2, 3, 5)}
+    keys = measured(*({c: 1.0 for c, of in good.items() if i in of} for i in range(6)))
+    assert shortlist.shortest(keys, 0.01).kept == {"left", "right"}
+
+
+def test_of_two_lists_the_one_that_is_faster_by_recorded_time_stays() -> None:
+    tables = ({"a": 1.0, "b": 1.009}, {"a": 1.008, "b": 1.0})
+    for weights, kept in (((1.0, 9.0), {"b"}), ((9.0, 1.0), {"a"})):
+        assert shortlist.shortest(measured(*tables, weights=weights), 0.01).kept == kept
+
+
+def test_a_key_is_judged_by_a_list_that_was_not_made_from_it() -> None:
+    common = [{"a": 1.0, "b": 3.0} for _ in range(8)]
+    keys = measured(*common, {"a": 1.5, "b": 1.0}, {"c": 1.0})
+
+    all_of_them = shortlist.cost(keys, shortlist.shortest(keys, 0.01).kept)
+    assert (all_of_them.worst, all_of_them.failed) == (1.0, 0)
+
+    found = shortlist.held_out(keys, 0.01)
+    assert found is not None
+    assert found.keys == 10
+    assert found.failed == 1, "no list that was made without the last key has c"
+    assert found.worst == 1.5
+    assert found.mean == pytest.approx(math.exp(math.log(1.5) / 9))
+    assert shortlist.held_out(keys[:1], 0.01) is None
+
+
+def test_the_last_trial_of_each_config_counts_and_only_a_time_that_says_something() -> None:
+    trials = [
+        trial("again", 9.0, generation=2),
+        trial("again", 1.0),
+        trial("failed now", 1.0),
+        trial("failed now", 0.0, generation=2, ok=False),
+        trial("beside the program", 1.0, marks=(Mark.CONTENDED.value,)),
+        trial("not declared", 1.0),
+    ]
+    stored = [(record("one"), trials), (record("two"), trials[3:4])]
+    among = {t.config_digest for t in trials} - {"not declared"}
+    (key,) = shortlist.measured_keys(stored, {"two": 5.0, "three": 2.0}, among)
+    assert dict(key.times) == {"again": 9.0}
+    assert key.weight == 2.0, "a key that was not recorded weighs as little as any other"
+
+
+def test_only_keys_of_one_version_of_the_kernel_count() -> None:
+    old, new = "a" * 32, "b" * 32
+    stored = [
+        (record("1", old), [trial("a", 1.0)]),
+        (record("2", new), [trial("a", 1.0, generation=2)]),
+    ]
+    assert [key.digest for key, _ in shortlist.of_newest(stored, "kernel")] == ["2"]
+    assert [key.digest for key, _ in shortlist.of_newest(stored, "kernel", old)] == ["1"]
+    with pytest.raises(TargetError, match="2 keys are of other versions of it"):
+        shortlist.of_newest(stored, "kernel", "c" * 32)
