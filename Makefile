@@ -104,6 +104,12 @@ docs: env  ## Build the pages under docs/ as a site, in build/site; needs no net
 bench: env  ## Run the benchmarks that need a GPU; a second run continues where the last ended
 	PYTHON=$(abspath $(VENV))/bin/python benchmarks/run_on_gpu.sh bench
 
+.PHONY: figures
+figures: env  ## Write the tables and draw the figures of README and docs from the committed results
+	$(VENV)/bin/python -m pip install --quiet 'matplotlib>=3.8'
+	$(VENV)/bin/python benchmarks/figures.py
+	$(VENV)/bin/python benchmarks/pages.py
+
 # BARS='--device NAME' looks at another device's results.
 .PHONY: bars
 bars: env  ## Compare results with their bars and aims; GROUP=tuning for one group

@@ -40,6 +40,9 @@ myst_enable_extensions = ["colon_fence", "attrs_inline"]
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 80
 
+pygments_style = "default"
+pygments_dark_style = "monokai"
+
 html_theme = "furo"
 html_title = "safetune"
 html_static_path = ["_static"]

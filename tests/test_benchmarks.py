@@ -906,42 +906,55 @@ def test_committed_results(path: Path) -> None:
 
 
 def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
-    table = importlib.import_module("readme_table").table
-    folder = tmp_path / "A_GPU"
-    assert table("A_GPU", tmp_path) == ""
+    pages = importlib.import_module("pages")
+    folder, results = tmp_path / "A_GPU", pages.Results("A_GPU", tmp_path)
+    assert pages.headlines(results) == ""
+    for name, write in pages.BLOCKS.items():
+        if not name.startswith(("picture_", "headlines", "more")):
+            assert write(results).startswith("There is no result of `benchmarks/"), name
+
     figures = importlib.import_module("startup").figures(STARTUP_ROWS)
     write_figures(folder, "startup", **figures)
-    assert "| 60 small tunings in a row, empty caches, in a fresh process | 65.0 s | 44.0 s |" in (
-        table("A_GPU", tmp_path)
-    )
-    assert "matmul" not in table("A_GPU", tmp_path)
-    assert "FLA" not in table("A_GPU", tmp_path)
-    figures = importlib.import_module("unmodified").figures(UNMODIFIED_ROWS)
-    write_figures(folder, "unmodified", **figures)
-    line = "FLA's layer norm, GLA and delta rule, first forward and backward, empty caches"
-    assert f"| {line} | 200.0 s | 50.0 s | 0.25 |" in table("A_GPU", tmp_path)
-    figures = importlib.import_module("choice_quality").figures(CHOICE_ROWS)
-    write_figures(folder, "choice_quality", **figures)
-    assert "| within 2% of that config | 75.0% | 50.0% |" in table("A_GPU", tmp_path)
-    assert "arguments" not in table("A_GPU", tmp_path)
+
+    assert "| 60 small tunings in a row, empty caches | 65.0 s | 44.0 s |" in pages.more(results)
+    assert "matmul" not in pages.more(results)
 
 
-def test_the_norms_figure_is_drawn_from_the_committed_rows() -> None:
-    plot = importlib.import_module("norms_plot")
-    results = plot.stored_rows()
-    assert f"<dc:description>{plot.digest(results)}</dc:description>" in plot.FIGURE.read_text()
-    figures = importlib.import_module("norms").figures(results[0])
-    shown = plot.all_shares(results)
+@pytest.mark.parametrize("name", ["norms", "launches", "tuning_configs", "tuning_arguments"])
+def test_a_figure_is_drawn_from_the_committed_rows(name: str) -> None:
+    drawn = importlib.import_module("figures")
+    results = drawn.stored_rows(name)
+    for theme in drawn.THEMES:
+        file = drawn.path(name, theme)
+        assert file.exists() == bool(results), f"run `make figures`: {file}"
+        if results:
+            assert f"<dc:description>{drawn.digest(results)}</dc:description>" in file.read_text()
+
+
+def test_the_figure_of_the_norms_has_the_shares_of_their_result() -> None:
+    drawn = importlib.import_module("figures")
+    results = drawn.stored_rows("norms")
+    figures = importlib.import_module("norms").figures(results["norms"])
+    shown = drawn.shares(results)
     for (op, norm), by_system in shown.items():
-        assert set(by_system) == set(plot.LINES)
+        assert set(by_system) == set(drawn.SYSTEMS)
         for columns, share in by_system["ours"].items():
             assert share / 100 == pytest.approx(figures[f"{op}_share_D{columns}_{norm}"])
     assert {op for op, _ in shown} == {"backward", "forward"}
 
 
-def test_readme_shows_the_committed_figures() -> None:
-    table = importlib.import_module("readme_table").table()
-    assert table in (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_a_page_shows_the_committed_figures(page: str) -> None:
+    """`make figures` writes them."""
+    pages, file = importlib.import_module("pages"), ROOT / page
+    assert file in pages.PAGES
+    assert pages.written(file, pages.Results()) == file.read_text(encoding="utf-8")
+
+
+def test_every_table_of_figures_is_on_a_page() -> None:
+    pages = importlib.import_module("pages")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages.PAGES)
+    assert set(re.findall(r"<!-- figures: (\w+) -->", text)) == set(pages.BLOCKS)
 
 
 def test_the_figures_of_the_judge_in_the_wild() -> None:

@@ -279,6 +279,32 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+class TestTroubleshooting:
+    def test_it_quotes_messages_as_they_are(self) -> None:
+        """A message that is reworded is not found by its old text."""
+        text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+        own = text.partition("## Messages of safetune")[2].partition("\n## ")[0]
+        quoted = re.findall(r"^### `(.+)`$", own, re.MULTILINE)
+        assert quoted
+        texts = "\n".join(said for file in (ROOT / "safetune").rglob("*.py") for said in says(file))
+        gone = [
+            message
+            for message in quoted
+            if not re.search(".{0,40}".join(map(re.escape, message.split("…"))), texts)
+        ]
+        assert not gone
+
+
+def says(file: Path) -> Iterator[str]:
+    """The texts of a module, with `…` for each value in them."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 class TestCommandLine:
     PAGE = ROOT / "docs" / "cli.md"
 
