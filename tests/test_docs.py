@@ -305,6 +305,17 @@ def says(file: Path) -> Iterator[str]:
             yield node.value
 
 
+def test_the_faults_are_those_that_are_tested() -> None:
+    from tests.faults.rows import ROWS
+
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (.+) \| (.+) \|$", text, re.MULTILINE)
+    shown = [cells for cells in lines if cells[0] not in ("fault", "---")]
+    assert [(what, ends.replace("`", "")) for what, ends in shown] == [
+        (row.what, row.expected.replace("`", "")) for row in ROWS
+    ]
+
+
 class TestCommandLine:
     PAGE = ROOT / "docs" / "cli.md"
 
