@@ -99,6 +99,13 @@ class Busy(WorkerUnavailable):
     """Another process tunes the key, and this process has waited for SAFETUNE_WAIT seconds."""
 
 
+class NotExclusive(Busy):
+    """A key of another shard, which nothing keeps from tuning it at the same time."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__(f"{kernel} is left to another shard: no lease keeps two from its key")
+
+
 class SyncTimeout(SafetuneError, TimeoutError):
     """Another rank did not call `safetune.sync` in time."""
 

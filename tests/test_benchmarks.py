@@ -155,6 +155,24 @@ def test_argument_size_figures_are_those_of_the_worst_kernel() -> None:
     assert not any(name.startswith("ratio") for name in without), "the worst is not known"
 
 
+def test_fleet_figures() -> None:
+    """The waits are those of the ranks that finished; what was stored is the whole fleet's."""
+    whole = {"case": "postgres", "finished": False, "keys": 4, "keys_with_one_choice": 4}
+    whole |= {"tunings": 4, "seconds": 3.0, "ideal_seconds": 2.0, "stored_bytes": 10}
+    whole |= {"connections_at_once": 2}
+    nodes = [
+        {"case": "postgres", "finished": True, "waits_s": waits, "warnings": 0}
+        | {"requests": 4, "bytes": 6000}
+        for waits in ([1.0, 2.0], [3.0, 6.0])
+    ]
+    found = importlib.import_module("fleet").figures([*nodes, whole])
+    assert found["postgres_wait_s_median"] == 2.5
+    assert found["postgres_wait_s_max"] == 6.0
+    assert found["postgres_requests_per_tuning"] == 2.0
+    assert found["postgres_kilobytes_per_tuning"] == 3.0
+    assert found["postgres_connections_at_once"] == 2
+
+
 def test_store_shared_figures() -> None:
     herd = {"what": "herd", "nodes": 300}
     rows = [{**herd, "served": 1.0, "ms": 100.0}, {**herd, "served": 0.0, "ms": 2000.0}]

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import threading
 import time
 import warnings
@@ -29,6 +30,7 @@ from safetune import forks
 from safetune.config import config_digest
 from safetune.errors import (
     Busy,
+    NotExclusive,
     NoWorkingConfig,
     StoreError,
     WorkerUnavailable,
@@ -47,9 +49,6 @@ if TYPE_CHECKING:
     from safetune.store.shared.protocol import Lease
 
 logger = logging.getLogger("safetune")
-
-#: Compilers use every core, so one process of a machine at a time compiles.
-COMPILING = "compile pool"
 
 #: The first and the longest pause between two tries: here two indexed reads each, and across nodes
 #: one connection of some milliseconds.
@@ -74,6 +73,8 @@ class WaitBudget:
     seconds: float = math.inf  # of all waits of this process together
     check: Callable[[], None] = lambda: None  # called while waiting; what it raises ends the wait
     waited: Waited = waited  # counts against `seconds`: the waits of this process
+    #: Tune a key only where no other node can tune it at the same time; else raise `NotExclusive`.
+    exclusive: bool = False
 
     def tries(self, name: str, first_s: float, most_s: float) -> Iterator[None]:
         """Yield for each try to get what this name stands for, and wait between; raises `Busy`."""
@@ -146,12 +147,21 @@ def elect_local(
 
 @contextlib.contextmanager
 def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
-    """Be the only process of this machine that compiles; raises `Busy`."""
-    if COMPILING in _of_thread.names:  # a tuning within a tuning
+    """Be the only process that compiles on the cores that it may use; raises `Busy`."""
+    name = compiling_name()
+    if name in _of_thread.names:  # a tuning within a tuning
         yield
         return
-    with _locked(store, COMPILING, budget, lambda: None):
+    with _locked(store, name, budget, lambda: None):
         yield
+
+
+def compiling_name() -> str:
+    """Return the name of the lock for compiling.
+
+    Compilers use every core that they may: one process at a time compiles on the same ones.
+    """
+    return f"compile pool {sorted(os.sched_getaffinity(0))}"
 
 
 @contextlib.contextmanager
@@ -161,6 +171,8 @@ def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> I
     Only the process of a node that holds the key's lock comes here.
     """
     if store.shared is None:
+        if budget.exclusive:
+            raise NotExclusive(request.key.kernel.name)
         yield Election(request)
         return
     again = request.force or requests.is_due(request, store, store.trials(request.key.digest))
@@ -241,13 +253,15 @@ def _elected(
     Args:
         again: tune, although there is a choice.
     """
-    from safetune.store.shared.protocol import space_of
+    from safetune.store.shared.protocol import NoLease, space_of
 
     wanted = (space_of(request.key), request.key.digest, request.declared, again)
     for _ in budget.tries(request.key.kernel.name, *_NODE_PAUSES_S):
         lease, stored = shared.claim(*wanted)
         if stored is not None and _is_left(request, stored.choice):
             return Election(request, shared, stored.choice)
+        if budget.exclusive and isinstance(lease, NoLease):
+            raise NotExclusive(request.key.kernel.name)
         if lease is not None or stored is not None:
             return Election(request, shared, lease=lease)
     raise AssertionError("a budget's tries end with an exception")

@@ -34,6 +34,7 @@ def tune(
     bench: LaunchBench | None = None,
     wait_budget: WaitBudget | None = None,
     phases: Phases | None = None,
+    key_budget: WaitBudget | None = None,
 ) -> TuningResult:
     """Measure the configs that have not been measured for this key, choose, and store both.
 
@@ -43,6 +44,7 @@ def tune(
         bench: made from the request earlier, while the caller's tensors still held their inputs.
         wait_budget: how long to wait for other processes; without end if None.
         phases: of which the first has begun.
+        key_budget: how long to wait for the process that tunes this key; `wait_budget` if None.
 
     Raises:
         NothingToMeasure: the call has nothing to do.
@@ -55,7 +57,7 @@ def tune(
     budget = wait_budget or WaitBudget()
     phases = phases or (Phases("wait") if bench is None else bench.phases)
     phases.enter("wait")
-    with single_flight.elect(request, store, budget) as election:
+    with single_flight.elect(request, store, key_budget or budget) as election:
         phases.enter("store")
         tuning = _recall(request, store, observe, phases)
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged

@@ -49,7 +49,7 @@ _FILE = re.compile(
 )
 
 #: Errors of a network file system for a file that another client has just changed or removed.
-_MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.ENOTDIR}
+MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.ENOTDIR}
 
 #: Its errors where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -97,7 +97,7 @@ class RecordFiles(ABC):
         with self._failures("write to"):
             return [self._publish(namespace, record) for record in records]
 
-    def lease(self, key: str, node: str) -> Lease:
+    def lease(self, key: str, node: str) -> Lease | None:
         """Return a lease that excludes no other node."""
         return NoLease()
 
@@ -219,7 +219,7 @@ class Directory(RecordFiles):
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            if not _link(temporary, path):
+            if not give_name(temporary, path):
                 _mend(path, temporary, is_record)
         finally:
             with contextlib.suppress(OSError):
@@ -308,9 +308,9 @@ def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> N
     with contextlib.suppress(FileNotFoundError):  # another node has moved it
         path.rename(aside)
         if is_record(aside):
-            _link(aside, path)
+            give_name(aside, path)
         aside.unlink()
-    _link(temporary, path)
+    give_name(temporary, path)
 
 
 def _namespace_entries(directory: Path) -> list[str]:
@@ -318,7 +318,7 @@ def _namespace_entries(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
     except OSError as error:
-        if error.errno in _MISSES:
+        if error.errno in MISSES:
             return []
         raise
 
@@ -330,7 +330,7 @@ def _entries(directory: Path) -> list[str]:
         return []
 
 
-def _link(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:
+def give_name(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:
     """Give a finished file its name; False where another file has it."""
     try:
         link(temporary, path)

@@ -45,6 +45,9 @@ Result = TypeVar("Result")
 BUDGET_S = 2.0
 RETRY_S = 60.0
 
+#: How long `safetune tune` waits for a store that many processes share, instead of `BUDGET_S`.
+SWEEP_S = 60.0
+
 #: How old the local copy may be when a key is missed in it.
 REFRESH_S = 60.0
 
@@ -53,8 +56,11 @@ REFRESH_S = 60.0
 _SLICE_S = 0.2
 
 
-def open_shared(url: str) -> SharedStore:
+def open_shared(url: str, sweep: bool = False) -> SharedStore:
     """Return the store that a URL names, which does not connect yet.
+
+    For a sweep of many processes a directory gives leases, as PostgreSQL always does, and a free
+    connection is waited for.
 
     Raises `InvalidSetting` if a package is missing, or if fsspec does not know the scheme.
     """
@@ -62,12 +68,17 @@ def open_shared(url: str) -> SharedStore:
 
     kind = shared_kind(url)
     if kind is SharedKind.DIRECTORY:
-        return files.Directory(Path(unquote(url.partition("://")[2])))
+        root = Path(unquote(url.partition("://")[2]))
+        if sweep:
+            from safetune.store.shared.lease_files import LeasedDirectory
+
+            return LeasedDirectory(root)
+        return files.Directory(root)
     try:
         if kind is SharedKind.POSTGRES:
             from safetune.store.shared.postgres import Postgres
 
-            return Postgres(url)
+            return Postgres(url, connect_for_s=SWEEP_S / 2) if sweep else Postgres(url)
         import fsspec
 
         for protocol in url.partition("://")[0].split("::"):
@@ -86,12 +97,17 @@ def open_shared(url: str) -> SharedStore:
 
 
 class _Budget:
-    """Seconds that callers may wait, which come back as time passes."""
+    """Seconds that callers may wait, `BUDGET_S` if None, which come back as time passes."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], total_s: float | None) -> None:
         self._clock = clock
+        self._given_s = total_s
         self._lock = forks.lock()
         self.refill()
+
+    @property
+    def _total_s(self) -> float:
+        return BUDGET_S if self._given_s is None else self._given_s
 
     def refill(self) -> None:
         """Start with all of it."""
@@ -101,8 +117,9 @@ class _Budget:
         """Take seconds off; return what is left."""
         with self._lock:
             now = self._clock()
-            self._full_at = max(self._full_at, now) + seconds * RETRY_S / BUDGET_S
-            return max(0.0, BUDGET_S - (self._full_at - now) * BUDGET_S / RETRY_S)
+            each = RETRY_S / self._total_s
+            self._full_at = max(self._full_at, now) + seconds * each
+            return max(0.0, self._total_s - (self._full_at - now) / each)
 
 
 class SharedLayer:
@@ -117,6 +134,7 @@ class SharedLayer:
         writes: bool = True,
         thread: IOThread | None = None,
         batch: int = 200,
+        budget_s: float | None = None,
     ) -> None:
         """Put `backend` behind `local`.
 
@@ -124,6 +142,7 @@ class SharedLayer:
             writes: False to publish nothing and make no file beside the local database.
             thread: runs what `backend` does; one of its own if None.
             batch: pulled choices are written in transactions of this many.
+            budget_s: how long callers wait in total; `BUDGET_S` if None.
         """
         self._backend = backend
         self._origin = backend.identity
@@ -132,7 +151,7 @@ class SharedLayer:
         self._batch = batch
         self._thread = thread or IOThread("safetune-shared")
         self._clock = clock
-        self._budget = _Budget(clock)
+        self._budget = _Budget(clock, budget_s)
         self._off_until = self._unwritable_until = 0.0
         self._warned: set[str] = set()
         self._refreshed: dict[str, float] = {}

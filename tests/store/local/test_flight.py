@@ -30,7 +30,7 @@ from safetune.store.local import locks
 from safetune.store.local.locks import Waited
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
-from safetune.tuning.single_flight import COMPILING, WaitBudget, compiling, elect_local
+from safetune.tuning.single_flight import WaitBudget, compiling, compiling_name, elect_local
 
 ROOT = Path(__file__).parents[3]
 HERD = Path(__file__).parent / "scripts" / "herd.py"
@@ -310,17 +310,17 @@ def test_two_tunings_that_want_each_others_key_end_with_the_wait(store: Store) -
 
 
 def test_one_process_of_a_machine_compiles(store: Store, other_process: Any) -> None:
-    child = other_process(COMPILING)
+    child = other_process(compiling_name())
     with pytest.raises(Busy), compiling(store, WaitBudget(0.1, waited=Waited())):
         pass
     child.kill()
     with compiling(store, WaitBudget()), compiling(store, WaitBudget()):
-        assert locks.locked(store.path, [COMPILING]) == {COMPILING}
-    assert locks.locked(store.path, [COMPILING]) == set()
+        assert locks.locked(store.path, [compiling_name()]) == {compiling_name()}
+    assert locks.locked(store.path, [compiling_name()]) == set()
 
 
 def test_a_wait_ends_with_what_the_check_raises(store: Store, other_process: Any) -> None:
-    other_process(COMPILING)
+    other_process(compiling_name())
 
     def check() -> None:
         raise KeyboardInterrupt
@@ -330,7 +330,7 @@ def test_a_wait_ends_with_what_the_check_raises(store: Store, other_process: Any
 
 
 def test_an_interrupt_ends_a_wait(store: Store, children: Any, other_process: Any) -> None:
-    other_process(COMPILING)
+    other_process(compiling_name())
     child = children.start(
         """
 from safetune.tuning.single_flight import WaitBudget, compiling

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from safetune.config import config_digest, config_record
-from safetune.errors import Busy, NoMemory, NoWorkingConfig, WorkerUnavailable
+from safetune.errors import Busy, NoMemory, NotExclusive, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord
@@ -91,6 +91,28 @@ def test_a_node_that_publishes_second_launches_the_first_choice(
         other = Election(request_, second.shared)
         assert other.publish(best(request_, 2), OK) == best(request_, 2)
         assert election.publish(best(request_, 1), OK) == best(request_, 2)
+
+
+def test_a_key_of_another_shard_is_tuned_only_with_a_lease_that_excludes_it(
+    node: Node, request_: TuningRequest, tmp_path: Path
+) -> None:
+    stealing = WaitBudget(0.0, exclusive=True)
+    first, second = node(), node()
+    with elect_cluster(request_, first, stealing) as election:
+        assert election.lease is not None
+        with pytest.raises(Busy) as busy, elect_cluster(request_, second, stealing):
+            pass
+        assert not isinstance(busy.value, NotExclusive)
+    # The first has published nothing, so every node that begins with the key tunes it.
+    first.shared.flush()
+    with elect_cluster(request_, second, NOW) as election:
+        assert isinstance(election.lease, NoLease)
+    with pytest.raises(NotExclusive), elect_cluster(request_, second, stealing):
+        pass
+    alone = GuardedStore.open(tmp_path / "alone")
+    with pytest.raises(NotExclusive), elect_cluster(request_, alone, stealing):
+        pass
+    alone.close()
 
 
 def test_force_opens_the_generation_after_those_of_other_nodes(

@@ -259,7 +259,7 @@ class TestLinks:
             os.link(source, target)
             raise FileExistsError(errno.EEXIST, "File exists")
 
-        assert module._link(temporary, path, link)
+        assert module.give_name(temporary, path, link)
 
     def test_without_hard_links_the_file_is_renamed_if_the_name_is_free(
         self, tmp_path: Path
@@ -269,16 +269,16 @@ class TestLinks:
         def link(source: Path, target: Path) -> None:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-        assert module._link(temporary, path, link)
+        assert module.give_name(temporary, path, link)
         assert path.read_text() == "new"
         temporary.write_text("newer")
-        assert not module._link(temporary, path, link)
+        assert not module.give_name(temporary, path, link)
         assert path.read_text() == "new"
 
     def test_a_file_of_another_writer_stays(self, tmp_path: Path) -> None:
         temporary, path = self.paths(tmp_path)
         path.write_text("old")
-        assert not module._link(temporary, path)
+        assert not module.give_name(temporary, path)
         assert path.read_text() == "old"
 
     def test_any_other_error_is_raised(self, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ class TestLinks:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with pytest.raises(OSError, match="No space"):
-            module._link(temporary, path, link)
+            module.give_name(temporary, path, link)
 
 
 def test_a_record_published_between_the_check_and_the_write_wins(tmp_path: Path) -> None:

@@ -1,0 +1,344 @@
+"""What 64 nodes of 8 ranks ask of one shared store while they tune one list of keys.
+
+Every rank is a process that does all that `safetune tune --shard I/512` does between two tunings:
+turns, key locks, leases, publishing, copying what others have found. Ranks of a node share a local
+database. Only the tuning itself is a sleep of random length; the config that it chooses is drawn,
+so that two tunings of a key seldom agree. In the cases `killed` one node is killed when half of the
+keys have a choice.
+
+Waits are the time of a rank that is neither tuning nor finished. All processes, and the PostgreSQL
+server, share the CPUs of this machine, so waits are longer than on 64 nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import struct
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import recording
+from recording import Figures, Row
+
+PART_S = 300.0
+CASES = ("postgres", "postgres_killed", "directory", "directory_killed")
+
+#: Events of Python's audit hooks that are requests to a file server.
+_FILE_EVENTS = {"open", "os.listdir", "os.link", "os.rename", "os.remove", "os.utime", "os.mkdir"}
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return the sums and medians of each case over its nodes."""
+    found: Figures = {}
+    for case in sorted({row["case"] for row in rows}):
+        nodes = [row for row in rows if row["case"] == case and row["finished"]]
+        (whole,) = (row for row in rows if row["case"] == case and not row["finished"])
+        waits = [wait for row in nodes for wait in row["waits_s"]]
+        found |= {
+            f"{case}_keys": whole["keys"],
+            f"{case}_keys_with_one_choice": whole["keys_with_one_choice"],
+            f"{case}_tunings": whole["tunings"],
+            f"{case}_seconds": whole["seconds"],
+            f"{case}_ideal_seconds": whole["ideal_seconds"],
+            f"{case}_wait_s_median": statistics.median(waits),
+            f"{case}_wait_s_max": max(waits),
+            f"{case}_warnings": sum(row["warnings"] for row in nodes),
+            f"{case}_stored_bytes": whole["stored_bytes"],
+            f"{case}_requests_per_tuning": sum(r["requests"] for r in nodes) / whole["tunings"],
+        }
+        if any(row["bytes"] for row in nodes):
+            found |= {
+                f"{case}_kilobytes_per_tuning": sum(r["bytes"] for r in nodes)
+                / whole["tunings"]
+                / 1e3,
+                f"{case}_connections_at_once": whole["connections_at_once"],
+            }
+    return found
+
+
+class Counted:
+    """What one process asks of the shared store: connections and their bytes, or file accesses."""
+
+    def __init__(self) -> None:
+        self.requests = self.bytes = self.warnings = 0
+
+    def watch_postgres(self) -> None:
+        """Count each connection when it is closed."""
+        from safetune.store.shared.postgres import Postgres
+
+        close = Postgres.close
+
+        def counting(store: Postgres) -> None:
+            if store._connection is not None and not store._connection.closed:
+                self.requests += 1
+                self.bytes += _bytes_of(store._connection.fileno())
+            close(store)
+
+        Postgres.close = counting  # type: ignore[method-assign]
+
+    def watch_files(self, root: Path) -> None:
+        """Count each access below a directory."""
+        import sys
+
+        start = f"{root}/"
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            if event in _FILE_EVENTS and str(arguments[0]).startswith(start):
+                self.requests += 1
+
+        sys.addaudithook(hook)
+
+
+def _bytes_of(descriptor: int) -> int:
+    """Return what a TCP connection has sent and received, by the kernel's own count."""
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return sum(struct.unpack_from("QQ", info, 120))  # tcpi_bytes_acked, tcpi_bytes_received
+
+
+def request(number: int) -> Any:
+    """Return what a miss of a key asks for: four configs."""
+    from triton import Config
+
+    from safetune.config import config_digest
+    from safetune.keys import encoding
+    from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
+    from safetune.tuning.requests import TuningRequest
+
+    configs = tuple(Config({"BLOCK": block}) for block in (16, 32, 64, 128))
+    key = TuningKey(
+        kernel=KernelIdentity("add_one", "0" * 32),
+        values=(("n", number),),
+        dtypes=(("x", "float32"),),
+        options=(),
+        device=Device("benchmark", "90", 132, 232448),
+        toolchain=Toolchain("3.9.0", "benchmark", "cuda:90:32"),
+    )
+    call: Any = None
+    declared = encoding.digest([config_digest(config) for config in configs])
+    return TuningRequest(key, call, configs, declared)
+
+
+def tune(wanted: Any, store: Any, seconds: float, drawn: random.Random, exclusive: bool) -> float:
+    """Tune a key as `tuning.tuner.tune` does, with a sleep in its middle; return its seconds.
+
+    Raises `Busy` where another process tunes it.
+    """
+    from safetune.config import config_digest, config_record
+    from safetune.outcome import Outcome, Timing, Verdict
+    from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+    from safetune.tuning.single_flight import WaitBudget, elect
+
+    with elect(wanted, store, WaitBudget(0.0, exclusive=exclusive)) as election:
+        store.put_key(KeyRecord.of(wanted.key))
+        if election.choice is not None:
+            return 0.0
+        time.sleep(seconds)
+        config = drawn.choice(wanted.configs)
+        digest, record = config_digest(config), config_record(config)
+        outcome = Outcome(Verdict.OK, Timing(1.0, 1.0, 1.0, 10, "final"), judged=4)
+        now, key = time.time(), wanted.key.digest
+        for each in wanted.configs:
+            trial = TrialRecord(key, config_digest(each), config_record(each), 1, outcome, now)
+            store.put_trial(trial)
+        choice = ChoiceRecord(key, 1, digest, record, wanted.declared, 1.0, 4, now)
+        election.publish(store.put_choice(choice), outcome)
+    return seconds
+
+
+def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds: float) -> Row:
+    """Do what one rank does; return its figures, and which config it has for each key."""
+    from safetune.errors import Busy, NotExclusive
+    from safetune.offline.shards import KeyStates, Shard, Turns, Whose
+    from safetune.store.lookup import GuardedStore
+    from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
+
+    counted, drawn = Counted(), random.Random(rank)
+    if url.startswith("file:"):
+        counted.watch_files(Path(url.removeprefix("file://")))
+    else:
+        counted.watch_postgres()
+    begin, tuned, tunings = time.monotonic(), 0.0, 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        store = GuardedStore.open(folder)
+        shared = SharedLayer(open_shared(url, sweep=True), store.connection, budget_s=SWEEP_S)
+        store.shared = shared
+        wanted = [request(number) for number in range(keys)]
+        states = KeyStates(store)
+        turns = Turns(
+            range(keys),
+            Shard(rank, ranks),
+            lambda number: states(wanted[number].key, wanted[number].declared),
+        )
+        for turn in turns:
+            took = drawn.uniform(0.5, 1.5) * seconds
+            try:
+                took = tune(wanted[turn.item], store, took, drawn, turn.whose is Whose.SHARDS)
+            except NotExclusive:
+                continue
+            except Busy:
+                turns.put_back(turn)
+                continue
+            tuned, tunings = tuned + took, tunings + (took > 0)
+        waited = time.monotonic() - begin - tuned
+        shared.flush()
+    chosen = [store.choice(w.key.digest, w.declared) for w in wanted]
+    row = {"waits_s": waited, "tunings": tunings, "tuned_s": tuned}
+    row |= {"requests": counted.requests, "bytes": counted.bytes}
+    row |= {"warnings": len([e for e in said if e.category is not ResourceWarning])}
+    return row | {"blocks": [c.config["BLOCK"] if c else 0 for c in chosen]}
+
+
+def _fork(url: str, folder: Path, rank: int, ranks: int, options: argparse.Namespace) -> Any:
+    """Fork a rank, which answers with one line in its file."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        node = folder / f"node{rank // options.ranks}"
+        row = rank_main(url, node, rank, ranks, options.keys, options.seconds)
+        (folder / f"{rank}.json").write_text(json.dumps(row))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """Run one fleet; yield a row for each node, and one for the whole."""
+    from safetune.store.shared.layer import open_shared
+    from safetune.store.shared.protocol import space_of
+
+    ranks, space = options.nodes * options.ranks, space_of(request(0).key)
+    begin = time.monotonic()
+    pids = {_fork(url, folder, rank, ranks, options): rank for rank in range(ranks)}
+    watched = open_shared(url, sweep=True)
+    kill, connections = case.endswith("_killed"), 0
+    left = set(pids)
+    while left:
+        time.sleep(0.5)
+        connections = max(connections, _connections(url))
+        if kill and len(watched.names(space)) >= options.keys / 2:
+            kill = False
+            for pid, rank in pids.items():
+                if rank < options.ranks and pid in left:
+                    os.kill(pid, signal.SIGKILL)
+        left = {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0] == 0}
+    seconds = time.monotonic() - begin
+    rows = {r: _answer(folder / f"{r}.json") for r in range(ranks)}
+    finished = {rank: row for rank, row in rows.items() if row}
+    blocks = [{row["blocks"][n] for row in finished.values()} for n in range(options.keys)]
+    for node in range(options.nodes):
+        of_node = [r for rank, r in finished.items() if rank // options.ranks == node]
+        if of_node:
+            waits = [round(row["waits_s"], 2) for row in of_node]
+            sums = {n: sum(r[n] for r in of_node) for n in ("requests", "bytes", "warnings")}
+            head = {"part": case, "case": case, "finished": True, "node": node}
+            yield head | {"tunings": sum(r["tunings"] for r in of_node), "waits_s": waits} | sums
+    stored = list(watched.pull(space, watched.names(space)))
+    watched.close()
+    yield {
+        "part": case,
+        "case": case,
+        "finished": False,
+        "nodes": options.nodes,
+        "ranks": options.ranks,
+        "keys": options.keys,
+        "killed_ranks": ranks - len(finished),
+        "keys_with_one_choice": sum(len(found) == 1 and 0 not in found for found in blocks),
+        "published": len(stored),
+        "tunings": sum(row["tunings"] for row in finished.values()),
+        "seconds": seconds,
+        "ideal_seconds": sum(row["tuned_s"] for row in finished.values()) / ranks,
+        "stored_bytes": _stored_bytes(url),
+        "connections_at_once": connections,
+    }
+
+
+def _answer(path: Path) -> Row:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _connections(url: str) -> int:
+    return 0 if url.startswith("file:") else int(_queried(url, _COUNT))
+
+
+def _stored_bytes(url: str) -> int:
+    if not url.startswith("file:"):
+        return int(_queried(url, "SELECT pg_database_size(current_database())"))
+    files = Path(url.removeprefix("file://")).rglob("*")
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+_COUNT = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'safetune'"
+
+
+def _queried(url: str, statement: str) -> Any:
+    import psycopg
+
+    with psycopg.connect(url, application_name="watch") as connection:
+        row = connection.execute(statement).fetchone()
+        return row[0] if row else 0
+
+
+def _server_module() -> Any:
+    path = recording.ROOT / "docs/examples/postgres_server.py"
+    spec = importlib.util.spec_from_file_location("postgres_server", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def case_rows(case: str, options: argparse.Namespace) -> list[Row]:
+    """Run a case on a store of its own."""
+    import psycopg  # noqa: F401 - before the forks
+
+    from safetune.store.shared import layer, lease_files, postgres  # noqa: F401
+
+    with tempfile.TemporaryDirectory(prefix="fleet-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # a server that root starts runs as the user nobody
+        if case.startswith("directory"):
+            (folder / "shared").mkdir()
+            return list(run_case(case, f"file://{folder}/shared", folder, options))
+        server = _server_module().Server(folder / "server")
+        server.start()
+        try:
+            return list(run_case(case, server.url(), folder, options))
+        finally:
+            server.stop()
+
+
+def main() -> None:
+    """Run the cases that are still missing."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=8, help="of each node")
+    parser.add_argument("--keys", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=10.0, help="the mean of a tuning")
+    options = parser.parse_args()
+    result = recording.begin("fleet")
+    if not options.fresh:
+        recording.resume(result, [options.out])
+    for case in recording.parts_to_run(CASES, result.rows, options, PART_S):
+        print(case, flush=True)
+        result.rows += case_rows(case, options)
+        result.save(options.out, figures)
+    print(recording.figures_table(result, result.save(options.out, figures)))
+
+
+if __name__ == "__main__":
+    main()

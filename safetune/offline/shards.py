@@ -1,0 +1,200 @@
+"""Which of many processes tunes which key, without one that directs the others.
+
+Every process has the whole list. It begins with a part of its own, and goes on with keys of the
+others that no process tunes. The lock of a key keeps a second process of the node from it, and the
+lease of the shared store a second node. Both come free when their holder dies: its keys are then
+tuned by others. Where the shared store has no leases, a shard leaves the parts of other shards.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from safetune.errors import TargetError
+from safetune.frozen import dataclass
+from safetune.store.local import locks
+from safetune.store.local.locks import pauses
+from safetune.store.shared.protocol import space_of
+
+if TYPE_CHECKING:
+    from safetune.keys.tuning_key import TuningKey
+    from safetune.store.lookup import GuardedStore
+
+Item = TypeVar("Item")
+
+#: The variables of launchers: the rank of a process, and the number of ranks. Kubernetes does not
+#: tell the number. A job's script has SLURM_NTASKS too, and only `srun` sets what is asked here.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("JOB_COMPLETION_INDEX", ""),
+)
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
+
+#: How often to look again whether a process of this node has finished a key; the first and the
+#: longest pause after a key that another node tunes.
+_LOOK_S = 0.1
+_PAUSES_S = (0.1, 5.0)
+
+#: How often one process of a node copies what other nodes have published.
+_REFRESH_S = 5.0
+
+
+class Whose(Enum):
+    """Who begins with a key: this process, another worker of its shard, or another shard."""
+
+    OWN = "own"
+    WORKERS = "workers"
+    SHARDS = "shards"
+
+
+class State(Enum):
+    """What this node knows of a key that another process had when it was tried."""
+
+    DONE = "done"
+    LOCKED = "locked"  # by a process of this node
+    FREE = "free"  # as far as this node knows
+
+
+@dataclass(frozen=True)
+class Turn(Generic[Item]):
+    """An item that this process may try, and who begins with it."""
+
+    item: Item
+    whose: Whose
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of one process: a worker of a shard. Workers of a shard share a local store."""
+
+    index: int = 0
+    count: int = 1
+    worker: int = 0
+    workers: int = 1
+
+    def order(self, items: Sequence[Item]) -> list[Turn[Item]]:
+        """Return all items: the own ones, those of the shard's other workers, those of the others.
+
+        Each begins at the front of its part, so this process begins at the back of the others'.
+        """
+        processes, me = self.count * self.workers, self.index + self.count * self.worker
+
+        def place(number: int) -> tuple[int, ...]:
+            row, column = divmod(number, processes)
+            if column == me:
+                return 0, row
+            return 1 + (column % self.count != self.index), -row, (column - me) % processes
+
+        numbers = sorted(range(len(items)), key=place)
+        return [Turn(items[n], [*Whose][place(n)[0]]) for n in numbers]
+
+
+def parse(text: str, environment: Mapping[str, str]) -> Shard:
+    """Return the shard that `2/4`, `auto` or `auto/4` names; raises `TargetError`."""
+    if match := re.fullmatch(r"(auto|[0-9]+)(?:/([0-9]+))?", text):
+        rank, count = match[1], int(match[2] or 0)
+        if rank == "auto":
+            index, ranks = _rank(environment, count)
+            return _checked(text, index, ranks)
+        if count:
+            return _checked(text, int(rank) - 1, count)
+    raise TargetError(f"--shard {text!r} is not a shard; give e.g. 2/4, auto, or auto/4")
+
+
+def local_rank(environment: Mapping[str, str]) -> int:
+    """Return which of a node's processes this is by its launcher, 0 if that does not say."""
+    found = (environment.get(name, "") for name in _LOCAL_RANKS)
+    return next((int(text) for text in found if text.isdecimal()), 0)
+
+
+def _rank(environment: Mapping[str, str], count: int) -> tuple[int, int]:
+    for rank, ranks in _LAUNCHERS:
+        index, number = environment.get(rank, ""), environment.get(ranks, "")
+        if index.isdecimal() and (count or number.isdecimal()):
+            return int(index), count or int(number)
+        if index.isdecimal() and not ranks:
+            raise TargetError(f"{rank} is set, but not the number of shards: give --shard auto/N")
+    names = ", ".join(rank for rank, _ in _LAUNCHERS)
+    raise TargetError(
+        f"--shard auto finds no rank in {names}: start it with srun, torchrun, mpirun or as an "
+        "indexed job, or give the shard, e.g. --shard 2/4"
+    )
+
+
+def _checked(text: str, index: int, count: int) -> Shard:
+    if not 0 <= index < count:
+        raise TargetError(f"--shard {text}: the shards of {count} are 1/{count} to {count}/{count}")
+    return Shard(index, count)
+
+
+class KeyStates:
+    """What a store says of keys that other processes tune, brought up to date every few seconds."""
+
+    def __init__(self, store: GuardedStore) -> None:
+        self._store = store
+        self._refreshed = -math.inf
+
+    def __call__(self, key: TuningKey, declared: str) -> State:
+        """Return the state of a key with this list of configs."""
+        store = self._store
+        if store.shared is not None and time.monotonic() - self._refreshed > _REFRESH_S:
+            store.shared.refresh(space_of(key), since=time.time() - _REFRESH_S)
+            self._refreshed = time.monotonic()
+        if store.choice(key.digest, declared) is not None:
+            return State.DONE
+        return State.LOCKED if locks.locked(store.path, [key.digest]) else State.FREE
+
+
+class Turns(Generic[Item]):
+    """Yields each item until it was tuned or is left, with pauses while others tune all of them.
+
+    Args:
+        state: of an item that was put back.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        shard: Shard,
+        state: Callable[[Item], State],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._untried = shard.order(items)[::-1]
+        self._busy: list[Turn[Item]] = []
+        self._state = state
+        self._sleep = sleep
+        self._pauses = pauses(*_PAUSES_S)
+        self._random = random.SystemRandom()
+
+    def __iter__(self) -> Iterator[Turn[Item]]:
+        while self._untried or self._busy:
+            untried, busy = len(self._untried), len(self._busy)
+            yield self._next()
+            if len(self._untried) < untried and len(self._busy) == busy:
+                self._pauses = pauses(*_PAUSES_S)
+
+    def put_back(self, turn: Turn[Item]) -> None:
+        """Another process tunes the item: it is yielded again when that is done, or has failed."""
+        self._busy.append(turn)
+        if self._state(turn.item) is State.FREE:
+            self._sleep(next(self._pauses))
+
+    def _next(self) -> Turn[Item]:
+        while True:
+            states = [self._state(turn.item) for turn in self._busy]
+            if State.DONE in states:
+                return self._busy.pop(states.index(State.DONE))
+            if self._untried:
+                return self._untried.pop()
+            if free := [n for n, state in enumerate(states) if state is State.FREE]:
+                return self._busy.pop(self._random.choice(free))
+            self._sleep(_LOOK_S)

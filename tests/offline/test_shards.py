@@ -1,0 +1,114 @@
+"""Who begins with which key, and what a launcher says of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from safetune.errors import TargetError
+from safetune.offline import shards
+from safetune.offline.shards import Shard, State, Turns, Whose
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 1), (4, 1), (1, 3), (3, 2)])
+def test_each_item_is_the_own_one_of_one_process_and_every_process_has_all(
+    count: int, workers: int
+) -> None:
+    everyone = [Shard(i, count, w, workers) for i in range(count) for w in range(workers)]
+    orders = [shard.order(range(20)) for shard in everyone]
+    own = [turn.item for order in orders for turn in order if turn.whose is Whose.OWN]
+    assert sorted(own) == [*range(20)]
+    for shard, order in zip(everyone, orders, strict=True):
+        assert sorted(turn.item for turn in order) == [*range(20)]
+        assert [turn.whose for turn in order] == sorted(
+            (turn.whose for turn in order), key=[*Whose].index
+        )
+        of_shard = {turn.item for turn in order if turn.whose is not Whose.SHARDS}
+        assert of_shard == set(range(shard.index, 20, count))
+
+
+def test_processes_begin_with_the_parts_of_others_at_different_items() -> None:
+    first = []
+    for index in range(4):
+        turns = [turn.item for turn in Shard(index, 4).order(range(20)) if turn.whose != Whose.OWN]
+        first.append(turns[0])
+    assert len(set(first)) == 4
+    assert min(first) >= 16  # their owners begin at the front
+
+
+class Pauses:
+    """What a process sleeps, and the states of items that others tune."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, State] = {}
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if len(self.slept) == 5:
+            self.states = dict.fromkeys(self.states, State.DONE)
+
+
+def test_an_item_that_a_process_of_this_node_has_is_not_tried_until_it_is_free() -> None:
+    """To try means to make its inputs."""
+    pauses = Pauses()
+    pauses.states[0] = State.LOCKED
+    turns = Turns(range(2), Shard(), lambda item: pauses.states[item], pauses.sleep)
+    tried = []
+    for turn in turns:
+        tried.append((turn.item, len(pauses.slept)))
+        if turn.item == 0 and len(tried) == 1:
+            turns.put_back(turn)
+    assert tried == [(0, 0), (1, 0), (0, 5)]
+
+
+def test_pauses_grow_while_other_nodes_have_all_that_is_left() -> None:
+    pauses = Pauses()
+    pauses.states = {0: State.FREE, 1: State.FREE}
+    turns = Turns(range(2), Shard(), lambda item: pauses.states[item], pauses.sleep)
+    tries = 0
+    for turn in turns:
+        tries += 1
+        if pauses.states[turn.item] is not State.DONE:
+            turns.put_back(turn)
+    assert tries == 5 + 2  # one after each pause, and each of both when it is done
+    assert pauses.slept[-1] > 4 * pauses.slept[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "text", "shard"),
+    [
+        ({}, "2/4", Shard(1, 4)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, "auto", Shard(3, 8)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "auto", Shard(0, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "auto", Shard(1, 2)),
+        ({"JOB_COMPLETION_INDEX": "5"}, "auto/6", Shard(5, 6)),
+    ],
+)
+def test_a_shard_is_given_or_found_in_the_variables_of_a_launcher(
+    variables: dict[str, str], text: str, shard: Shard
+) -> None:
+    assert shards.parse(text, variables) == shard
+
+
+@pytest.mark.parametrize(
+    ("variables", "text", "said"),
+    [
+        ({}, "0/4", "the shards of 4 are 1/4 to 4/4"),
+        ({}, "5/4", "the shards of 4 are 1/4 to 4/4"),
+        ({}, "four", "give e.g. 2/4, auto, or auto/4"),
+        ({}, "auto", "start it with srun"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "auto", "start it with srun"),
+        ({"JOB_COMPLETION_INDEX": "5"}, "auto", "give --shard auto/N"),
+        ({"JOB_COMPLETION_INDEX": "5"}, "auto/4", "the shards of 4 are 1/4 to 4/4"),
+    ],
+)
+def test_what_is_not_a_shard_is_an_error_that_says_what_to_give(
+    variables: dict[str, str], text: str, said: str
+) -> None:
+    with pytest.raises(TargetError, match=said):
+        shards.parse(text, variables)
+
+
+def test_the_gpu_of_a_process_is_its_rank_on_its_node() -> None:
+    assert shards.local_rank({"SLURM_LOCALID": "3"}) == 3
+    assert shards.local_rank({}) == 0
