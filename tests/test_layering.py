@@ -285,6 +285,7 @@ NAMES_CUDA = {
     "safetune.launch.scratch_memory": "torch's caching allocator",
     "safetune.integrations.graph": "it is torch.cuda.graph, with a report",
     "safetune.integrations.jax": "JAX's name for the platform",
+    "safetune.cli.doctor.gpus": "it checks that driver and its devices",
     "safetune.cli.targets": "a torch device that the user names",
     "safetune.offline.tasks": "the torch device that `--device` is by default",
     "safetune.frontend.decorator": "use_cuda_graph is a parameter of triton.autotune",

@@ -107,13 +107,18 @@ def main() -> None:
 
 # After the debug option, which is on each command.
 from safetune.cli import moving, stored  # noqa: E402
+from safetune.cli.doctor import doctor  # noqa: E402
 from safetune.cli.prune import prune_command  # noqa: E402
 from safetune.cli.run import run_command  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
 from safetune.cli.verify import verify_command  # noqa: E402
 
 for _command in (
-    *(tune_command, verify_command, run_command, prune_command),
+    doctor,
+    prune_command,
+    run_command,
+    tune_command,
+    verify_command,
     *(stored.list_choices, stored.show, stored.path, stored.stats, stored.clear, stored.gc),
     *(moving.export, moving.import_, moving.merge, moving.pack),
 ):

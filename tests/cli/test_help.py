@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
 
 from safetune.cli import main
@@ -37,7 +38,9 @@ def test_h_is_help_and_ends_with_examples_that_can_be_run_as_they_are(
         program, name, *options = shlex.split(line)
         assert program == "safetune"
         assert not words or name == words[0]
-        main.commands[name].make_context(name, options)  # raises for an option it does not have
+        above = click.Context(main, **main.context_settings)
+        # Raises for an option that it does not have.
+        main.commands[name].make_context(name, options, parent=above)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])

@@ -95,7 +95,7 @@ def network_of(
     for existing in (path, *path.parents):
         found = (type_of or _type_of)(existing)
         if found == FUSE:
-            kind = _mounted(existing, mounts)
+            kind = mounted_type(existing, mounts)
             return "" if _LOCAL_FUSE.fullmatch(kind) else kind or "FUSE"
         if found is not None:
             return _NETWORK.get(found, "")
@@ -109,10 +109,10 @@ def _type_of(path: Path) -> int | None:
     return None if failed else int(result[0]) & 0xFFFFFFFF
 
 
-def _mounted(path: Path, mounts: Path) -> str:
-    """Return the type of the file system that is mounted there, such as `fuse.sshfs`."""
+def mounted_type(path: Path, mounts: Path = _MOUNTS) -> str:
+    """Return the type of the file system that a path is, or will be, on, such as `fuse.sshfs`."""
     try:
-        device = path.stat().st_dev
+        device = next(each for each in (path, *path.parents) if each.exists()).stat().st_dev
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""

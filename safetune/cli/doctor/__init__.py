@@ -1,0 +1,84 @@
+"""`safetune doctor`: whether this machine, the store and the settings are fit for tuning."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import click
+from rich.console import Console
+
+from safetune.cli.doctor.report import Check, State, fail
+from safetune.cli.output import counted, examples, print_json, stdout_console, typed
+from safetune.errors import InvalidSetting
+
+_STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
+
+
+@click.command("doctor", epilog=examples("safetune doctor", "safetune doctor --quick --json"))
+@click.option("--quick", is_flag=True, help="Do not start a tuning process.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text for people.")
+def doctor(quick: bool, as_json: bool) -> None:
+    """Check the GPU, the versions, isolation, the store and the limits of this process.
+
+    Prints a line for each check: ok, warn or fail, and how to mend it. Isolation is tried for real:
+    a kernel is tuned of which one config crashes. Exits with 1 if a check fails.
+    """
+    from safetune.cli.doctor import gpus, machine, stores
+
+    checks: list[Check] = []
+    console = stdout_console()
+    wanted = [*machine.CHECKS, *gpus.CHECKS, *stores.CHECKS]
+    if not quick:
+        wanted.append(machine.isolation)
+    for each in _results(wanted):
+        checks.append(each)
+        if not as_json:
+            _print(console, each)
+    states = Counter(check.state for check in checks)
+    if as_json:
+        found = [{**vars(check), "state": check.state.value} for check in checks]
+        print_json({"ok": not states[State.FAIL], "checks": found})
+    else:
+        counts = (counted(states[State.WARN], "warning"), counted(states[State.FAIL], "failure"))
+        console.print(f"{counted(len(checks), 'check')}: {', '.join(counts)}")
+    sys.exit(1 if states[State.FAIL] else 0)
+
+
+def _results(checks: Iterable[Callable[[], Iterator[Check]]]) -> Iterator[Check]:
+    """Yield the results of all checks; an error of a check is a failure."""
+    for check in checks:
+        try:
+            yield from check()
+        except InvalidSetting:
+            continue  # `stores.settings` says which
+        except Exception as error:
+            name = check.__name__.replace("_", " ")
+            yield fail(name, f"this check failed: {typed(error)}", "report it as a bug of safetune")
+
+
+def _print(console: Console, check: Check) -> None:
+    style = _STYLES[check.state]
+    console.print(f"{check.state.value:<5} ", style=style, end="")
+    indent = " " * 6
+    lines = textwrap.wrap(
+        f"{check.name}: {check.found}",
+        console.width - 1,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    console.print("\n".join(lines)[len(indent) :], soft_wrap=True)
+    if check.fix:
+        text = textwrap.fill(
+            check.fix,
+            console.width - 1,
+            initial_indent=indent + "  -> ",
+            subsequent_indent=indent + "     ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        console.print(text, soft_wrap=True)

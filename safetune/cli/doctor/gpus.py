@@ -1,0 +1,86 @@
+"""Checks of NVIDIA's driver and GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from safetune.cli.doctor.report import Check, fail, ok, warn
+from safetune.errors import BackendError
+from safetune.isolation import cuda, cuda_driver
+
+_ELSEWHERE = "kernels run in Triton's interpreter here; tune on a machine with an NVIDIA GPU"
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def gpus() -> Iterator[Check]:
+    """The driver and each GPU: its compute mode, MPS and MIG."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        yield warn("GPU", "TRITON_INTERPRET=1 is set", "unset it to use the GPU")
+    if _has_hip():
+        yield warn(
+            "GPU", "torch is built for ROCm", "AMD GPUs tune as Triton does, without isolation"
+        )
+    try:
+        driver = cuda_driver.load()
+    except BackendError as error:
+        yield warn("driver", str(error), _ELSEWHERE)
+        return
+    number = ctypes.c_int()
+    try:
+        driver.call("cuInit", 0)
+        driver.call("cuDriverGetVersion", ctypes.byref(number))
+        version = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+        driver.call("cuDeviceGetCount", ctypes.byref(number))
+    except (BackendError, AttributeError) as error:
+        yield fail("driver", str(error), "run nvidia-smi; reload or reinstall NVIDIA's driver")
+        return
+    yield ok("driver", f"{version}{_kernel_module()}")
+    if not number.value:
+        hidden = os.environ.get(cuda.VISIBLE)
+        fix = f"{cuda.VISIBLE}={hidden!r} hides all" if hidden is not None else _ELSEWHERE
+        yield warn("GPU", "the driver shows no device", fix)
+        return
+    found = cuda.make()
+    for index in range(number.value):
+        yield _gpu(found, driver.describe(index), index)
+    yield _torch_sees(number.value)
+
+
+def _gpu(back_end: cuda.Cuda, device: cuda_driver.Description, index: int) -> Check:
+    mode = back_end.compute_mode(index).name.lower().replace("_", " ")
+    server = back_end.mps_server(index)
+    words = f"{device.name}, sm_{device.capability}, compute mode {mode}"
+    words += f", MPS ({server})" if server else ", without MPS"
+    words += ", a MIG partition" if " MIG " in device.name else ", without MIG"
+    if reason := back_end.why_not_shared(index):
+        return fail(f"GPU {index}", words, reason)
+    return ok(f"GPU {index}", words)
+
+
+def _torch_sees(count: int) -> Check:
+    import torch
+
+    if torch.cuda.is_available():
+        return ok("torch's CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices")
+    build = f"torch {torch.__version__} sees none of the {count} devices of the driver"
+    return fail("torch's CUDA", build, "install a torch that is built for CUDA")
+
+
+def _has_hip() -> bool:
+    return "rocm" in metadata.version("torch")
+
+
+def _kernel_module() -> str:
+    try:
+        found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _DRIVER_FILE.read_text())
+    except OSError:
+        return ""
+    return f", kernel module {found[1]}" if found else ""
+
+
+CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (gpus,)

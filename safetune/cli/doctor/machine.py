@@ -1,0 +1,165 @@
+"""Checks of the machine: versions, limits, and isolation, which is tried."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from safetune import triton_internals
+from safetune.cli.doctor.report import Check, fail, ok, warn
+
+#: The oldest versions that are supported; the newest Triton is `triton_internals.NEWEST`.
+_OLDEST = {"torch": (2, 8), "triton": (3, 6)}
+
+_MEMORY_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+_PROBE = Path(__file__).with_name("probe.py")
+_PROBE_S = 180.0
+
+#: Open files that a process with a few tuning processes and a store needs.
+_OPEN_FILES = 256
+_PROCESSES = 256
+_SHARED_MEMORY = 64 << 20
+_MEMORY = 4 << 30
+
+
+def versions() -> Iterator[Check]:
+    """Python, torch and Triton, against those that are supported."""
+    own = f"{metadata.version('safetune')}, Python {platform.python_version()}"
+    linux = f"Linux {platform.release()}" if sys.platform == "linux" else sys.platform
+    if sys.platform == "linux":
+        yield ok("safetune", f"{own}, {linux}")
+    else:
+        yield fail("safetune", f"{own}, {linux}", "configs are isolated on Linux only")
+    for name, oldest in _OLDEST.items():
+        found = metadata.version(name)
+        version = tuple(map(int, re.findall(r"\d+", found)[:2]))
+        least = ".".join(map(str, oldest))
+        newest = triton_internals.NEWEST if name == "triton" else None
+        most = "" if newest is None else f" to {'.'.join(map(str, newest))}"
+        words = f"{found} (supported: {least}{most or ' and later'})"
+        if version < oldest:
+            yield fail(name, words, f"pip install '{name}>={least}'")
+        elif newest is not None and version > newest:
+            yield warn(name, words, "update safetune; known launches take Triton's slower path")
+        else:
+            yield ok(name, words)
+
+
+def limits() -> Iterator[Check]:
+    """CPUs, memory, open files, processes, shared memory, and calls that containers forbid."""
+    from safetune.isolation.compile_pool import usable_cpus
+
+    cpus = usable_cpus()
+    found = f"{cpus} usable of {os.cpu_count()}"
+    yield (
+        ok("CPUs", f"{found}; configs compile in {cpus} processes at once")
+        if cpus > 1
+        else warn("CPUs", found, "allow this job more CPUs: configs compile one after the other")
+    )
+    yield from _memory()
+    for name, kind, least, flag in (
+        ("open files", resource.RLIMIT_NOFILE, _OPEN_FILES, "-n"),
+        ("processes", resource.RLIMIT_NPROC, _PROCESSES, "-u"),
+    ):
+        soft, _ = resource.getrlimit(kind)
+        if soft == resource.RLIM_INFINITY or soft >= least:
+            yield ok(name, "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+        else:
+            yield warn(name, f"at most {soft}", f"ulimit {flag} {4 * least}")
+    yield _shared_memory(Path("/dev/shm"))
+    yield _calls()
+
+
+def _memory() -> Iterator[Check]:
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in map(Path, _MEMORY_FILES):
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            most = min(most, int(text))
+    if most < _MEMORY:
+        yield warn("memory", size(most), "allow 4 GiB: each compile process may need a GiB")
+    else:
+        yield ok("memory", size(most))
+
+
+def _shared_memory(directory: Path) -> Check:
+    try:
+        usage = shutil.disk_usage(directory)
+    except OSError as error:
+        return warn(str(directory), str(error), "mount a tmpfs there; torch and NCCL need it")
+    words = f"{size(usage.free)} free of {size(usage.total)}"
+    if usage.free < _SHARED_MEMORY:
+        return warn(str(directory), words, "docker run --shm-size=1g; torch and NCCL need it")
+    return ok(str(directory), words)
+
+
+def _calls() -> Check:
+    """Calls that older kernels lack, and that a container's seccomp profile may forbid."""
+    try:
+        os.close(os.memfd_create("safetune-doctor", os.MFD_CLOEXEC))
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        return fail(
+            "system calls",
+            str(error),
+            "use Linux 5.3 or later, and allow pidfd_open and "
+            "memfd_create in the container's seccomp profile",
+        )
+    return ok("system calls", "memfd_create and pidfd_open work")
+
+
+def isolation() -> Iterator[Check]:
+    """Tune a kernel with a config that crashes, in a process with a store of its own."""
+    with tempfile.TemporaryDirectory(prefix="safetune-doctor-") as directory:
+        variables = {name: os.environ[name] for name in os.environ if name[:9] != "SAFETUNE_"}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "safetune", "tune", str(_PROBE), "--json"],
+                env={**variables, "SAFETUNE_CACHE_DIR": directory},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_PROBE_S,
+            )
+        except subprocess.TimeoutExpired:
+            fix = "run nvidia-smi, and look for processes that cannot be killed"
+            yield fail("isolation", f"no kernel could be tuned within {_PROBE_S:.0f} s", fix)
+            return
+    yield judged(done.returncode, done.stdout, done.stderr)
+
+
+def judged(code: int, stdout: str, stderr: str) -> Check:
+    """Return what a tuning of the probe shows."""
+    try:
+        trials = json.loads(stdout)["trials"]
+        labels = {trial["config"].split()[0]: trial["label"] for trial in trials}
+    except (ValueError, KeyError):
+        last = (stderr.strip().splitlines() or [f"the command ended with {code}"])[-1]
+        fix = "nothing can be tuned on this machine until this is mended"
+        return fail("isolation", last.removeprefix("Error: "), fix)
+    words = ", ".join(f"{name} {label}" for name, label in labels.items())
+    working = [name for name, label in labels.items() if label == "ok"]
+    if code or working != ["FAULT=0"]:
+        return fail("isolation", words, "report it as a bug of safetune, with `--json`")
+    return ok("isolation", f"a tuning process crashed, and the tuning went on ({words})")
+
+
+def size(count: int) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.3g} {unit}"
+    return f"{count} bytes"
+
+
+CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (versions, limits)

@@ -1,0 +1,208 @@
+"""Checks of the settings, and of the places where choices are kept and compiled kernels cached."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetune.cli.doctor.machine import size
+from safetune.cli.doctor.report import Check, fail, ok, warn
+from safetune.cli.output import counted
+from safetune.cli.stored import check_writable, located, open_store
+from safetune.errors import InvalidSetting, SafetuneError, StoreError
+from safetune.settings import Mode, Settings, display_url
+
+#: A store of many kernels has some 10 MiB; Triton's cache has GiBs.
+_LITTLE_SPACE = 1 << 30
+_NO_SPACE = 16 << 20
+
+#: A lookup that takes longer is felt at each first launch.
+_SLOW_S = 0.5
+
+
+def settings() -> Iterator[Check]:
+    """The SAFETUNE_* variables."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            mode = Settings.current().mode
+        except InvalidSetting as error:
+            yield fail("settings", str(error), "correct the variable, or unset it")
+            return
+    for warning in caught:
+        yield warn("settings", str(warning.message), "correct the variable's name, or unset it")
+    given = sorted(name for name in os.environ if name.startswith("SAFETUNE_"))
+    words = f"mode {mode.value}" + (f"; set: {', '.join(given)}" if given else "")
+    if mode in (Mode.TUNE, Mode.BACKGROUND):
+        yield ok("settings", words)
+    else:
+        fix = "nothing is tuned at a launch in this mode; unset SAFETUNE_MODE to tune"
+        yield warn("settings", words, fix)
+
+
+def cache_directory() -> Iterator[Check]:
+    """The database: its file system, who may read it, its space, and whether it can be written."""
+    from safetune.store.local import db_files
+
+    current = Settings.current()
+    where = located()
+    kind = db_files.mounted_type(current.cache_dir) or "unknown file system"
+    if where.network:
+        fix = (
+            "for choices that are kept on a local disk, set SAFETUNE_CACHE_DIR to one on each node"
+        )
+        yield warn("cache directory", where.warning(current), fix)
+    else:
+        yield ok("cache directory", f"{current.cache_dir} ({kind})")
+    if where.directory is None:
+        yield fail(
+            "database", "no local disk is writable", "set TMPDIR or SAFETUNE_CACHE_DIR to one"
+        )
+        return
+    yield _writable(where.directory)
+    if where.directory.exists():
+        yield from _permissions(where.directory)
+        yield from _damaged(where.directory / db_files.DATABASE_NAME)
+    yield _space("space for the database", where.directory)
+
+
+def _writable(directory: Path) -> Check:
+    """Nothing is made where there is no database yet."""
+    from safetune.store.local import db_files
+
+    database = directory / db_files.DATABASE_NAME
+    if database.exists():
+        try:
+            check_writable()
+        except StoreError as error:
+            fix = "correct the permissions, or set SAFETUNE_CACHE_DIR to a directory of your own"
+            return fail("database", str(error), fix)
+        choices = len(open_store().choices())
+        return ok("database", f"{database}, {counted(choices, 'choice')}, can be written")
+    parent = _existing(directory)
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        fix = "set SAFETUNE_CACHE_DIR to a directory that you can write to"
+        return fail("database", f"{directory} cannot be made in {parent}", fix)
+    return ok("database", f"{database} does not exist yet, and can be made")
+
+
+def _permissions(directory: Path) -> Iterator[Check]:
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        words = f"{directory} has mode {mode:o}: other users can replace the choices"
+        yield warn("permissions", words, f"chmod 700 {directory}")
+    else:
+        yield ok("permissions", f"mode {mode:o}")
+
+
+def _damaged(database: Path) -> Iterator[Check]:
+    from safetune.store.local import db_files
+
+    if aside := db_files.moved(database):
+        words = f"{counted(len(aside), 'damaged database')} kept beside it, the last {aside[-1]}"
+        yield warn("damaged databases", words, "safetune gc --older-than 0 --dry-run")
+
+
+def _space(name: str, directory: Path) -> Check:
+    free = shutil.disk_usage(_existing(directory)).free
+    words = f"{size(free)} free in {directory}"
+    if free < _NO_SPACE:
+        return fail(name, words, "free some space: outcomes cannot be stored")
+    if free < _LITTLE_SPACE:
+        return warn(name, words, "free some space")
+    return ok(name, words)
+
+
+def triton_cache() -> Iterator[Check]:
+    """The directory of compiled kernels, which tuning processes fill."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    directory = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+    parent = _existing(directory)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        fix = "set TRITON_CACHE_DIR to a directory that you can write to"
+        yield fail("Triton's cache", f"{parent} cannot be written", fix)
+        return
+    from safetune.store.local import db_files
+
+    if network := db_files.network_of(directory):
+        fix = "set TRITON_CACHE_DIR to a directory on a local disk of each node"
+        yield warn("Triton's cache", f"{directory} is on {network}, which is slow", fix)
+    yield _space("Triton's cache", directory)
+
+
+def shared_store() -> Iterator[Check]:
+    """Whether the shared store answers, how fast, and whether it can be written."""
+    from safetune.store.shared.layer import open_shared
+    from safetune.store.shared.protocol import Unwritable
+
+    url = located().shared(Settings.current())
+    if not url:
+        yield ok("shared store", "none; SAFETUNE_SHARED names one that several nodes use")
+        return
+    words = display_url(url)
+    try:
+        with contextlib.closing(open_shared(url)) as store:
+            store.names("safetune-doctor")
+            start = time.perf_counter()
+            store.names("safetune-doctor")
+            seconds = time.perf_counter() - start
+            lease = store.lease("safetune-doctor", socket.gethostname())
+            if lease is not None:
+                lease.release(published=False)
+    except Unwritable as error:
+        yield warn(
+            "shared store",
+            f"{words}: {error}",
+            "allow this user to write; choices of this node are not shared",
+        )
+        return
+    except SafetuneError as error:
+        fix = (
+            "check the URL, the network and the credentials; until then each node tunes for itself"
+        )
+        yield fail("shared store", f"{words}: {error}", fix)
+        return
+    words += f", answers in {seconds * 1e3:.3g} ms"
+    slow = "choices are looked up in one request per kernel; a store that is closer is faster"
+    yield warn("shared store", words, slow) if seconds > _SLOW_S else ok("shared store", words)
+
+
+def packs() -> Iterator[Check]:
+    """The packs of SAFETUNE_PACKS, each read whole, and those of safetune itself."""
+    from safetune.store.packs import exchange
+    from safetune.store.packs.packs import shipped
+
+    for directory in Settings.current().packs:
+        try:
+            found = exchange.collect(directory)
+        except (SafetuneError, OSError) as error:
+            yield fail("packs", str(error), "export it again, or take it out of SAFETUNE_PACKS")
+            continue
+        choices = counted(len(found.entries), "choice")
+        yield ok("packs", f"{directory}: {choices} in {_packs_in(directory)}")
+    own = shipped()
+    yield ok("shipped packs", "none" if own is None else _packs_in(own))
+
+
+def _packs_in(directory: Path) -> str:
+    return counted(len(list(directory.glob("*.json"))), "file")
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
+    settings,
+    cache_directory,
+    triton_cache,
+    shared_store,
+    packs,
+)
