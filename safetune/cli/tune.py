@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,14 +23,17 @@ from safetune.cli.output import (
     print_outcomes,
     stdout_console,
 )
+from safetune.cli.plan import print_plan
 from safetune.cli.stored import check_writable
 from safetune.errors import NoWorkingConfig, StoreError, TargetError
+from safetune.frozen import dataclass
 from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
+    from safetune.offline.plan import Plan, Planned, Sketch
     from safetune.offline.replay import LeftOut
     from safetune.offline.tasks import OfflineKernel, Task
-    from safetune.tuning.requests import TuningResult
+    from safetune.tuning.requests import Observer, TuningResult
 
 
 _OF_TITLE = ("kernel", "shape", "dtype")
@@ -63,19 +66,9 @@ _OF_TITLE = ("kernel", "shape", "dtype")
 @click.option(
     "--allow-disputed", is_flag=True, help="Exit with 0 though the result of a choice is disputed."
 )
+@click.option("--dry-run", is_flag=True, help="Print what would be measured, and measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def tune_command(
-    target: tuple[str, ...],
-    shape: tuple[str, ...],
-    dtype: tuple[str, ...],
-    device: str | None,
-    force: bool,
-    isolation: str | None,
-    recorded: bool,
-    zeros: bool,
-    allow_disputed: bool,
-    as_json: bool,
-) -> None:
+def tune_command(**given: Any) -> None:
     """Tune the kernels of TARGET and store every outcome.
 
     TARGET is package.module[:kernel], file.py[:kernel] or a directory: all files below it that
@@ -86,106 +79,144 @@ def tune_command(
     nothing shows which are right, or if no recorded call can be tuned; with 2 if outcomes cannot
     be stored.
     """
-    if not (target or recorded):
-        raise click.UsageError("Missing argument 'TARGET...'.")
-    if recorded and (shape or dtype):
-        raise click.UsageError(
-            "--shape and --dtype choose workloads; with --recorded there are no workloads."
-        )
-    if zeros and not recorded:
-        raise click.UsageError("--zeros needs --recorded.")
+    options = _Options(**given)
     switched = targets.use_interpreter_without_gpu()
-    report = _Report(allow_disputed)
+    report = _Report(options.allow_disputed)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the targets print
-            kernels = targets.kernels_of(target, with_workload=not recorded)
-            if recorded:
-                count, tasks = _recorded(kernels, device, zeros, report.left_out)
-            else:
-                count, tasks = _declared(kernels, device, dtype, shape)
+            sketches = _asked_for(options, report.left_out)
             if switched:
                 echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
-            line = Line(hidden=as_json or not Console(stderr=True).is_terminal)
-            check_writable()
-            _tune_all(tasks, count, force, isolation, line, report)
-            _check_written()
+            if not options.dry_run:
+                check_writable()
+            plan = _planned(sketches, options)
+            if not options.dry_run:
+                _tune_all(plan, options, report)
+                _check_written()
     except Exception:
         if report.tuned or report.left_out:
-            report.print(as_json)
+            report.print(options.as_json)
         raise
-    sys.exit(report.print(as_json))
+    if options.dry_run:
+        print_plan(plan, report.left_out, options.as_json)
+    else:
+        sys.exit(report.print(options.as_json))
 
 
-def _declared(
-    kernels: Sequence[OfflineKernel],
-    device: str | None,
-    dtypes: Sequence[str],
-    shapes: Sequence[str],
-) -> tuple[int, Iterator[Task]]:
-    """Return the tasks of the declared workloads, and their number.
+@dataclass(frozen=True)
+class _Options:
+    """What the command line says."""
 
-    Makes the arguments of all of them once: a mistake shows before anything is tuned.
+    target: tuple[str, ...]
+    shape: tuple[str, ...]
+    dtype: tuple[str, ...]
+    device: str | None
+    force: bool
+    isolation: str | None
+    recorded: bool
+    zeros: bool
+    allow_disputed: bool
+    dry_run: bool
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        if not (self.target or self.recorded):
+            raise click.UsageError("Missing argument 'TARGET...'.")
+        if self.recorded and (self.shape or self.dtype):
+            raise click.UsageError(
+                "--shape and --dtype choose workloads; with --recorded there are no workloads."
+            )
+        if self.zeros and not self.recorded:
+            raise click.UsageError("--zeros needs --recorded.")
+
+
+def _asked_for(options: _Options, left_out: list[LeftOut]) -> list[Sketch]:
+    """Return the tunings that the command line asks for.
+
+    Makes the arguments of all of them once, one after the other: a mistake shows before anything
+    is tuned.
     """
-    from safetune.offline import tasks
+    kernels = targets.kernels_of(options.target, with_workload=not options.recorded)
+    if options.recorded:
+        return _recorded(kernels, options, left_out)
+    return _declared(kernels, options)
 
-    targets.check_device(kernels, device)
-    names = [
-        task.workload.name for kernel in kernels for task in tasks.tasks(kernel, device, dtypes)
+
+def _declared(kernels: Sequence[OfflineKernel], options: _Options) -> list[Sketch]:
+    from safetune.offline import plan, tasks
+
+    targets.check_device(kernels, options.device)
+    names: list[str] = []
+
+    def wanted(name: str) -> bool:
+        names.append(name)
+        return not options.shape or name in options.shape
+
+    sketches = [
+        sketch
+        for kernel in kernels
+        for stream in tasks.streams(kernel, options.device, options.dtype)
+        for sketch in plan.sketches(stream, wanted, options.force)
     ]
     if not names:
         listed = ", ".join(kernel.name for kernel in kernels)
         raise TargetError(f"the workloads of {listed} yield nothing")
-    targets.check_shapes(shapes, names)
-    count = sum(not shapes or name in shapes for name in names)
-    return count, (
-        task for kernel in kernels for task in tasks.tasks(kernel, device, dtypes, shapes)
-    )
+    targets.check_shapes(options.shape, names)
+    return sketches
 
 
 def _recorded(
-    named: Sequence[OfflineKernel], device: str | None, zeros: bool, left_out: list[LeftOut]
-) -> tuple[int, Iterator[Task]]:
-    """Return the tasks of the recorded calls, of the named kernels if any, and their number."""
+    named: Sequence[OfflineKernel], options: _Options, left_out: list[LeftOut]
+) -> list[Sketch]:
+    """Return the tunings of the recorded calls, of the named kernels if any."""
     from safetune.offline import replay, tasks
 
-    names, store = {kernel.name for kernel in named}, tasks.open_tuning_store()
+    names, store = {kernel.name for kernel in named}, tasks.open_tuning_store(options.dry_run)
     stored = [call for call in store.calls() if not named or call.name in names]
     if not stored:
         raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
-    found = replay.sort_out(stored, named, zeros, left_out)
+    found = replay.sort_out(stored, named, options.zeros, left_out)
     left_out[:] = [left for left in left_out if store.choice(left.call.key) is None]
-    targets.check_device([kernel for _, kernel in found], device)
-    return len(found), replay.tasks_of(found, device, left_out)
+    targets.check_device([kernel for _, kernel in found], options.device)
+    return list(replay.sketches(found, options.device, options.force, left_out))
 
 
-def _tune_all(
-    tasks: Iterable[Task],
-    count: int,
-    force: bool,
-    isolation: str | None,
-    line: Line,
-    report: _Report,
-) -> None:
+def _planned(sketches: Sequence[Sketch], options: _Options) -> Plan:
+    from safetune.offline.plan import plan
+    from safetune.offline.tasks import open_tuning_store
+
+    return plan(sketches, open_tuning_store(options.dry_run))
+
+
+def _tune_all(plan: Plan, options: _Options, report: _Report) -> None:
+    line = Line(hidden=options.as_json or not Console(stderr=True).is_terminal)
+    line.start()
+    try:
+        for number, planned in enumerate(plan.tunings, 1):
+            sketch = planned.sketch
+            line.begin(
+                f"{number}/{len(plan.tunings)} {sketch.kernel} {sketch.shape} {sketch.dtype}"
+            )
+            _tune(planned, options, line.observe, report)
+    finally:
+        line.stop()
+
+
+def _tune(planned: Planned, options: _Options, observe: Observer, report: _Report) -> None:
     from safetune.config import config_text
     from safetune.offline.tasks import tune_task
 
-    line.start()
+    task = planned.sketch.make()
+    if options.isolation is not None:
+        task.kernel.tuner.isolate(options.isolation)
     try:
-        for number, task in enumerate(tasks, 1):
-            name = f"{task.kernel.name} {task.workload.name} {task.dtype}"
-            line.begin(f"{number}/{count} {name}")
-            if isolation is not None:
-                task.kernel.tuner.isolate(isolation)
-            try:
-                result = tune_task(task, line.observe, force)
-            except NoWorkingConfig as error:
-                failed = [(config, outcome, False) for config, outcome in error.outcomes]
-                report.add(task, failed, error.measured)
-            else:
-                rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
-                report.add(task, rows, result.measured, result)
-    finally:
-        line.stop()
+        result = tune_task(task, observe, options.force)
+    except NoWorkingConfig as error:
+        failed = [(config, outcome, False) for config, outcome in error.outcomes]
+        report.add(task, failed, error.measured)
+    else:
+        rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
+        report.add(task, rows, result.measured, result)
 
 
 def _check_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -15,6 +16,8 @@ from safetune.config import config_digest
 from safetune.frozen import dataclass
 from safetune.inputs import call_description
 from safetune.keys.tuning_key import describe_call
+from safetune.offline import plan
+from safetune.offline.plan import Sketch
 from safetune.offline.tasks import OfflineKernel, Task, find_kernels
 from safetune.outcome import Mark
 from safetune.store.records import RecordedCall
@@ -66,18 +69,17 @@ def sort_out(
     return found
 
 
-def tasks_of(
-    found: Iterable[Rebuildable], device: str | None, left_out: list[LeftOut]
-) -> Iterator[Task]:
-    """Yield the task of each call, with the tensors of one at a time in memory."""
+def sketches(
+    found: Iterable[Rebuildable], device: str | None, force: bool, left_out: list[LeftOut]
+) -> Iterator[Sketch]:
+    """Yield what a plan needs of each call, with the tensors of one at a time in memory."""
     for call, kernel in found:
+        make = functools.partial(_task, call, kernel, device or kernel.device)
         try:
-            task = _task(call, kernel, device or kernel.device)
+            yield plan.sketch(make(), make, force)
         except torch.OutOfMemoryError as error:
             reason = f"there is not enough memory for its tensors: {error}"
             left_out.append(LeftOut(call, reason))
-            continue
-        yield task
 
 
 def _task(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:

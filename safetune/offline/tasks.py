@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -66,23 +67,50 @@ def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
     return list(found.values())
 
 
-def tasks(
-    kernel: OfflineKernel,
-    device: str | None,
-    dtypes: Sequence[str],
-    shapes: Sequence[str] = (),
-) -> Iterator[Task]:
-    """Yield the tasks of a kernel's workloads, restricted to some dtypes and shape names."""
-    where = torch.device(device or kernel.device)
+class Stream:
+    """The tasks of one workload function and dtype, of which each can be made at any time.
+
+    In their order they take one pass of the function; a task before the last one begins another.
+    """
+
+    def __init__(self, kernel: OfflineKernel, function: Any, device: str | None, name: str) -> None:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise TargetError(f"dtype {name!r} is not a torch dtype; try float16 or bfloat16")
+        self._kernel, self._name = kernel, name
+        self._yielded = (kernel, function, torch.device(device or kernel.device), dtype)
+        self._rest, self._next = iter(self), 0
+
+    def __iter__(self) -> Iterator[Task]:
+        for workload in _yielded(*self._yielded):
+            yield Task(self._kernel, workload, self._name)
+
+    def task(self, number: int) -> Task:
+        """Make the task with this number; raises `WorkloadError` where there is none any more."""
+        if number < self._next:
+            self._rest, self._next = iter(self), 0
+        skipped, self._next = number - self._next, number + 1
+        found = next(itertools.islice(self._rest, skipped, None), None)
+        if found is None:
+            raise WorkloadError(
+                f"a workload function of {self._kernel.name} yields fewer workloads than at first"
+            )
+        return found
+
+
+def streams(
+    kernel: OfflineKernel, device: str | None, dtypes: Sequence[str] = ()
+) -> Iterator[Stream]:
+    """Yield the tasks of a kernel's workloads, by function and dtype, of some dtypes if given."""
     default = "float32" if kernel.interpreted else "bfloat16"
     for declared in kernel.tuner.workloads:
         for name in dtypes or declared.dtypes or (default,):
-            dtype = getattr(torch, name, None)
-            if not isinstance(dtype, torch.dtype):
-                raise TargetError(f"dtype {name!r} is not a torch dtype; try float16 or bfloat16")
-            for workload in _yielded(kernel, declared.function, where, dtype):
-                if not shapes or workload.name in shapes:
-                    yield Task(kernel, workload, name)
+            yield Stream(kernel, declared.function, device, name)
+
+
+def tasks(kernel: OfflineKernel, device: str | None, dtypes: Sequence[str]) -> Iterator[Task]:
+    """Yield the tasks of a kernel's workloads, with the tensors of one at a time in memory."""
+    return itertools.chain.from_iterable(streams(kernel, device, dtypes))
 
 
 def request_for(task: Task, force: bool = False) -> TuningRequest:
@@ -97,9 +125,10 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
     return replace(miss.request(force), marks=task.marks)
 
 
-def open_tuning_store() -> GuardedStore:
-    """Return the store for tuning, whatever the value of SAFETUNE_MODE."""
-    return open_lookup(replace(Settings.current(), mode=Mode.TUNE)).store
+def open_tuning_store(read_only: bool = False) -> GuardedStore:
+    """Return the store for tuning, or to plan one, whatever the value of SAFETUNE_MODE."""
+    mode = Mode.FROZEN if read_only else Mode.TUNE
+    return open_lookup(replace(Settings.current(), mode=mode)).store
 
 
 def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:

@@ -141,7 +141,7 @@ def elect_local(
     name = request.key.digest
     if name in _of_thread.names:
         raise Busy("its tuning has launched it again with the same key")
-    with _locked(store, name, budget, lambda: _choice(request, store)) as choice:
+    with _locked(store, name, budget, lambda: final_choice(request, store)) as choice:
         yield choice
 
 
@@ -267,7 +267,7 @@ def _elected(
     raise AssertionError("a budget's tries end with an exception")
 
 
-def _choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
+def final_choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
     """Return the choice after which there is nothing to tune."""
     if request.force or requests.is_due(request, store, store.trials(request.key.digest)):
         return None

@@ -96,6 +96,8 @@ class _Tuning:
     votes: Votes = field(default_factory=Votes)
     #: The configs that were compiled or launched in this tuning.
     measured: set[int] = field(default_factory=set)
+    #: When each of them ended. Their rows keep it, so that stored trials say how long a sweep took.
+    ended: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
 
     def timings(self) -> dict[int, Timing]:
@@ -116,6 +118,7 @@ class _Tuning:
         if limit_s is not None:
             outcome = replace(outcome, detail=f"{limit_s:g} s")
         self.measured.add(config)
+        self.ended[config] = time.time()
         self.keep({config: outcome})
         self.announce(config, stage, outcome)
 
@@ -142,7 +145,7 @@ class _Tuning:
             config=config_record(self.request.configs[config]),
             generation=self.generation,
             outcome=outcome,
-            created=time.time(),
+            created=self.ended.get(config) or time.time(),
         )
 
     def announce(self, config: int, stage: str, outcome: Outcome | None = None) -> None:

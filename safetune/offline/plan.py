@@ -1,0 +1,179 @@
+"""The plan of a sweep, before anything is tuned: each kernel and key, and what is left to do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import field, replace
+from functools import partial
+from typing import Any
+
+from safetune.config import config_digest
+from safetune.errors import NothingToMeasure, from_signal_handler
+from safetune.frozen import dataclass
+from safetune.launch.call_shape import heuristic_values, named_arguments, specialisation
+from safetune.offline.tasks import Stream, Task, request_for
+from safetune.store.local.store import Store
+from safetune.tuning import requests, single_flight
+from safetune.tuning.requests import TuningRequest
+
+#: Two outcomes that are further apart are not of one sweep: it was interrupted in between.
+_MOST_GAP_S = 300.0
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """One tuning that is asked for: all that a plan needs of it, without its tensors."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    request: TuningRequest  # without the call
+    #: What decides the binary of each config, by its digest; empty in the interpreter.
+    binaries: dict[str, Hashable]
+    make: Callable[[], Task]  # makes the tensors
+
+    @property
+    def words(self) -> str:
+        """The tuning as text."""
+        return f"{self.kernel} {self.shape} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tuning of a plan."""
+
+    sketch: Sketch
+    #: The configs to measure, by their digests: neither stored nor an earlier tuning's of this key.
+    new: tuple[str, ...]
+    #: How long that may take; None where no trial of the kernel is stored.
+    estimate_s: float | None
+
+    @property
+    def key(self) -> str:
+        """The digest of its key."""
+        return self.sketch.request.key.digest
+
+    @property
+    def configs(self) -> int:
+        """How many configs pruning leaves."""
+        return len(self.sketch.request.configs)
+
+    @property
+    def binaries(self) -> set[Hashable]:
+        """What the configs to measure compile to."""
+        known = self.sketch.binaries
+        return {known[digest] for digest in self.new if digest in known}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tunings of a sweep, in their order."""
+
+    tunings: tuple[Planned, ...] = field(default=())
+
+    @property
+    def configs(self) -> int:
+        """The configs of all keys."""
+        return sum(planned.configs for planned in self.tunings)
+
+    @property
+    def new(self) -> int:
+        """How many of them are to be measured."""
+        return sum(len(planned.new) for planned in self.tunings)
+
+    @property
+    def compilations(self) -> int:
+        """How many compilations these need at most: keys of one kernel share them."""
+        return len(set[Hashable]().union(*(planned.binaries for planned in self.tunings)))
+
+    @property
+    def estimate_s(self) -> float | None:
+        """How long the tunings that have an estimate may take together; None without any."""
+        known = [each.estimate_s for each in self.tunings if each.estimate_s is not None]
+        return sum(known) if known else None
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether all that is to be measured has an estimate."""
+        return all(planned.estimate_s is not None for planned in self.tunings if planned.new)
+
+
+def sketches(stream: Stream, wanted: Callable[[str], bool], force: bool) -> Iterator[Sketch]:
+    """Yield what a plan needs of the workloads with a wanted name, making each once."""
+    for number, task in enumerate(stream):
+        if wanted(task.workload.name):
+            yield sketch(task, partial(stream.task, number), force)
+
+
+def sketch(task: Task, make: Callable[[], Task], force: bool) -> Sketch:
+    """Return what a plan needs of a task; raises as `request_for`, and `NothingToMeasure`."""
+    request = request_for(task, force)
+    if not request.has_work:
+        raise NothingToMeasure(request.key.kernel.name, str(request.key))
+    without_call: Any = {"call": None}  # it has the tensors
+    return Sketch(
+        kernel=task.kernel.name,
+        shape=task.workload.name,
+        dtype=task.dtype,
+        request=replace(request, **without_call),
+        binaries={} if request.call.interpreted else binaries(task, request),
+        make=make,
+    )
+
+
+def plan(sketched: Iterable[Sketch], store: Store) -> Plan:
+    """Look up what is stored of each tuning that is asked for."""
+    claimed: dict[str, set[str]] = {}
+    rates: dict[str, float | None] = {}
+    tunings = []
+    for each in sketched:
+        if each.kernel not in rates:
+            rates[each.kernel] = seconds_per_config(store, each.kernel)
+        earlier = claimed.setdefault(each.request.key.digest, set())
+        new = tuple(digest for digest in _unmeasured(each.request, store) if digest not in earlier)
+        earlier.update(new)
+        rate = rates[each.kernel]
+        tunings.append(Planned(each, new, None if rate is None else rate * len(new)))
+    return Plan(tuple(tunings))
+
+
+def seconds_per_config(store: Store, kernel: str) -> float | None:
+    """Return how long the stored sweeps of a kernel took for a config; None without any."""
+    gaps = []
+    for _, trials in store.trials_of(kernel):
+        times = sorted(trial.created for trial in trials)
+        gaps += [after - before for before, after in itertools.pairwise(times)]
+    gaps = [gap for gap in gaps if gap <= _MOST_GAP_S]
+    return sum(gaps) / len(gaps) if gaps else None
+
+
+def _unmeasured(request: TuningRequest, store: Store) -> list[str]:
+    """Return the digests of the configs that a tuning would measure now."""
+    if store.shared is not None:
+        from safetune.store.shared.protocol import space_of
+
+        store.shared.refresh(space_of(request.key))
+    if single_flight.final_choice(request, store) is not None:
+        return []
+    lasting = {} if request.force else requests.lasting_outcomes(request, store)
+    known = {config_digest(request.configs[index]) for index in lasting}
+    return [digest for digest in request.by_digest if digest not in known]
+
+
+def binaries(task: Task, request: TuningRequest) -> dict[str, Hashable]:
+    """Return what decides the binary of each config: keys that agree in it compile it once."""
+    tuner, call = task.kernel.tuner, request.call
+    args, kwargs = call.pinned()
+    named = named_arguments(call.arg_names, args, kwargs)
+    common = (request.key.kernel.digest, specialisation(tuner, named))
+    found: dict[str, Hashable] = {}
+    for digest, config in request.by_digest.items():
+        try:
+            _, values = heuristic_values(call.kernel, {**named, **config.all_kwargs()})
+        except Exception as error:  # the tuning reports it
+            if from_signal_handler(error):
+                raise
+            values = {}
+        found[digest] = (common, digest, specialisation(tuner, values))
+    return found
