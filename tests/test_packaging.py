@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,7 @@ def test_archives_hold_what_they_should(built: dict[str, Path], sources: Path) -
     with tarfile.open(built["sdist"]) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "cache/probe.json"} <= in_sdist
+    assert {"CHANGELOG.md", "docs/index.md", "docs/conf.py", "tests/conftest.py"} <= in_sdist
     assert {f"kernels/{path.name}" for path in (sources / "kernels").glob("*.py")} <= in_sdist
     with zipfile.ZipFile(built["wheel"]) as archive:
         in_wheel = set(archive.namelist())
@@ -187,3 +189,30 @@ def test_archives_hold_what_they_should(built: dict[str, Path], sources: Path) -
         for path in (sources / folder).rglob("*.py"):
             assert f"{package}{path.relative_to(sources)}" in in_wheel
     assert all(name.startswith(("safetune/", "safetune-")) for name in in_wheel)
+
+
+def test_links_of_the_readme_work_where_the_package_is_shown(built: dict[str, Path]) -> None:
+    """A package index shows README without the files beside it."""
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        text = archive.read(name).decode()
+    described = text.partition("\n\n")[2]
+    targets = re.findall(r"\]\(([^)]+)\)|src(?:set)?=\"([^\"]+)\"", described)
+    links = [link or image for link, image in targets]
+    assert len(links) > 20
+    assert not [link for link in links if not link.startswith("https://")]
+    assert "Description-Content-Type: text/markdown" in text
+    assert "Requires-Dist: triton<3.10" in text
+
+
+def test_the_citation_and_the_addresses_are_those_of_the_package() -> None:
+    """One line of pyproject.toml has the repository's address; these files cannot read it."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    (address,) = re.findall(r'^Repository = "(.+)"$', project, re.MULTILINE)
+    (version,) = re.findall(r'^version = "(.+)"$', project, re.MULTILINE)
+    assert f"\nversion: {version}\n" in citation
+    assert f"\nrepository-code: {address}\n" in citation
+    forms = (ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8")
+    for url in re.findall(r"https://\S+?(?=[\"\s])", project + forms):
+        assert url.startswith(address), url
