@@ -92,8 +92,10 @@ class Block:
         size = self.spec.size
         if self.spec.device == memory.HOST or self._kept == size:
             return  # the memory file is as fast as memory of the host
-        if self.spec.noise is not None:
-            self._pieces, self._kept = [self._fill(self.another())], size
+        if self.spec.noise is not None:  # drawn again in less time than it takes from the host
+            if self.bytes.has_room(size):
+                self._pieces, self._kept = [self._fill(self.another())], size
+            return
         while self._kept < size:
             count = min(_PIECE, size - self._kept)
             roomy = self.bytes.has_room(count)

@@ -23,6 +23,8 @@ _COARSE_DOUBT = 1.5
 MAX_FINALISTS = 10
 #: Medians within this ratio count as equal; the config declared first then wins.
 TIE_RATIO = 1.005
+#: A race may end while it is open whether an earlier config ties, if it is not slower than this.
+_GOOD_RATIO = 1.01
 MIN_ROUNDS, MAX_ROUNDS = 4, 16
 #: A difference counts if it is at least this many standard errors of the mean.
 _CONFIDENCE = 3.0
@@ -101,16 +103,24 @@ def beaten(rounds: Mapping[int, Sequence[Timing]]) -> set[int]:
     """Return the racers that more rounds would not bring to the front.
 
     A racer is compared with the leader round by round, because both run at the same clock there. It
-    is beaten once it is slower by more than the noise of these ratios.
+    is beaten once it is slower by more than the noise of these ratios and, if it was declared
+    before the leader, does not tie with it.
     """
-    return {index for index, (low, _) in _ratios(rounds).items() if low > 1}
+    leader, bounds = _ratios(rounds)
+    return {i for i, (low, _) in bounds.items() if low > (TIE_RATIO if i < leader else 1)}
 
 
 def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
-    """Whether more rounds would not find a better winner: no other is faster than the leader by
-    more than a tie, or all are equally fast.
+    """Whether more rounds would not find a better config.
+
+    No config that was declared after the leader is faster by more than a tie. One that was declared
+    before it does not tie with it; or it may, and would be as good.
     """
-    return all(low > 2 - TIE_RATIO or high <= TIE_RATIO for low, high in _ratios(rounds).values())
+    leader, bounds = _ratios(rounds)
+    return all(
+        (low > TIE_RATIO or high <= _GOOD_RATIO) if index < leader else low > 2 - TIE_RATIO
+        for index, (low, high) in bounds.items()
+    )
 
 
 def combine(rounds: Sequence[Timing]) -> Timing:
@@ -141,8 +151,12 @@ def _budget(screened: Timing, short: bool) -> Budget:
     return Budget(least=min(max(launches, least), most), time_ms=0.0)
 
 
-def _ratios(rounds: Mapping[int, Sequence[Timing]]) -> dict[int, tuple[float, float]]:
-    """Return the bounds of each other racer's time over the leader's, from their common rounds."""
+def _ratios(
+    rounds: Mapping[int, Sequence[Timing]],
+) -> tuple[int, dict[int, tuple[float, float]]]:
+    """Return the leader, and the bounds of each other racer's time over the leader's, from their
+    common rounds.
+    """
     leader = min(rounds, key=lambda index: combine(rounds[index]).median_ms)
     bounds = {}
     for index in rounds.keys() - {leader}:
@@ -153,4 +167,4 @@ def _ratios(rounds: Mapping[int, Sequence[Timing]]) -> dict[int, tuple[float, fl
             continue
         error = _CONFIDENCE * statistics.stdev(ratios) / math.sqrt(len(ratios))
         bounds[index] = statistics.mean(ratios) - error, statistics.mean(ratios) + error
-    return bounds
+    return leader, bounds

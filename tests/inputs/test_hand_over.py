@@ -168,6 +168,27 @@ def test_with_little_room_outputs_come_first_and_the_rest_is_in_the_file(
     snapshot.close()
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_a_drawn_block_without_room_for_a_second_copy_is_drawn_again(
+    monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """It is not kept in memory of the host, which is slower to copy from."""
+    snapshot = Snapshot([torch.randn(5000)], ["x"], limit=0)
+    assert snapshot.layout.blocks[0].noise is not None
+    monkeypatch.setattr(DeviceBytes, "has_room", lambda where, size: room)
+    arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
+    (block,), (tensor,) = arguments.blocks, arguments.tensors
+    bits, before = tensor.clone(), used()
+    for _ in range(2):
+        tensor.zero_()
+        assert arguments.find_written() == [0]
+        assert (used() > before) == room
+        arguments.restore()
+        assert torch.equal(tensor, bits)
+    assert ctypes.string_at(*block.pristine().run) == bits.numpy().tobytes()
+    snapshot.close()
+
+
 def child(snapshot: Snapshot, what: int) -> subprocess.Popen[bytes]:
     (fd,), ((_, size),) = snapshot.shared_fds, snapshot.layout.shared
     offset = snapshot.layout.blocks[0].place.offset

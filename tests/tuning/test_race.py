@@ -68,6 +68,16 @@ def test_a_race_is_over_between_equals():
     assert race.clear({0: one, 1: other})
 
 
+def test_a_race_goes_on_while_an_earlier_config_may_tie_and_be_slower_by_a_percent():
+    """It would be chosen for its place; a later one would not."""
+    faster = rounds(1.000, 1.001, 1.000, 1.001)
+    slower = rounds(1.001, 1.013, 1.001, 1.013)
+    assert race.beaten({0: slower, 1: faster}) == set()
+    assert not race.clear({0: slower, 1: faster})
+    assert race.clear({0: faster, 1: slower})
+    assert race.beaten({0: rounds(1.012, 1.013, 1.012, 1.013), 1: faster}) == {0}
+
+
 @given(st.dictionaries(st.integers(0, 30), st.floats(1e-3, 1e3), min_size=1))
 def test_the_winner_is_never_slower_than_a_tie(medians):
     timings = {index: timing(median) for index, median in medians.items()}
