@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.errors import InvalidConfig, InvalidSetting, with_nearest
+from safetune.errors import InvalidConfig, InvalidSetting, SettingWarning, with_nearest
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import function_digest
+from safetune.messages import warn
 
 
 def config_record(config: Config) -> dict[str, Any]:
@@ -94,10 +94,10 @@ def check_configs(
                 "back-end option"
             )
         if _is_among(config, checked, seen):
-            warnings.warn(
+            warn(
                 f"configs[{position}] of {kernel_name} is listed twice "
                 f"({config_text(config)}); the second is dropped",
-                stacklevel=4,
+                SettingWarning,
             )
             continue
         checked.append(config)

@@ -1,4 +1,6 @@
-"""The exceptions of safetune. A config that fails is an `Outcome`; a tuning that fails raises."""
+"""The exceptions and warnings of safetune. A config that fails is an `Outcome`; a tuning that fails
+raises.
+"""
 
 from __future__ import annotations
 
@@ -124,6 +126,37 @@ class WorkloadError(SafetuneError):
 
 class NotInterpretable(SafetuneError):
     """Triton's interpreter cannot run the kernel to its end, so nothing can be checked."""
+
+
+class SafetuneWarning(UserWarning):
+    """The base of every warning of safetune."""
+
+
+class SettingWarning(SafetuneWarning):
+    """An environment variable, or an argument of the decorator, has no effect."""
+
+
+class PhantomKeyWarning(SettingWarning):
+    """A key has a name that nothing reads; or, of a library's tuner, an unknown name."""
+
+
+class StoreWarning(SafetuneWarning):
+    """The store, the shared store or a pack cannot be used; the run goes on without it.
+
+    A general filter such as `-W error` shows it; one that names the class raises it.
+    """
+
+
+class TuningWarning(SafetuneWarning):
+    """A key is not tuned, or some launches do not use the choice."""
+
+
+class DisputeWarning(TuningWarning):
+    """The configs of a key disagree about the result, and the choice may compute a wrong one."""
+
+
+class CaptureWarning(SafetuneWarning):
+    """A CUDA graph was captured without a choice, or with work that a replay does not repeat."""
 
 
 class NothingToMeasure(SafetuneError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import threading
 import types
@@ -21,6 +20,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Literal, get_args
+
+from safetune.messages import logger
 
 Stage = Literal[
     "database",  # connections to SQLite are closed before a fork, and opened again after it
@@ -35,8 +36,6 @@ Stage = Literal[
 STAGES: tuple[str, ...] = get_args(Stage)
 
 Hook = Callable[[], object]
-
-logger = logging.getLogger("safetune")
 
 #: By event, which is the name of a parameter of `register`, and stage: what returns the hook, or
 #: None where its object is gone.

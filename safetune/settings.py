@@ -7,18 +7,19 @@ change the environment at any time before the first launch of a key.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from safetune.errors import InvalidSetting, with_nearest
+from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
+from safetune.messages import logger, warn
 
 
 class Mode(str, Enum):
@@ -58,12 +59,15 @@ VARIABLES = frozenset(
     f"SAFETUNE_{name}"
     for name in (
         *("CACHE_DIR", "CAPTURE_MISS", "COPY_LIMIT", "FAST_LAUNCH", "INSTALL", "KEEP", "MODE"),
-        *("PACKS", "PHANTOM", "SHARED", "WAIT"),
+        *("LOG", "PACKS", "PHANTOM", "SHARED", "WAIT"),
         *("TEST_EXAMPLES", "TEST_FULL", "TEST_LAUNCHES", "TEST_TENTH"),
     )
 )
 
 Choice = TypeVar("Choice", bound=Enum)
+
+#: By value of SAFETUNE_LOG the level of the log. Without the variable it is the program's.
+LOG_LEVELS = {"quiet": logging.ERROR, "info": logging.INFO, "debug": logging.DEBUG}
 
 
 def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
@@ -203,11 +207,15 @@ class Settings:
     capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
     fast_launch: bool = True
     keep: frozenset[tuple[str, str]] = frozenset()  # (kernel, name): they stay in the kernel's key
+    log_level: int | None = None  # None: the program's
 
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        return _settings(tuple(map(os.environ.get, _READ)), _distributed_size())
+        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size())
+        if found.log_level != _log_level_set:
+            _set_log_level(found.log_level)
+        return found
 
 
 #: All that the settings depend on, beside torch.distributed.
@@ -238,7 +246,30 @@ def _settings(values: tuple[str | None, ...], ranks: int) -> Settings:
         wait_s=parse_seconds("SAFETUNE_WAIT", get("SAFETUNE_WAIT", "120")),
         keep=parse_keep("SAFETUNE_KEEP", get("SAFETUNE_KEEP", "")),
         fast_launch=_switch("SAFETUNE_FAST_LAUNCH", get("SAFETUNE_FAST_LAUNCH", "1")),
+        log_level=_log_level(get("SAFETUNE_LOG")),
     )
+
+
+def _log_level(value: str | None) -> int | None:
+    if value is not None and value not in LOG_LEVELS:
+        raise InvalidSetting(
+            f"SAFETUNE_LOG={value!r} is not known; use one of: {', '.join(LOG_LEVELS)}"
+        )
+    return None if value is None else LOG_LEVELS[value]
+
+
+#: What SAFETUNE_LOG has set, and the program's own level before that.
+_log_level_set: int | None = None
+_log_level_before = logging.NOTSET
+
+
+def _set_log_level(level: int | None) -> None:
+    """Set the level of the log, or the program's again where the variable is gone."""
+    global _log_level_set, _log_level_before
+    if _log_level_set is None:
+        _log_level_before = logger.level
+    _log_level_set = level
+    logger.setLevel(_log_level_before if level is None else level)
 
 
 def installs() -> bool:
@@ -273,7 +304,7 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
 
 @functools.cache
 def _warn(text: str) -> None:
-    warnings.warn(f"safetune: {text}", stacklevel=2)
+    warn(text, SettingWarning)
 
 
 def _warn_of_unknown(names: frozenset[str]) -> None:

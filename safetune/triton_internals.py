@@ -14,12 +14,13 @@ import copy
 import functools
 import sys
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from safetune import forks
+from safetune.errors import SafetuneWarning
+from safetune.messages import warn
 
 Function = Callable[..., Any]
 
@@ -58,11 +59,11 @@ def warn_if_newer() -> None:
     """Warn of a Triton that is newer than those supported."""
     if version() > NEWEST:
         newest = ".".join(map(str, NEWEST))
-        warnings.warn(
-            f"safetune: Triton {'.'.join(map(str, version()))} is newer than {newest}, the newest "
+        warn(
+            f"Triton {'.'.join(map(str, version()))} is newer than {newest}, the newest "
             "that this safetune knows: kernels are launched by Triton's own path, which takes "
             "longer; all else is as usual. Update safetune, or install an older Triton",
-            stacklevel=2,
+            SafetuneWarning,
         )
 
 

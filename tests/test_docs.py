@@ -50,7 +50,10 @@ SHORTER = {
 
 #: The pages whose Python warns on purpose. Elsewhere an example that only warns is a broken one.
 WARNS = {"getting_started.md": "its key has a name that nothing reads"}
-ERRORS = "import warnings; warnings.simplefilter('error', UserWarning)"
+ERRORS = (
+    "import warnings, safetune; warnings.simplefilter('error', UserWarning); "
+    "warnings.simplefilter('error', safetune.SafetuneWarning)"
+)
 
 SH_TIMEOUT_S = 120.0
 

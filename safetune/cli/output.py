@@ -27,10 +27,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from safetune.errors import SafetuneError
+from safetune.errors import PhantomKeyWarning, SafetuneError
 from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
+from safetune.messages import logger, prefix
 from safetune.miss.progress import duration
 from safetune.outcome import Mark, Outcome
 from safetune.store.local.store import AGREED, IMPORTED
@@ -98,14 +99,24 @@ def warnings_as_lines() -> Iterator[None]:
     Characters that the terminal's encoding lacks are printed as escapes.
     """
 
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        echo(f"Warning: {_one_line(str(message))}", err=True)
+    def show(
+        message: Warning | str, category: object, filename: str, lineno: int, *_: Any, **__: Any
+    ) -> None:
+        place = f" ({filename}:{lineno})" if category is PhantomKeyWarning else ""
+        tell(f"Warning: {str(message).removeprefix(prefix())}{place}")
+
+    def log(record: logging.LogRecord) -> None:
+        kind = "Warning: " if record.levelno >= logging.WARNING else ""
+        tell(f"{kind}{record.getMessage()}")
+
+    def tell(text: str) -> None:
+        echo(_one_line(text), err=True)
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    logger, lines = logging.getLogger("safetune"), logging.Handler(logging.WARNING)
-    lines.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
+    lines = logging.Handler()
+    lines.emit = log  # type: ignore[method-assign]
     logger.addHandler(lines)
     try:
         with warnings.catch_warnings():

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -27,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest, config_text, declared_digest
-from safetune.errors import TracingError
+from safetune.errors import TracingError, TuningWarning
 from safetune.inputs.call import Call
 from safetune.keys import encoding
 from safetune.keys.tuning_key import current_index, readable_key, tuning_key
 from safetune.launch.call_shape import refuse_vmap
+from safetune.messages import logger, warn
 from safetune.settings import Mode, Settings
 from safetune.tuning.requests import TuningRequest
 
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from safetune.compilers import dynamic_shapes
     from safetune.miss.tuner import Tuner
     from safetune.store.local.store import Store
-
-logger = logging.getLogger("safetune")
 
 _numbers = itertools.count()
 #: The tuners by number, as a string: under dynamic shapes Dynamo makes an integer a variable.
@@ -244,7 +241,7 @@ def compilable(tuner: Tuner, order: Sequence[Config]) -> tuple[int, ...]:
                 "them, or wrap the launch in a torch.library.custom_op, which torch.compile does "
                 "not change"
             )
-        warnings.warn(f"{problem}: {config_text(kept[0])} is compiled instead", stacklevel=2)
+        warn(f"{problem}: {config_text(kept[0])} is compiled instead", TuningWarning)
     indices = {id(config): index for index, config in enumerate(tuner.configs)}
     return tuple(indices[id(config)] for config in kept)
 
@@ -259,11 +256,11 @@ def missed(tuner: Tuner, request: TuningRequest, config: Config, store: Store) -
     logger.info("tune %s offline for %s: torch.compile found no choice", name, request.key)
     if not tuner.first_time("compiled without a choice"):
         return
-    warnings.warn(
+    warn(
         f"{name} has no choice for {request.key} and is compiled with {config_text(config)}: "
         "nothing is tuned while torch.compile traces. Call safetune.prepare before you compile, "
         "or run `safetune tune`; then torch.compiler.reset() and compile again",
-        stacklevel=2,
+        TuningWarning,
     )
 
 

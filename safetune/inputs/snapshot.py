@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,9 +32,8 @@ from safetune.inputs.spans import (
     Span,
     TensorSpec,
 )
+from safetune.messages import logger
 from safetune.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 
 def copy_inputs(

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from safetune import triton_internals
-from safetune.errors import InvalidSetting, NoDevice
+from safetune.errors import CaptureWarning, InvalidSetting, NoDevice
 from safetune.frozen import dataclass
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
 from safetune.launch.key_state import CapturedMiss
+from safetune.messages import logger, warn
 from safetune.miss import reporting, under_capture
-
-logger = logging.getLogger("safetune")
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,9 @@ class Watch:
         if kind is not None:  # a warning may be an error, which would take that one's place
             logger.warning("%s", report)
             return
-        warnings.warn(
+        warn(
             f"{report}. Call safetune.prepare with the captured function, before the capture",
-            stacklevel=4,
+            CaptureWarning,
         )
 
     @property

@@ -24,7 +24,7 @@ from typing import Any
 from safetune import forks, triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend import observers
-from safetune.integrations.install_report import Installation, kernel_name
+from safetune.integrations.install_report import Installation
 from safetune.settings import Settings, parse_keep
 
 _one_at_a_time = threading.Lock()
@@ -86,7 +86,7 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
                 with logged(), lenient():
                     tuner = safetune(*args, **kwargs)(fn)
             except (SafetuneError, TypeError, Warning) as error:  # warnings may be made errors
-                installation.refused[kernel_name(fn)] = str(error).partition("\n")[0]
+                installation.refuse(fn, error)
                 return shadow_tuner.leave(stock(*args, **kwargs)(fn))
             installation.tuners.append(tuner)
             return tuner

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from safetune.frontend.observers import Observer
+from safetune.messages import prefix
 
 
 class Installation(Observer):
@@ -32,6 +33,11 @@ class Installation(Observer):
         self.launches = self.misses = 0
         self._tunings_before = _tunings_begun()
         self._forked, self._reported = forked, False
+
+    def refuse(self, fn: Any, reason: object) -> None:
+        """Note that a kernel is left to Triton, and why, in one line."""
+        text = str(reason).partition("\n")[0]
+        self.refused[kernel_name(fn)] = text.removeprefix(prefix())  # of a warning made an error
 
     def launch(self, *_: Any) -> None:
         """Count a launch."""

@@ -136,6 +136,6 @@ def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Any
             with logged():
                 return take_over(kernel)
         except (SafetuneError, TypeError, AttributeError, Warning) as error:
-            reason = str(error).partition("\n")[0]
-    installation.refused[kernel_name(kernel)] = reason
+            reason = str(error)
+    installation.refuse(kernel, reason)
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import weakref
@@ -15,14 +14,13 @@ from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import plain_server, server
 from safetune.isolation.protocol import Answer, Budget, Prepare
+from safetune.messages import logger
 from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Verdict
 
 
 class TorchNeeded(Exception):
     """A child without torch could not do a job; the next child has torch."""
 
-
-logger = logging.getLogger(__name__)
 
 _measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
 

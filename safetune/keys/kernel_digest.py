@@ -13,12 +13,11 @@ import functools
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from safetune.errors import InvalidSetting
+from safetune.errors import InvalidSetting, SettingWarning
 from safetune.keys import encoding
 from safetune.keys.source_text import (
     MISSING,
@@ -32,6 +31,7 @@ from safetune.keys.source_text import (
 )
 from safetune.keys.text_facts import facts_of, text_of
 from safetune.keys.tuning_key import KernelIdentity
+from safetune.messages import warn
 
 #: The options of `@triton.jit` that change the code which is generated.
 _CODE_OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
@@ -205,11 +205,11 @@ class _Graph:
     def warn_if_cut(self, kernel: str) -> None:
         """Warn if there were too many values to count them all."""
         if self.is_cut:
-            warnings.warn(
-                f"safetune: {kernel} and its hooks refer to more than {MOST_VALUES:,} values; the "
+            warn(
+                f"{kernel} and its hooks refer to more than {MOST_VALUES:,} values; the "
                 "rest does not count in its identity, so a stored choice stays in use after a "
                 "change of them. Use a hook or heuristic that holds less",
-                stacklevel=2,
+                SettingWarning,
             )
 
     def _plain(self, value: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -22,9 +21,8 @@ from safetune.keys.body_usage import calls_followed
 from safetune.keys.kernel_digest import base_function, is_own, layers
 from safetune.keys.key_names import KeyReport, classes_of
 from safetune.keys.written_key import WrittenKey, during, warn_at
+from safetune.messages import logger
 from safetune.settings import PhantomPolicy
-
-_log = logging.getLogger("safetune")
 
 #: Two threads that need the classes first would warn twice.
 _one_at_a_time = threading.RLock()
@@ -210,29 +208,27 @@ def _get(owner: Any, attribute: str) -> Any:
 def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:
     """Warn of the names that are dropped; raise `PhantomKey` under the policy `error`."""
     if report.unread and policy is PhantomPolicy.ERROR and not report.kept_all:
-        raise PhantomKey(_phantom_text(report))
+        raise PhantomKey(f"{report.location}: {_phantom_text(report)}")
     if report.missing:
         text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tune '
         missing = ", ".join(report.missing)
-        _log.info(text + "each value on its own", report.location, report.kernel, missing)
+        logger.info(text + "each value on its own", report.location, report.kernel, missing)
     if report.unread and _logged.get():
-        _log.info("%s", _phantom_text(report))
+        logger.info("%s: %s", report.location, _phantom_text(report))
     elif report.unread:
         warn_at(kernel, _phantom_text(report))
 
 
 def _phantom_text(report: KeyReport) -> str:
     phantom = report.unread
-    them = "it" if len(phantom) == 1 else "them"
+    them, are = ("it", "is") if len(phantom) == 1 else ("them", "are")
     action = (
-        f"safetune keeps {them}, because no other name would be left"
+        f". safetune keeps {them}, because no other name would be left"
         if report.kept_all
-        else f"safetune drops {them}; keep={list(phantom)} keeps {them}"
+        else f", so safetune ignores {them}: every new value would be tuned and compiled again. "
+        f"Pass keep={list(phantom)} to keep {them}"
     )
-    return (
-        f"{report.location}: the key of {report.kernel} has {', '.join(phantom)}, which nothing "
-        f"reads: each new value would tune and compile again. {action}."
-    )
+    return f"{str(phantom)[1:-1].rstrip(',')} in key= of {report.kernel} {are} never read{action}"
 
 
 #: Logs instead of warning: a user who runs a library unmodified cannot change its keys.

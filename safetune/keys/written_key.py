@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import field
@@ -15,11 +14,12 @@ from types import FunctionType
 from typing import Any, TypeAlias
 
 from safetune import forks
-from safetune.errors import InvalidSetting, with_nearest
+from safetune.errors import InvalidSetting, PhantomKeyWarning, SettingWarning, with_nearest
 from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import base_function
 from safetune.keys.source_text import definition_line
 from safetune.keys.tuning_key import Bucket
+from safetune.messages import warn
 from safetune.settings import Settings
 
 #: The names in `prune_configs_by`.
@@ -33,10 +33,6 @@ _installed: set[tuple[str, str]] = set()
 _asked: set[tuple[str, str]] = set()
 _found: set[tuple[str, str]] = set()
 _seen: set[str] = set()
-
-
-class PhantomKeyWarning(UserWarning):
-    """A key has a name that nothing reads; or, of a library's tuner, an unknown name."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +148,10 @@ def _check_at_exit() -> None:
 def _warn_of_the_others() -> None:
     missing = sorted(f"{kernel}:{name}" for kernel, name in _asked - _found)
     if missing:
-        warnings.warn(
-            f"safetune: SAFETUNE_KEEP or install(keep=) has {with_nearest(missing, _seen)}, which "
+        warn(
+            f"SAFETUNE_KEEP or install(keep=) has {with_nearest(missing, _seen)}, which "
             "is not in the key of any kernel of this process",
-            stacklevel=2,
+            SettingWarning,
         )
 
 
@@ -178,4 +174,4 @@ def warn_at(kernel: Any, message: str) -> None:
     """Warn at the kernel's own line: its decorator may be any number of frames away."""
     jit, function = base_function(kernel)
     line = definition_line(jit) or function.__code__.co_firstlineno
-    warnings.warn_explicit(message, PhantomKeyWarning, function.__code__.co_filename, line)
+    warn(message, PhantomKeyWarning, at=(function.__code__.co_filename, line))

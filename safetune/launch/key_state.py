@@ -7,7 +7,6 @@ reads, and `KeyStates.choices`, which users see as `tuner.cache`.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -20,12 +19,11 @@ from triton.runtime.autotuner import Config
 from safetune import forks
 from safetune.config import config_text
 from safetune.frozen import dataclass
+from safetune.messages import logger
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.settings import Settings
-
-logger = logging.getLogger("safetune")
 
 #: Computes what decides which binary a call needs: see `call_shape.specialisation`.
 Specialise = Callable[[], Any]

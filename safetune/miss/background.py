@@ -7,7 +7,6 @@ and replaces the fallback with the choice.
 from __future__ import annotations
 
 import functools
-import logging
 import queue
 import threading
 import time
@@ -28,6 +27,7 @@ from safetune.frozen import dataclass
 from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers, system_errors
 from safetune.launch.key_state import Reason
+from safetune.messages import logger
 from safetune.miss import candidates, reporting, retry
 from safetune.outcome import Mark, Outcome, OutputReport
 from safetune.store.local.store import Store
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
     from safetune.settings import Settings
-
-logger = logging.getLogger("safetune")
 
 #: Seconds that the end of the process waits for the running tuning to end its children.
 _LEAVE_S = 10.0

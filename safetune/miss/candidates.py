@@ -6,7 +6,6 @@ torch.compile.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -19,6 +18,7 @@ from safetune.config import config_text
 from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import describe_call
+from safetune.messages import logger
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
@@ -26,8 +26,6 @@ from safetune.tuning.requests import TuningRequest
 if TYPE_CHECKING:
     from safetune.store.lookup import Lookup
     from safetune.store.records import RelatedChoice
-
-logger = logging.getLogger("safetune")
 
 #: The stored outcomes of a key's configs.
 Outcomes = list[tuple[Config, Outcome]]

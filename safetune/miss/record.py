@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
 from typing import Any
 
@@ -18,11 +17,10 @@ from safetune.inputs import call_description
 from safetune.inputs.call import grid_of
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
+from safetune.messages import logger
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord, RecordedCall
 from safetune.tuning.requests import TuningRequest
-
-logger = logging.getLogger("safetune")
 
 #: Why a call that torch.compile has traced cannot be rebuilt.
 TRACED = (

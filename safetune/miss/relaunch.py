@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from safetune import triton_internals
 from safetune.config import config_text
+from safetune.errors import TuningWarning
 from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import inner_heuristics
 from safetune.launch import scratch_memory
@@ -32,6 +32,7 @@ from safetune.launch.call_shape import (
     specialisation,
 )
 from safetune.launch.key_state import KeyState, without_frames
+from safetune.messages import warn
 from safetune.settings import Mode, Settings
 
 if TYPE_CHECKING:
@@ -137,10 +138,10 @@ def _relaunch(
             error = next_error
             continue
         state.substitute(special, other)
-        warnings.warn(
+        warn(
             f"{tuner.base_fn.__name__}: {config_text(config)} cannot be launched with these "
             f"arguments ({reason}); {config_text(other)} is used for them instead",
-            stacklevel=3,
+            TuningWarning,
         )
         return result
     state.substitute(special, without_frames(error))

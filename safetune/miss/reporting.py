@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,15 @@ from triton import knobs
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
+from safetune.errors import DisputeWarning, TuningWarning
 from safetune.keys.kernel_digest import base_function
+from safetune.messages import logger, warn
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.miss.tuner import Tuner
     from safetune.outcome import Outcome
     from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
-
-logger = logging.getLogger("safetune")
 
 
 def report(
@@ -156,7 +155,7 @@ def log_result(request: TuningRequest, result: TuningResult) -> None:
     The notes of the result are warnings, and so is a dispute.
     """
     for note in result.notes:
-        warnings.warn(f"{request.key.kernel.name}: {note}", stacklevel=3)
+        warn(f"{request.key.kernel.name}: {note}", TuningWarning)
     warn_of_dispute(request.key, result.stored.dispute)
     counts = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
     failures = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -180,11 +179,11 @@ def warn_of_dispute(key: TuningKey, dispute: str) -> None:
 
 @functools.cache
 def _warn_of_dispute(kernel: str, key: str, dispute: str) -> None:
-    warnings.warn(
+    warn(
         f"{kernel}: its configs disagree about the result for {key}, and its choice may compute a "
         f"wrong one ({dispute}). Say what is right with reference=, or name the arguments that "
         "need not agree in scratch=[...], and tune it again",
-        stacklevel=4,
+        DisputeWarning,
     )
 
 
@@ -201,9 +200,9 @@ def print_config(progress: Progress) -> None:
 def warn_of_grid(tuner: Tuner, names: Iterable[str]) -> None:
     """Warn, once per name, that a launch grid reads a name that was dropped from the key."""
     if new := [name for name in sorted(names) if tuner.first_time(f"grid reads {name}")]:
-        warnings.warn(
+        warn(
             f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, dropped from the "
             "key because nothing seemed to read it; one choice now serves every value. "
             f"Add it to keep={new} to tune for each",
-            stacklevel=2,
+            TuningWarning,
         )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,7 @@ from safetune.config import (
 from safetune.errors import (
     KernelNotTransferable,
     NoWorkingConfig,
+    TuningWarning,
     WorkerUnavailable,
     from_signal_handler,
 )
@@ -41,6 +40,7 @@ from safetune.keys.tuning_key import (
 )
 from safetune.launch import call_shape, scratch_memory
 from safetune.launch.key_state import Asked, Reason
+from safetune.messages import logger, warn
 from safetune.miss import reporting
 from safetune.outcome import TRANSIENT
 from safetune.settings import Mode, Settings
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
     from safetune.store.records import TrialRecord
-
-logger = logging.getLogger("safetune")
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -344,4 +342,4 @@ def why_not_isolated(call: Call) -> str:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    warnings.warn(f"safetune: {reason}; kernels are tuned as triton.autotune does", stacklevel=2)
+    warn(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
-from safetune.errors import KernelNotTransferable
+from safetune.errors import KernelNotTransferable, TuningWarning
+from safetune.messages import warn
 from safetune.settings import Settings
 from safetune.tuning.requests import TuningRequest
 
@@ -70,10 +70,10 @@ def fall_back(state: KeyState, request: TuningRequest, config: Config, error: Ex
         retry, outlook = Retry(request.call.index, needed_bytes), "; it is tried again later"
     state.set_fallback(config, retry)
     which = "its first config" if config is request.configs[0] else "its fallback"
-    warnings.warn(
+    warn(
         f"{request.key.kernel.name} is not tuned for {request.key} and runs with {which} "
         f"({config_text(config)}){outlook}: {error}",
-        stacklevel=2,
+        TuningWarning,
     )
     return config
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -24,16 +22,15 @@ from triton.runtime.autotuner import Config
 
 from safetune import triton_internals
 from safetune.config import config_digest
-from safetune.errors import InvalidSetting, StoreError, SyncTimeout
+from safetune.errors import InvalidSetting, StoreError, SyncTimeout, TuningWarning
 from safetune.keys import encoding
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
+from safetune.messages import logger, warn
 from safetune.miss import reporting, retry
 from safetune.settings import Mode, Settings
 from safetune.store.local.store import AGREED
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, wins
-
-logger = logging.getLogger("safetune")
 
 
 class Candidate(NamedTuple):
@@ -93,10 +90,10 @@ def sync(group: Any = None, timeout_s: float | None = None) -> None:
             continue
         own, config = winner == mine.get(asked.identity), asked.configs.get(winner.config)
         if config is None:
-            warnings.warn(
+            warn(
                 f"{asked.key.kernel.name}: another rank launches a config for {asked.key} that "
                 "pruning drops here; this rank keeps its own config",
-                stacklevel=2,
+                TuningWarning,
             )
         elif winner.choice is not None:
             state.set_choice(config)
@@ -242,12 +239,15 @@ def _tell_of_sources(tables: Sequence[Mapping[str, Sequence[str]]], rank: int) -
             sources = {text.split()[0] for found in ranks for text in found}
             differs = "sources" if len(sources) > 1 else "lists of configs"
             groups = " and ".join(_ranks_text(numbers) for numbers in ranks.values())
-            tell = warnings.warn if rank == 0 else logger.info  # one line for the whole job
-            tell(
-                f"safetune: {groups} have different {differs} of {name}, so safetune.sync() cannot "
-                "make them launch the same config. A hook, a heuristic or the list of configs may "
-                "depend on the rank."
+            text = (
+                f"{groups} have different {differs} of {name}, so safetune.sync() cannot make them "
+                "launch the same config. A hook, a heuristic or the list of configs may depend on "
+                "the rank."
             )
+            if rank == 0:  # one line for the whole job
+                warn(text, TuningWarning)
+            else:
+                logger.info("%s", text)
 
 
 def _ranks_text(numbers: Sequence[int]) -> str:

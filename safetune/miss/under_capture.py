@@ -7,9 +7,7 @@ now, as neither is part of the graph.
 
 from __future__ import annotations
 
-import logging
 import threading
-import warnings
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
@@ -17,8 +15,9 @@ from typing import TYPE_CHECKING
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
-from safetune.errors import CaptureMiss
+from safetune.errors import CaptureMiss, CaptureWarning
 from safetune.launch.key_state import CapturedMiss, KeyState
+from safetune.messages import logger, warn
 from safetune.miss import candidates
 from safetune.settings import CaptureMissPolicy, Mode, Settings
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from safetune.store.local.store import Store
     from safetune.store.lookup import Lookup
     from safetune.tuning.requests import TuningRequest
-
-logger = logging.getLogger("safetune")
 
 #: Misses that are remembered: a program that captures again and again must not grow without end.
 _MOST_MISSES = 4096
@@ -88,11 +85,11 @@ def fall_back(
     if not tunes:  # the log has a line about it
         return state.set_fallback(config)
     if capture not in watched and tuner.first_time("captured without a choice"):
-        warnings.warn(
+        warn(
             f"{captured.kernel} has no choice for {captured.key} and is captured with "
             f"{config_text(config)}, which the graph keeps: nothing is tuned under CUDA graph "
             "capture. Call safetune.prepare with the captured function, before the capture",
-            stacklevel=2,
+            CaptureWarning,
         )
     return config
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safetune import forks
-from safetune.errors import StoreError
+from safetune.errors import StoreError, StoreWarning
+from safetune.messages import logger, warn
 from safetune.settings import Mode
 from safetune.store.local import db_files
 from safetune.store.local.connection import Connection, ReadOnlyConnection
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from safetune.settings import Settings
     from safetune.store.packs.packs import Packs
     from safetune.store.records import ChoiceRecord, RelatedChoice, TrialRecord
-
-logger = logging.getLogger("safetune")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -268,7 +265,7 @@ def open_lookup(settings: Settings) -> Lookup:
             "different configs until safetune.sync()"
         )
     for text in filter(None, problems):
-        warnings.warn(f"safetune: {text}", stacklevel=2)
+        warn(text, StoreWarning)
     return lookup
 
 

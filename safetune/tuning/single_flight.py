@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +31,11 @@ from safetune.errors import (
     NotExclusive,
     NoWorkingConfig,
     StoreError,
+    StoreWarning,
     WorkerUnavailable,
     from_signal_handler,
 )
+from safetune.messages import logger, warn
 from safetune.outcome import Outcome
 from safetune.store.local import locks
 from safetune.store.local.locks import Waited, pauses, waited
@@ -47,8 +47,6 @@ from safetune.tuning.requests import TuningRequest
 if TYPE_CHECKING:
     from safetune.store.shared.layer import SharedLayer
     from safetune.store.shared.protocol import Lease
-
-logger = logging.getLogger("safetune")
 
 #: The first and the longest pause between two tries: here two indexed reads each, and across nodes
 #: one connection of some milliseconds.
@@ -238,10 +236,10 @@ def _try(
 
 @functools.cache
 def _warn_of_no_locks(database: Path, reason: str) -> None:
-    warnings.warn(
-        f"safetune: cannot lock keys beside {database} ({reason}); processes do not wait for one "
+    warn(
+        f"cannot lock keys beside {database} ({reason}); processes do not wait for one "
         "another, and each may tune the same key",
-        stacklevel=2,
+        StoreWarning,
     )
 
 

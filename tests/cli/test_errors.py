@@ -403,7 +403,7 @@ class TestStore:
         (line,) = safetune("list").stderr.splitlines()
 
         (aside,) = cache_dir.glob("safetune.db.corrupt-*")
-        assert line.startswith("Warning: safetune: ")
+        assert line.startswith("Warning: the store ")
         assert "file is not a database" in line
         assert str(aside) in line
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from safetune import Autotuner, InvalidConfig, InvalidSetting, NoWorkingConfig, safetune, settings
-from safetune.keys.written_key import PhantomKeyWarning
+from safetune.errors import PhantomKeyWarning
 from safetune.settings import Settings
 
 N = 256
@@ -134,8 +134,8 @@ class TestConfigs:
             )(copy_kernel)
 
         assert [str(each.message) for each in caught] == [
-            "configs[2] of copy_kernel is listed twice (BLOCK=32 num_warps=4 num_stages=3); "
-            "the second is dropped"
+            "safetune: configs[2] of copy_kernel is listed twice (BLOCK=32 num_warps=4 "
+            "num_stages=3); the second is dropped"
         ]
         assert kernel.configs == CONFIGS
 
@@ -367,8 +367,8 @@ class TestAccepted:
             kernel = safetune(tuner)
 
         assert [str(each.message) for each in caught] == [
-            "key of copy_kernel has 'NC' (did you mean 'N'?), which is not one of dst, src, N, "
-            "BLOCK; ignored"
+            "safetune: key of copy_kernel has 'NC' (did you mean 'N'?), which is not one of dst, "
+            "src, N, BLOCK; ignored"
         ]
         assert isinstance(kernel, Autotuner)
         assert kernel.keys == ["N"]

@@ -309,7 +309,7 @@ def observed(n, *hooks):
         warnings.simplefilter("always")
         kernel = tuner(*hooks, run_timeout_s=2.0)
         right = run(kernel, n)
-    texts = [str(each.message) for each in caught if each.category is UserWarning]
+    texts = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
     return [right, kernel.best_config.kwargs["BLOCK"], texts]
 
 from safetune.isolation import fork_server
@@ -526,7 +526,7 @@ os.execvp(command[0], command)
 
     @staticmethod
     def told(warnings: list[list[str]]) -> list[str]:
-        return [text for kind, text in warnings if kind == "UserWarning"]
+        return [text for kind, text in warnings if kind == "TuningWarning"]
 
     def test_a_process_limit_costs_a_warning_and_the_choice(self, seen: dict[str, Any]) -> None:
         for name in ("no server", "no child"):

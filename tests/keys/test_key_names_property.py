@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from safetune.keys.written_key import PhantomKeyWarning
+from safetune.errors import PhantomKeyWarning
 from tests.keys.classified import classify
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -29,7 +29,7 @@ from tests.keys.classified import classify
 
 Load = Callable[[str], ModuleType]
 
-pytestmark = pytest.mark.filterwarnings("ignore::safetune.keys.written_key.PhantomKeyWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::safetune.errors.PhantomKeyWarning")
 
 CONFIGS = [triton.Config({"BLOCK": 128}), triton.Config({"BLOCK": 256})]
 

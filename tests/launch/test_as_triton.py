@@ -20,7 +20,7 @@ from triton import knobs
 from triton.runtime.autotuner import Heuristics
 
 from safetune import triton_internals
-from safetune.keys.written_key import PhantomKeyWarning
+from safetune.errors import PhantomKeyWarning
 from tests.launch.conftest import jit_function
 
 if TYPE_CHECKING:

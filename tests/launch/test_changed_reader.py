@@ -21,7 +21,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from safetune import safetune
-from safetune.keys.written_key import PhantomKeyWarning
+from safetune.errors import PhantomKeyWarning
 from safetune.launch.call_shape import PIN
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def new_case(
     return make
 
 
-@pytest.mark.filterwarnings("ignore::safetune.keys.written_key.PhantomKeyWarning")
+@pytest.mark.filterwarnings("ignore::safetune.errors.PhantomKeyWarning")
 class TestAReaderThatComesLater:
     @pytest.mark.parametrize("change", CHANGES)
     def test_after_launches_without_it(self, new_case: Callable[[str], Case], change: str) -> None:
@@ -204,7 +204,7 @@ class TestAReaderThatComesLater:
         assert case.tuner.keys == ["n"]
 
 
-@pytest.mark.filterwarnings("ignore::safetune.keys.written_key.PhantomKeyWarning")
+@pytest.mark.filterwarnings("ignore::safetune.errors.PhantomKeyWarning")
 @pytest.mark.parametrize("way", ["a hook", "run of the kernel", "run of the class"])
 def test_who_watches_launches_sees_the_callers_value(
     new_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, way: str
@@ -258,7 +258,7 @@ def test_a_dropped_name_is_warned_of_once_when_its_class_is_first_needed(
     assert [each.category for each in caught] == [PhantomKeyWarning]
 
 
-@pytest.mark.filterwarnings("ignore::safetune.keys.written_key.PhantomKeyWarning")
+@pytest.mark.filterwarnings("ignore::safetune.errors.PhantomKeyWarning")
 def test_another_hook_is_another_kernel_in_the_store(new_case: Callable[[str], Case]) -> None:
     """Each also where it is a list that is changed in place."""
     tuner = new_case("plain").tuner

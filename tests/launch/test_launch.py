@@ -23,7 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from safetune import TracingError, prepare, safetune, triton_internals, triton_launch
-from safetune.keys.written_key import PhantomKeyWarning
+from safetune.errors import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
 from safetune.miss import reporting
 from tests.backends import FakeBackend

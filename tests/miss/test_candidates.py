@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from safetune import safetune, sync
+from safetune import SafetuneWarning, safetune, sync
 from safetune.isolation import backend
 from safetune.miss import candidates, retry
 from safetune.miss.candidates import distance
@@ -231,7 +231,7 @@ def memory(tmp_path: Path) -> Memory:
 
 
 def told(found: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in found if w.category is UserWarning]
+    return [str(w.message) for w in found if issubclass(w.category, SafetuneWarning)]
 
 
 class TestALackOfMemory:
@@ -260,7 +260,9 @@ class TestALackOfMemory:
             chosen = made()
         assert memory.tries > 2 * first
         (message,) = told(found)
-        assert message.startswith("copy_kernel is not tuned for n=100 (float32) and runs with ")
+        assert message.startswith(
+            "safetune: copy_kernel is not tuned for n=100 (float32) and runs with "
+        )
         assert "its first config (BLOCK=16 " in message
         assert "tried again later" in message
         assert "no_memory  CUDA out of memory. Tried to allocate 2.00 GiB" in message

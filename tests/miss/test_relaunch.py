@@ -18,6 +18,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 
+from safetune.errors import TuningWarning
 from safetune.miss import reporting
 
 BLOCKS = (16, 32, 64, 128)
@@ -98,7 +99,7 @@ def test_the_next_best_that_can_be_launched_is(
     assert small.attempts == {(1, 128): 1, (1, 64): 1, (1, 32): 3}
     (warning,) = caught
     text = str(warning.message)
-    assert text.startswith("copy_kernel: BLOCK=128 ")
+    assert text.startswith("safetune: copy_kernel: BLOCK=128 ")
     assert "OutOfResources: out of resource: shared memory, Required: 128" in text
     assert "; BLOCK=32 " in text
 
@@ -240,7 +241,7 @@ def test_another_heuristic_value_is_another_specialisation(
     small.limit = 32
     assert [launch(2), launch(0), launch(2)] == [32, 128, 32]
     assert small.attempts[2, 128] == 1
-    assert len([each for each in caught if each.category is UserWarning]) == 1
+    assert len([each for each in caught if each.category is TuningWarning]) == 1
 
 
 def test_a_heuristic_is_called_once_for_each_launch_of_a_key_with_a_rejected_config(

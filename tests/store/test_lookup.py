@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from safetune.errors import StoreError
+from safetune.errors import SafetuneWarning, StoreError
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.settings import Settings
 from safetune.store.lookup import GuardedStore, Lookup, open_lookup
@@ -122,7 +122,7 @@ def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for,
     assert "in memory" in message
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", SafetuneWarning)
         assert open_lookup(settings_for(tmp_path / "cache")).store is store
         assert store.path is None
         store.put_key(records.key())

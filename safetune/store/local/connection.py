@@ -13,7 +13,6 @@ failure is a `StoreError`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import sqlite3
@@ -25,12 +24,11 @@ from pathlib import Path
 
 from safetune import forks
 from safetune.errors import StoreError
+from safetune.messages import logger
 from safetune.store.local import db_files, lost_log, opening
 from safetune.store.local.db_files import Damaged, Locked
 from safetune.store.local.locks import Identity, identity, tries, waited
 from safetune.store.local.rows import RecordError
-
-logger = logging.getLogger("safetune")
 
 #: How long a use of a database waits for another process that has locked it, in seconds. Less where
 #: SAFETUNE_WAIT is less, but never under the second one: a transaction of another process is short.

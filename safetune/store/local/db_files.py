@@ -20,15 +20,15 @@ import sqlite3
 import stat
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 from safetune import forks
-from safetune.errors import StoreError
+from safetune.errors import StoreError, StoreWarning
 from safetune.frozen import dataclass
 from safetune.keys import encoding
+from safetune.messages import warn
 from safetune.settings import Settings
 from safetune.store.local.locks import Identity, identity, open_lock, tries
 
@@ -274,10 +274,10 @@ def move_aside(path: Path, found: Identity, reason: BaseException, wait_s: float
                 os.rename(path.with_name(path.name + log), aside.with_name(aside.name + log))
         for old in moved(path)[:-_KEPT]:
             remove(old)
-    warnings.warn(
-        f"safetune: the store {path} is damaged ({reason}); it is renamed to {aside}, and "
+    warn(
+        f"the store {path} is damaged ({reason}); it is renamed to {aside}, and "
         "an empty database replaces it",
-        stacklevel=2,
+        StoreWarning,
     )
 
 

@@ -7,12 +7,12 @@ corrupt row is absent, and logged once. Every method raises `StoreError` and not
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
+from safetune.messages import logger
 from safetune.outcome import TRANSIENT, Outcome
 from safetune.store.local import db_files, rows
 from safetune.store.local.connection import Connection, ReadOnlyConnection
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 #: The origin of a choice that is not the record of a shared store: see `Store.origin`.
 IMPORTED = "import"
 AGREED = "sync()"
-
-logger = logging.getLogger("safetune")
 
 #: Of one config list the choice that `records.wins` prefers; of several lists, the newest first.
 _BEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"

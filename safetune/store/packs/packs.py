@@ -18,13 +18,13 @@ import json
 import os
 import re
 import stat
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetune.errors import PackError, StoreError
+from safetune.errors import PackError, StoreError, StoreWarning
 from safetune.keys import encoding
+from safetune.messages import warn
 from safetune.store import schema
 from safetune.store.records import ChoiceRecord, RelatedChoice, StoredChoice
 
@@ -131,11 +131,11 @@ class Packs:
         except PackError as error:
             directory = path.parent
             if getattr(error.__cause__, "errno", None) != errno.ENOENT:
-                warnings.warn(f"safetune: skipping a pack: {error}", stacklevel=2)
+                warn(f"skipping a pack: {error}", StoreWarning)
             elif not directory.is_dir() and directory not in {p.parent for p in list(self._read)}:
-                warnings.warn(
-                    f"safetune: SAFETUNE_PACKS names {directory}, which is not a directory",
-                    stacklevel=2,
+                warn(
+                    f"SAFETUNE_PACKS names {directory}, which is not a directory",
+                    StoreWarning,
                 )
             return []
 

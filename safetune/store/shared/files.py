@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import uuid
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from safetune.errors import PackError, StoreError
+from safetune.messages import logger
 from safetune.settings import display_url, without_password
 from safetune.store.packs.packs import beginning, sync_directory
 from safetune.store.records import StoredChoice
@@ -35,8 +35,6 @@ from safetune.store.shared.protocol import (
     encode,
     name_of,
 )
-
-logger = logging.getLogger("safetune")
 
 #: How many files are read together.
 _TOGETHER = 200

@@ -7,7 +7,6 @@ daemon. A forked child has neither the thread nor its tasks, and starts its own.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -15,8 +14,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from safetune import forks
-
-logger = logging.getLogger("safetune")
+from safetune.messages import logger
 
 Result = TypeVar("Result")
 

@@ -15,16 +15,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote
 
 from safetune import forks
-from safetune.errors import InvalidSetting, StoreError
+from safetune.errors import InvalidSetting, StoreError, StoreWarning
+from safetune.messages import logger, warn
 from safetune.settings import SharedKind, display_url, shared_kind
 from safetune.store.local import locks
 from safetune.store.records import precedence
@@ -36,8 +35,6 @@ from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, U
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
     from safetune.store.records import ChoiceRecord, StoredChoice
-
-logger = logging.getLogger("safetune")
 
 Result = TypeVar("Result")
 
@@ -268,7 +265,7 @@ class SharedLayer:
             logger.info("%s", text)
         else:
             self._warned.add(subject)
-            warnings.warn(f"safetune: {text}", stacklevel=2)
+            warn(text, StoreWarning)
 
     def _go_on(self, space: str, pull: Iterator[bool], seconds: float) -> None:
         """Pull for `seconds`, and leave the rest to a task of its own, behind those that wait."""

@@ -8,12 +8,12 @@ beside its program's own work, or on random inputs.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
 from safetune.keys import encoding
+from safetune.messages import logger
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection
 from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import sqlite3
 
     from safetune.store.shared.files import Directory
-
-logger = logging.getLogger("safetune")
 
 #: Few, also where there are many keys.
 _TOOLCHAINS = "SELECT DISTINCT device, toolchain FROM key"

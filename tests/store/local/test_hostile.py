@@ -264,10 +264,11 @@ def test_a_database_of_another_user_is_not_read(children, monkeypatch, mode, whi
     """In a directory that this user cannot write to; where root owns it all, it is used."""
     script = """
 import os, warnings
+from safetune.errors import StoreWarning
 from safetune.settings import Settings
 from safetune.store import lookup
 os.setuid(54321)
-warnings.simplefilter("error")
+warnings.simplefilter("error", StoreWarning)
 print(lookup.open_lookup(Settings.current()).store.choice(sys.argv[1]) is not None)
 """
     with tempfile.TemporaryDirectory(prefix="safetune-") as folder:

@@ -26,7 +26,7 @@ def told() -> Any:
     """The warnings of safetune since the beginning of the test."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        yield lambda: [str(w.message) for w in found if w.category is UserWarning]
+        yield lambda: [str(w.message) for w in found if issubclass(w.category, UserWarning)]
 
 
 def tuned(made: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from safetune.errors import SafetuneWarning
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local import rows
 from safetune.store.lookup import GuardedStore, Lookup
@@ -115,7 +116,7 @@ def test_another_process_of_the_node_does_not_pull_as_well(
     again = Large(large._store)
     store.shared = SharedLayer(again, store.connection)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # as where it does not answer in time
+        warnings.simplefilter("error", SafetuneWarning)  # as where it does not answer in time
         assert Lookup(store).find(key(LAST), LIST) == choice(LAST)
     assert again.asked == [], "both pull"
     large.go_on.set()

@@ -14,6 +14,7 @@ import pytest
 
 from safetune import sync
 from safetune.config import config_digest, config_record
+from safetune.errors import SafetuneWarning
 from safetune.keys import encoding
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -150,6 +151,6 @@ class TestSharedStore:
         del content["checksum"]
         path.write_text(encoding.dumps({**content, "checksum": encoding.digest(content)}))
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("error", SafetuneWarning)
             assert program.launch(100) in program.BLOCKS  # it is tuned
         assert len(open_lookup(Settings.current()).store.trials_of("copy_kernel")[0][1]) == 4

@@ -1,0 +1,137 @@
+"""What safetune says: warnings, its log, and lines of progress, all with one prefix.
+
+The prefix is `safetune:`, or `safetune [rank 3]:` in one of several processes. A warning names the
+line of the program that led to it, not one of safetune's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import warnings
+from types import FrameType
+
+from safetune.errors import SafetuneWarning, StoreWarning
+
+#: The only logger. SAFETUNE_LOG sets its level.
+logger = logging.getLogger("safetune")
+
+#: The packages between a program and safetune's code; a program's own line is outside of them.
+_BETWEEN = frozenset(
+    (
+        *("safetune", "triton", "torch", "jax", "jax_triton"),
+        *("concurrent", "contextlib", "functools", "runpy", "threading"),
+    )
+)
+
+#: Of each launcher the variables with the rank, the rank on its node, and the number of processes.
+_LAUNCHERS = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+)
+
+
+def warn(text: str, category: type[SafetuneWarning], at: tuple[str, int] | None = None) -> None:
+    """Warn at the line of the program that is running, or at the file and line `at`.
+
+    Where the program's filters make the warning an error, it is raised, except
+
+    - in a thread of safetune and at exit, where no code of the program would catch it, and
+    - if it is a `StoreWarning`, unless a filter names safetune: `-W error` is not meant to end a
+      run for the state of a disk.
+    """
+    frame = _frame_of_the_program()
+    message = category(f"{prefix()}{text}")
+    file, line = at or (f"<{threading.current_thread().name}>", 0)
+    module, registry = file.removesuffix(".py"), None
+    if at is None and frame is not None:
+        file, line, module = frame.f_code.co_filename, frame.f_lineno, frame.f_globals["__name__"]
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+    try:
+        warnings.warn_explicit(message, category, file, line, module, registry)
+    except SafetuneWarning:
+        if frame is not None and not (category is StoreWarning and _by_a_general_filter(message)):
+            raise
+        warnings.showwarning(message, category, file, line)
+
+
+def _frame_of_the_program() -> FrameType | None:
+    """Return the innermost frame of the program; None in a thread of safetune, and at exit."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or "safetune"  # code that safetune has generated
+        if name.partition(".")[0] not in _BETWEEN:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _by_a_general_filter(message: Warning) -> bool:
+    """Whether no filter for errors names safetune, by a class or by the message's beginning."""
+    family = StoreWarning.mro()[:2]  # up to SafetuneWarning
+    return not any(
+        action == "error"
+        and isinstance(message, kind)
+        and (kind in family or (text is not None and text.match(str(message))))
+        for action, text, kind, *_ in warnings.filters
+    )
+
+
+def prefix() -> str:
+    """Return what begins each text for the user."""
+    rank = _of_launcher(0)
+    return "safetune: " if rank is None else f"safetune [rank {rank}]: "
+
+
+def is_first_of_node() -> bool:
+    """Whether this process speaks for its node: it is alone there, or has the local rank 0."""
+    return not _of_launcher(1)
+
+
+def _of_launcher(column: int) -> int | None:
+    """Return the rank (0) or local rank (1) of one of several processes; None for a single one."""
+    for variables in _LAUNCHERS:
+        value, size = (os.environ.get(variables[index], "") for index in (column, 2))
+        if value.isdecimal() and size.isdecimal() and int(size) > 1:
+            return int(value)
+    distributed = sys.modules.get("torch.distributed")
+    # The function is missing in builds of torch without it, and during the import.
+    if distributed is not None and getattr(distributed, "is_initialized", bool)():
+        return int(distributed.get_rank()) if distributed.get_world_size() > 1 else None
+    return None
+
+
+def tell(text: str) -> None:
+    """Say a line of progress: in the log where it takes INFO, else on standard error.
+
+    Nothing is said where the log does not take warnings either, as under SAFETUNE_LOG=quiet.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    elif logger.isEnabledFor(logging.WARNING):
+        _write(text)
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # the program has closed it
+        sys.stderr.write(f"{prefix()}{text}\n")
+        sys.stderr.flush()
+
+
+class _Lines(logging.Handler):
+    """Writes what no handler of the program gets, in place of logging's last resort."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record on standard error."""
+        theirs = len(logger.handlers) > 1 or (logger.propagate and logging.getLogger().handlers)
+        if not theirs:
+            _write(self.format(record))
+
+
+logger.addHandler(_Lines())
