@@ -176,6 +176,13 @@ def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     return directory
 
 
+@pytest.fixture(autouse=True)
+def _no_launch_is_counted_after_its_test() -> Iterator[None]:
+    yield
+    if counts := sys.modules.get("safetune.frontend.call_counts"):
+        counts.end()
+
+
 @pytest.fixture
 def harmless(cache_dir: Path, device: str) -> Any:
     """What holds after every fault: `tests/faults/harmless.py`."""

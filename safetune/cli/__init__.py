@@ -107,6 +107,7 @@ def main() -> None:
 
 # After the debug option, which is on each command.
 from safetune.cli import moving, stored  # noqa: E402
+from safetune.cli.coverage import coverage_command  # noqa: E402
 from safetune.cli.doctor import doctor  # noqa: E402
 from safetune.cli.prune import prune_command  # noqa: E402
 from safetune.cli.run import run_command  # noqa: E402
@@ -114,6 +115,7 @@ from safetune.cli.tune import tune_command  # noqa: E402
 from safetune.cli.verify import verify_command  # noqa: E402
 
 for _command in (
+    coverage_command,
     doctor,
     prune_command,
     run_command,

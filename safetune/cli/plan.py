@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,15 @@ def print_plan(plan: Plan, left_out: Sequence[LeftOut], as_json: bool) -> None:
         print_json(_plan_data(plan, left_out))
         return
     console = stdout_console()
-    for kernel, tunings in itertools.groupby(plan.tunings, lambda each: each.sketch.kernel):
-        headings = ("shape", "dtype", "configs", "stored", "to measure", "compilations", "time")
-        table = empty_table(kernel, *headings)
-        for each in tunings:
-            sizes = (each.configs, each.configs - len(each.new), len(each.new), len(each.binaries))
-            about = "" if each.estimate_s is None else _about(each.estimate_s)
-            table.add_row(each.sketch.shape, each.sketch.dtype, *map(str, sizes), about)
-        console.print(table)
+    headings = ("kernel", "shape", "dtype", "configs", "stored", "to measure", "compilations")
+    table = empty_table("plan", *headings, "share", "time")
+    for each in plan.tunings:
+        sketch = each.sketch
+        sizes = (each.configs, each.configs - len(each.new), len(each.new), len(each.binaries))
+        share = "" if each.share is None else f"{each.share * 100:.3g} %"
+        time = "" if each.estimate_s is None else _about(each.estimate_s)
+        table.add_row(sketch.kernel, sketch.shape, sketch.dtype, *map(str, sizes), share, time)
+    console.print(table)
     console.print(plan_words(plan))
     for left in left_out:
         console.print(f"not tuned: {left.words}: {left.reason}")
@@ -68,6 +68,7 @@ def _plan_data(plan: Plan, left_out: Sequence[LeftOut]) -> dict[str, Any]:
             "configs": each.configs,
             "to_measure": len(each.new),
             "compilations": len(each.binaries),
+            "share": each.share,
             "estimate_s": each.estimate_s,
         }
         for each in plan.tunings

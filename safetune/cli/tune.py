@@ -62,6 +62,12 @@ _OF_TITLE = ("kernel", "shape", "dtype")
 @click.option(
     "--recorded", is_flag=True, help="Tune the calls that SAFETUNE_MODE=record has recorded."
 )
+@click.option(
+    "--top",
+    metavar="SHARE",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="With --recorded: only the keys that make this share of the time, e.g. 0.95.",
+)
 @click.option("--zeros", is_flag=True, help="With --recorded: fill integer tensors with zeros.")
 @click.option(
     "--allow-disputed", is_flag=True, help="Exit with 0 though the result of a choice is disputed."
@@ -114,6 +120,7 @@ class _Options:
     force: bool
     isolation: str | None
     recorded: bool
+    top: float | None
     zeros: bool
     allow_disputed: bool
     dry_run: bool
@@ -126,8 +133,9 @@ class _Options:
             raise click.UsageError(
                 "--shape and --dtype choose workloads; with --recorded there are no workloads."
             )
-        if self.zeros and not self.recorded:
-            raise click.UsageError("--zeros needs --recorded.")
+        for name, given in (("--zeros", self.zeros), ("--top", self.top is not None)):
+            if given and not self.recorded:
+                raise click.UsageError(f"{name} needs --recorded.")
 
 
 def _asked_for(options: _Options, left_out: list[LeftOut]) -> list[Sketch]:
@@ -169,12 +177,14 @@ def _recorded(
     named: Sequence[OfflineKernel], options: _Options, left_out: list[LeftOut]
 ) -> list[Sketch]:
     """Return the tunings of the recorded calls, of the named kernels if any."""
-    from safetune.offline import replay, tasks
+    from safetune.offline import replay, shares, tasks
 
     names, store = {kernel.name for kernel in named}, tasks.open_tuning_store(options.dry_run)
     stored = [call for call in store.calls() if not named or call.name in names]
     if not stored:
         raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
+    if options.top is not None:
+        stored = shares.top(stored, options.top)
     found = replay.sort_out(stored, named, options.zeros, left_out)
     left_out[:] = [left for left in left_out if store.choice(left.call.key) is None]
     targets.check_device([kernel for _, kernel in found], options.device)

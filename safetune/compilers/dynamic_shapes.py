@@ -51,7 +51,7 @@ def _points(
     """Return the choices of the keys that differ from the request's in `names` only, by value."""
     known, toolchain = dict(request.key.values), request.key.toolchain.record()
     points: dict[tuple[Any, ...], str] = {}
-    for _, source in comparable(request, related):
+    for _, source in comparable(request.by_digest, request.key.record(), related):
         values = {str(name): value for name, value in pairs_of(source.call.get("values"))}
         point = tuple(values.pop(name, None) for name in names)
         numbers = all(type(value) in (int, float) for value in point)

@@ -31,7 +31,7 @@ from safetune.keys.written_key import Key, written_key
 from safetune.launch import call_shape, fast_path
 from safetune.launch.key_state import KeyStates
 from safetune.miss import relaunch
-from safetune.settings import CaptureMissPolicy, PhantomPolicy, Settings, parse_choice
+from safetune.settings import CaptureMissPolicy, Mode, PhantomPolicy, Settings, parse_choice
 from safetune.tuning.requests import Limits
 from safetune.workload import DeclaredWorkload
 
@@ -375,6 +375,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             observer.miss(self)
         call_shape.refuse_vmap(self.base_fn.__name__, args)
         state = self.states.of(key)
+        if Settings.current().mode is Mode.RECORD:
+            from safetune.frontend import call_counts
+
+            call_counts.begin(state)
         if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
             return miss_resolve.resolve(self, state, args, kwargs, running)
         with state.lock:  # of threads that miss the same key, the others find what the first found

@@ -1,4 +1,6 @@
-"""Observers of every launch and every miss in this process; `install` and `prepare` add them.
+"""Observers of every launch and every miss in this process.
+
+`install`, `prepare` and `SAFETUNE_MODE=record` add them.
 
 Without an observer, a launch checks an empty tuple.
 """
@@ -35,16 +37,21 @@ def add(observer: Observer) -> None:
         active = (*active, observer)
 
 
+def remove(observer: Observer) -> None:
+    """Call an observer no more."""
+    global active
+    with _lock:
+        active = tuple(other for other in active if other is not observer)
+
+
 @contextlib.contextmanager
 def added(observer: Observer) -> Iterator[None]:
     """Call an observer at every launch in the body."""
-    global active
     add(observer)
     try:
         yield
     finally:
-        with _lock:
-            active = tuple(other for other in active if other is not observer)
+        remove(observer)
 
 
 def observed(

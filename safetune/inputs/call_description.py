@@ -2,7 +2,7 @@
 
 The layout of the tensors is kept as exactly as for a child (`spans`): shape, strides, offset,
 alignment, and which tensors share memory. Floats are drawn at random, as inputs too large to copy
-are (`random_inputs`). What integers mean is not known, so they are zeros, which are in range as an
+are (`random_inputs`). Integers are as recorded (`integers`), else zeros, which are in range as an
 index.
 """
 
@@ -17,17 +17,21 @@ import torch
 import triton.language as tl
 
 from safetune.errors import KernelNotTransferable
-from safetune.inputs import pointers, random_inputs, spans
+from safetune.inputs import integers, pointers, random_inputs, spans
 from safetune.inputs.call import Call
 from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
 from safetune.isolation import backend
 from safetune.launch.call_shape import named_arguments
 
 
-def describe(call: Call) -> dict[str, Any]:
-    """Return the positional and keyword arguments of a call; the contents of tensors are not read.
+def describe(call: Call, values: bool = False, read: bool = True) -> dict[str, Any]:
+    """Return the positional and keyword arguments of a call.
 
     A meta tensor, such as an array without data yet, is described as one in memory of its own.
+
+    Args:
+        values: whether the values of integer tensors may be recorded.
+        read: whether tensors can be read now, which waits for their device.
 
     Raises:
         KernelNotTransferable: an argument is an address, or of a type that JSON cannot describe.
@@ -38,11 +42,13 @@ def describe(call: Call) -> dict[str, Any]:
     kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
     device = "cpu" if call.interpreted else backend.required().torch_type
     blocks, views = _laid_out(tensors, device)
+    contents = [integers.content_of(tensor, values) for tensor in tensors] if read else []
     return {
         "args": args,
         "kwargs": kwargs,
         "blocks": [asdict(block) for block in blocks],
         "tensors": [asdict(view) for view in views],
+        "integers": [[number, found] for number, found in enumerate(contents) if found],
     }
 
 
@@ -77,16 +83,29 @@ def rebuild(
         for index, block in enumerate(blocks)
     ]
     tensors = [spans.view_of(memory[view.block], view) for view in views]
+    for number, content in data.get("integers", ()) if filled else ():
+        integers.fill(tensors[number], content)
     args = tuple(_decode(value, tensors) for value in data["args"])
     return args, {name: _decode(value, tensors) for name, value in data["kwargs"].items()}
 
 
-def with_tensors(data: dict[str, Any], arg_names: Sequence[str], floats: bool = True) -> list[str]:
-    """Return the described arguments with tensors, or those with tensors of no float type."""
-    named = named_arguments(arg_names, data["args"], data["kwargs"])
+def drawn(data: dict[str, Any], arg_names: Sequence[str]) -> list[str]:
+    """Return the described arguments with tensors whose values are not recorded."""
+    exact = {number for number, content in data.get("integers", ()) if "values" in content}
+    return _with_tensors(data, arg_names, set(range(len(data["tensors"]))) - exact)
+
+
+def unknown(data: dict[str, Any], arg_names: Sequence[str]) -> list[str]:
+    """Return the described arguments with integers of which nothing is recorded."""
+    known = {number for number, _ in data.get("integers", ())}
     views = enumerate(map(TensorSpec.of, data["tensors"]))
-    wanted = {i for i, view in views if floats or view.dtype not in FLOATS}
-    return [name for name, value in named.items() if wanted & set(_numbers(value))]
+    numbers = {number for number, view in views if view.dtype not in FLOATS}
+    return _with_tensors(data, arg_names, numbers - known)
+
+
+def _with_tensors(data: dict[str, Any], arg_names: Sequence[str], numbers: set[int]) -> list[str]:
+    named = named_arguments(arg_names, data["args"], data["kwargs"])
+    return [name for name, value in named.items() if numbers & set(_numbers(value))]
 
 
 def _memory(

@@ -7,10 +7,10 @@ torch.compile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from triton.runtime.autotuner import Config
 
@@ -26,6 +26,8 @@ from safetune.tuning.requests import TuningRequest
 if TYPE_CHECKING:
     from safetune.store.lookup import Lookup
     from safetune.store.records import RelatedChoice
+
+Value = TypeVar("Value")
 
 #: The stored outcomes of a key's configs.
 Outcomes = list[tuple[Config, Outcome]]
@@ -124,9 +126,10 @@ def _chosen_elsewhere(
 ) -> Iterator[Substitute]:
     """Yield the choices of related keys: those for the same call, then the nearest ones."""
     broken = [config for config, outcome in outcomes if not outcome.ok]
-    usable = [found for found in comparable(request, related) if found[0] not in broken]
-    usable.sort(key=lambda found: found[1].choice.created, reverse=True)
     toolchain, call = request.key.toolchain.record(), request.key.record()
+    found_ones = comparable(request.by_digest, call, related)
+    usable = [found for found in found_ones if found[0] not in broken]
+    usable.sort(key=lambda found: found[1].choice.created, reverse=True)
     ours = [found for found in usable if found[1].toolchain == toolchain]
     others = [found for found in usable if found[1].toolchain != toolchain]
     for group, words in ((ours, "the choice from another list of configs"), (others, "a choice")):
@@ -146,17 +149,17 @@ def _chosen_elsewhere(
 
 
 def comparable(
-    request: TuningRequest, related: Iterable[RelatedChoice]
-) -> Iterator[tuple[Config, RelatedChoice]]:
-    """Yield the choices that are one of a request's configs, each with that config.
+    configs: Mapping[str, Value], call: Mapping[str, Any], related: Iterable[RelatedChoice]
+) -> Iterator[tuple[Value, RelatedChoice]]:
+    """Yield the choices that are one of these configs, by digest, each with that config.
 
-    Their calls differ from the request's in the values only.
+    Their calls differ from `call` in the values only.
     """
-    call = {**request.key.record(), "values": None}
+    call = {**call, "values": None}
     for source in related:
-        config = request.by_digest.get(source.choice.config_digest)
-        if config is not None and {**source.call, "values": None} == call:
-            yield config, source
+        digest = source.choice.config_digest
+        if digest in configs and {**source.call, "values": None} == call:
+            yield configs[digest], source
 
 
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:

@@ -1,7 +1,7 @@
-"""`SAFETUNE_MODE=record`: a call without a choice is stored, to be tuned offline.
+"""`SAFETUNE_MODE=record`: a call of each key is stored, to be tuned offline and to be counted.
 
-Shapes and values are stored; no tensor is read, and no device is waited for. A store keeps one call
-for each key. A failure here is a line in the log, never an error.
+Shapes and values are stored; of tensors only integers are read, once for each key of a process. A
+store keeps one call for each key. A failure here is a line in the log, never an error.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetune.inputs.call import grid_of
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 from safetune.messages import logger
+from safetune.settings import Settings
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord, RecordedCall
 from safetune.tuning.requests import TuningRequest
@@ -32,10 +33,15 @@ TRACED = (
 _MOST_BYTES = 1 << 20
 
 
-def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
+def remember(
+    request: TuningRequest, store: Store, problem: str = "", captured: bool = False
+) -> None:
     """Store a call, or the problem why it cannot be rebuilt, if its key is new to the store.
 
     Never raises.
+
+    Args:
+        captured: the call is part of a CUDA graph capture, in which no tensor can be read.
     """
     try:
         _, function = base_function(request.call.kernel)
@@ -43,7 +49,7 @@ def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
             key=request.key.digest,
             name=request.key.kernel.name,
             place=f"{function.__module__}:{function.__qualname__}",
-            arguments=_arguments(request, problem),
+            arguments=_arguments(request, problem, captured),
             created=time.time(),
         )
         if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
@@ -57,13 +63,20 @@ def remember(request: TuningRequest, store: Store, problem: str = "") -> None:
         _log_once(request.key.kernel.name, f"{type(error).__name__}: {error}")
 
 
-def _arguments(request: TuningRequest, problem: str) -> dict[str, Any]:
+def _arguments(request: TuningRequest, problem: str, captured: bool) -> dict[str, Any]:
     """Return the call as JSON data, or why it cannot be rebuilt from such data."""
-    facts = {"kernel": request.key.kernel.digest, "call": request.key.record()}
+    facts = {
+        "kernel": request.key.kernel.digest,
+        "call": request.key.record(),
+        "declared": request.declared,
+        "configs": list(request.by_digest),
+    }
     if problem:
         return {**facts, "problem": problem}
+    values = Settings.current().record_values
     try:
-        return {**facts, **call_description.describe(request.call), "grids": _grids(request)}
+        described = call_description.describe(request.call, values, read=not captured)
+        return {**facts, **described, "grids": _grids(request)}
     except KernelNotTransferable as error:
         return {**facts, "problem": str(error)}
 

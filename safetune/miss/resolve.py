@@ -161,6 +161,8 @@ def _find(
     state.asked = Asked(request.key, request.declared, request.by_digest)
     lookup = None if inline or reason else open_lookup(settings)
     choice, trials = stored(tuner, request, lookup) if lookup else (None, [])
+    if lookup and settings.mode is Mode.RECORD and request.has_work and not capture:
+        _record(request, lookup.store)
     if lookup and choice:
         if capture:
             return state.set_choice(choice)
@@ -176,16 +178,20 @@ def _find(
         return under_capture.fall_back(tuner, state, request, lookup, settings, capture)
     reporting.warn_of_grid(tuner, request.grids.reads)
     if not tunes:
-        from safetune.miss import candidates, record
+        from safetune.miss import candidates
 
-        if settings.mode is Mode.RECORD:
-            record.remember(request, lookup.store)
         return state.set_fallback(candidates.best_known(request, lookup))
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.miss.background import tune_meanwhile
 
         return tune_meanwhile(tuner, state, request, lookup.store, settings)
     return _tune(miss, state, request, lookup.store, settings, choice)
+
+
+def _record(request: TuningRequest, store: Store) -> None:
+    from safetune.miss import record  # imports torch
+
+    record.remember(request, store)
 
 
 def _inline(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, reason: str = "") -> Config:

@@ -101,7 +101,7 @@ def _keep(captured: CapturedMiss, request: TuningRequest, store: Store | None) -
     if store is not None:
         from safetune.miss.record import remember  # imports torch
 
-        remember(request, store)
+        remember(request, store, captured=True)
     logger.info(
         "tune %s offline for %s: it had no choice under CUDA graph capture",
         captured.kernel,

@@ -12,6 +12,7 @@ from safetune.config import config_digest
 from safetune.errors import NothingToMeasure, from_signal_handler
 from safetune.frozen import dataclass
 from safetune.launch.call_shape import heuristic_values, named_arguments, specialisation
+from safetune.offline.shares import shares_of_time
 from safetune.offline.tasks import Stream, Task, request_for
 from safetune.store.local.store import Store
 from safetune.tuning import requests, single_flight
@@ -48,6 +49,8 @@ class Planned:
     new: tuple[str, ...]
     #: How long that may take; None where no trial of the kernel is stored.
     estimate_s: float | None
+    #: Of the time of all recorded calls that of its key; None where its calls are not recorded.
+    share: float | None
 
     @property
     def key(self) -> str:
@@ -123,18 +126,24 @@ def sketch(task: Task, make: Callable[[], Task], force: bool) -> Sketch:
 
 
 def plan(sketched: Iterable[Sketch], store: Store) -> Plan:
-    """Look up what is stored of each tuning that is asked for."""
+    """Look up what is stored of each tuning that is asked for.
+
+    Keys with recorded calls come first, those that take the most time before the others.
+    """
+    shares = shares_of_time(store.calls())
     claimed: dict[str, set[str]] = {}
     rates: dict[str, float | None] = {}
     tunings = []
-    for each in sketched:
+    for each in sorted(sketched, key=lambda each: -shares.get(each.request.key.digest, 0.0)):
         if each.kernel not in rates:
             rates[each.kernel] = seconds_per_config(store, each.kernel)
         earlier = claimed.setdefault(each.request.key.digest, set())
         new = tuple(digest for digest in _unmeasured(each.request, store) if digest not in earlier)
         earlier.update(new)
         rate = rates[each.kernel]
-        tunings.append(Planned(each, new, None if rate is None else rate * len(new)))
+        estimate_s = None if rate is None else rate * len(new)
+        share = shares.get(each.request.key.digest)
+        tunings.append(Planned(each, new, estimate_s, share))
     return Plan(tuple(tunings))
 
 

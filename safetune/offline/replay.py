@@ -54,7 +54,7 @@ def sort_out(
 
     Args:
         kernels: where to look for the calls' kernels; if empty, in the modules that defined them.
-        zeros: also tune calls with integer tensors, filled with zeros.
+        zeros: also tune calls with integers of which nothing is recorded, filled with zeros.
     """
     found: list[Rebuildable] = []
     for call in calls:
@@ -92,7 +92,7 @@ def _task(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
         for config in tuner.configs
         if (digest := config_digest(config)) in data["grids"]
     ]
-    drawn = "" if made else ", ".join(call_description.with_tensors(data, tuner.arg_names))
+    drawn = "" if made else ", ".join(call_description.drawn(data, tuner.arg_names))
     values, _, dtypes = describe_call(data["call"]).partition(" (")
     return Task(
         # The tuner itself: values of heuristics above it are among the recorded arguments.
@@ -136,11 +136,12 @@ def _check(call: RecordedCall, kernel: OfflineKernel, zeros: bool) -> None:
     data, tuner = call.arguments, kernel.tuner
     if problem := data.get("problem"):
         raise _NotHere(str(problem))
-    names = call_description.with_tensors(data, tuner.arg_names, floats=False)
+    names = call_description.unknown(data, tuner.arg_names)
     if names and not zeros and tuner.hooks.inputs is None:
         raise _NotHere(
-            f"the integers in {', '.join(names)} are not recorded: give the kernel `inputs=`, "
-            "which makes its tensors, or use zeros with --zeros"
+            f"the integers in {', '.join(names)} are not recorded: record them with "
+            "SAFETUNE_RECORD_VALUES=1, give the kernel `inputs=`, which makes its tensors, or use "
+            "zeros with --zeros"
         )
 
 

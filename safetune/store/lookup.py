@@ -153,6 +153,7 @@ class GuardedStore(Store):
     put_trial = _guarded_write(Store.put_trial)
     put_choice = _guarded_write(Store.put_choice)
     put_call = _guarded_write(Store.put_call)
+    count_calls = _guarded_write(Store.count_calls)
     trials = _guarded_read(Store.trials, _trials)
     choice = _guarded_read(Store.choice, _choice)
     related = _guarded_read(Store.related, lambda answers: list(itertools.chain(*answers)))

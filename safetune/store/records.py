@@ -82,8 +82,28 @@ class ChoiceRecord:
 
 
 @dataclass(frozen=True)
+class CallCount:
+    """How often a recorded call was made, and how long some of these launches took together."""
+
+    key: str
+    calls: int
+    timed: int = 0
+    timed_ms: float = 0.0
+
+    def plus(self, other: CallCount) -> CallCount:
+        """Return the count of both."""
+        timed, timed_ms = self.timed + other.timed, self.timed_ms + other.timed_ms
+        return CallCount(self.key, self.calls + other.calls, timed, timed_ms)
+
+    @property
+    def each_ms(self) -> float | None:
+        """How long one launch takes; None where none was timed."""
+        return self.timed_ms / self.timed if self.timed else None
+
+
+@dataclass(frozen=True)
 class RecordedCall:
-    """A launch that was not tuned, described so that it can be tuned offline."""
+    """A launch of a recorded run, described so that it can be tuned offline."""
 
     key: str
     name: str
@@ -91,6 +111,26 @@ class RecordedCall:
     #: The description of the call that `miss.record` makes, as plain JSON data.
     arguments: dict[str, Any]
     created: float
+
+    @property
+    def count(self) -> CallCount:
+        """How often it was made; 0 where it was not counted, as under torch.compile."""
+        found = self.arguments.get("count")
+        return CallCount(self.key, *found) if isinstance(found, list) else CallCount(self.key, 0)
+
+    def counted(self, count: CallCount) -> RecordedCall:
+        """Return this call with another count."""
+        numbers = [count.calls, count.timed, count.timed_ms]
+        arguments = {**self.arguments, "count": numbers}
+        return RecordedCall(self.key, self.name, self.place, arguments, self.created)
+
+    @property
+    def completeness(self) -> int:
+        """How much of the call can be made again; of two descriptions the larger one is kept."""
+        if "problem" in self.arguments:
+            return 0
+        recorded = self.arguments.get("integers", ())
+        return 1 + sum(2 if "values" in content else 1 for _, content in recorded)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ def test_calls_are_tuned_as_they_were(
     assert [(left["call"], left["reason"]) for left in first["left_out"]] == [
         (
             "gather for n=100 (float32/int64)",
-            "the integers in index are not recorded: give the kernel `inputs=`, which makes its "
-            "tensors, or use zeros with --zeros",
+            "the integers in index are not recorded: record them with SAFETUNE_RECORD_VALUES=1, "
+            "give the kernel `inputs=`, which makes its tensors, or use zeros with --zeros",
         ),
         (
             "inner for n=64 (float32)",

@@ -22,7 +22,7 @@ from safetune import InvalidSetting, MissingChoice, TracingError, safetune
 from safetune.compilers.resolve import resolve
 from safetune.miss import reporting
 from safetune.miss import resolve as miss_resolve
-from safetune.offline.replay import LeftOut, sort_out, tasks_of
+from safetune.offline.replay import LeftOut, sketches, sort_out
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from tests.compilers import traced
@@ -197,7 +197,8 @@ class TestResolve:
             found = sort_out([call], [], False, left_out)
             said = [each.reason for each in left_out]
             assert said == ([] if given else ["it was resolved without a grid"])
-        (task,) = tasks_of(found, "cpu", [])
+        (sketch,) = sketches(found, "cpu", False, [])
+        task = sketch.make()
         dst, src, n = task.workload.args
         assert (dst.dtype, dst.shape, src.shape, n) == (torch.float16, (100,), (100,), 100)
         assert dst.data_ptr() != src.data_ptr()

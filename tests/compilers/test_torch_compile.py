@@ -15,7 +15,7 @@ from safetune import TracingError
 from safetune.compilers import dynamic_shapes
 from safetune.keys.tuning_key import Bucket
 from safetune.miss import record, resolve
-from safetune.offline.replay import LeftOut, sort_out, tasks_of
+from safetune.offline.replay import LeftOut, sketches, sort_out
 from safetune.settings import Settings
 from safetune.store.lookup import Lookup, open_lookup
 from tests.compilers import traced
@@ -266,7 +266,8 @@ def test_a_miss_is_recorded(module: Any) -> None:
         record.remember(missed.request(), lookup_now().store)
         left_out: list[LeftOut] = []
         found = sort_out(lookup_now().store.calls(), [], False, left_out)
-        (task,) = tasks_of(found, "cpu", left_out)
+        (sketch,) = sketches(found, "cpu", False, left_out)
+        task = sketch.make()
         assert left_out == []
         assert task.workload.args[2] == 100
         torch._dynamo.reset()

@@ -19,6 +19,7 @@ from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged
 from safetune.store.local.rows import CALL, CHOICE, DEVICE, KERNEL, KEY, TRIAL, Scalar, Table, text
 from safetune.store.records import (
+    CallCount,
     ChoiceRecord,
     KeyRecord,
     RecordedCall,
@@ -59,12 +60,7 @@ _HAS_KEY = (
     "SELECT 1 FROM key JOIN kernel ON kernel.digest = key.kernel "
     "JOIN device ON device.digest = key.device WHERE key.digest = ?"
 )
-_PUT_CALL = (
-    f"INSERT OR IGNORE INTO call ({', '.join(CALL.columns)}, checksum) "
-    f"SELECT {', '.join('?' * (len(CALL.columns) + 1))} WHERE (SELECT count(*) FROM call) < ?"
-)
-#: Canonical JSON has no space there.
-_FORGET_PROBLEM = """DELETE FROM call WHERE key = ? AND arguments LIKE '%"problem":%'"""
+_CALL_OF_KEY = f"{CALL.select} WHERE key = ?"
 
 #: The tables that have many rows of one key, and what is left without one.
 OF_KEY = ("trial", "choice", "call")
@@ -239,6 +235,11 @@ class Store:
             trials.setdefault(trial.key, []).append(trial)
         return [(key, trials[key.digest]) for key in keys]
 
+    def keys(self) -> list[KeyRecord]:
+        """Return every key, by kernel name."""
+        with self.connection.reading() as connection:
+            return self._keys(connection, None)
+
     def kernels(self) -> list[str]:
         """Return the names of all kernels with a key, sorted."""
         with self.connection.reading() as connection:
@@ -263,13 +264,31 @@ class Store:
     def put_call(self, call: RecordedCall) -> bool:
         """Write a recorded call; return whether it is new and was kept.
 
-        One for each key: the first that can be rebuilt, else the first.
+        One for each key: the first of those that have the most to make the call again from.
         """
-        row = CALL.seal(vars(call))
         with self.connection.transaction() as connection:
-            if "problem" not in call.arguments:
-                connection.execute(_FORGET_PROBLEM, (call.key,))
-            return connection.execute(_PUT_CALL, [*row.values(), self.most_calls]).rowcount > 0
+            known = self._call(connection, call.key)
+            if known is None:
+                (found,) = connection.execute("SELECT count(*) FROM call").fetchone()
+                if found >= self.most_calls:
+                    return False
+            elif known.completeness >= call.completeness:
+                return False
+            else:
+                call = call.counted(known.count)
+            return CALL.insert(connection, CALL.seal(vars(call)), "REPLACE")
+
+    def count_calls(self, *counts: CallCount) -> None:
+        """Add to the counts of recorded calls; those of other keys are dropped."""
+        with self.connection.transaction() as connection:
+            for count in counts:
+                if (known := self._call(connection, count.key)) is not None:
+                    counted = known.counted(known.count.plus(count))
+                    CALL.upsert(connection, CALL.seal(vars(counted)))
+
+    def _call(self, connection: sqlite3.Connection, key: str) -> RecordedCall | None:
+        found = self._fetch(connection, CALL, _CALL_OF_KEY, text(key))
+        return found[0] if found else None
 
     def calls(self) -> list[RecordedCall]:
         """Return the recorded calls in their order."""

@@ -1,0 +1,43 @@
+"""The share of each key in the time of a recorded run."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from safetune.store.records import RecordedCall
+
+
+def times_ms(calls: Sequence[RecordedCall]) -> dict[str, float]:
+    """Return how long all launches of each key took together.
+
+    A key of which no launch was timed, as it was launched once, counts as the other keys of its
+    kernel do, or as all others.
+    """
+    known = {call.key: each for call in calls if (each := call.count.each_ms) is not None}
+    of_kernel: dict[str, list[float]] = {}
+    for call in calls:
+        if call.key in known:
+            of_kernel.setdefault(call.name, []).append(known[call.key])
+    typical = statistics.mean(known.values()) if known else 1.0
+    return {
+        call.key: max(1, call.count.calls)
+        * known.get(call.key, statistics.mean(of_kernel.get(call.name, [typical])))
+        for call in calls
+    }
+
+
+def shares_of_time(calls: Sequence[RecordedCall]) -> dict[str, float]:
+    """Return the share of each key, of 1."""
+    times = times_ms(calls)
+    total = sum(times.values())
+    return {key: time / total for key, time in times.items()} if total else {}
+
+
+def top(calls: Sequence[RecordedCall], share: float) -> list[RecordedCall]:
+    """Return the fewest calls that make this share of the time, the longest first."""
+    shares = shares_of_time(calls)
+    longest = sorted(calls, key=lambda call: -shares[call.key])
+    before = itertools.accumulate((shares[call.key] for call in longest), initial=0.0)
+    return [call for call, sum_before in zip(longest, before, strict=False) if sum_before < share]
