@@ -167,7 +167,7 @@ def draw_tuning_configs(pyplot: Any, results: Rows, theme: Theme) -> None:
     for tuner, style in TUNERS.items():
         _line(panel, points[tuner], style, theme, bold=tuner == "safetune")
         for count, seconds in points[tuner].items():
-            up = 6 if tuner == "triton" else -13
+            up = 7 if tuner == "triton" else -15
             panel.annotate(
                 f"{seconds:.3g} s",
                 (count, seconds),
@@ -179,8 +179,8 @@ def draw_tuning_configs(pyplot: Any, results: Rows, theme: Theme) -> None:
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xticks(counts, [f"{count}" for count in counts])
-    panel.minorticks_off()
-    panel.margins(x=0.08, y=0.25)
+    panel.margins(x=0.08, y=0.3)
+    _plain_seconds(panel)
     panel.set_xlabel("configs (up to 16: a vector add; from 72: a matrix product), empty caches")
     panel.set_ylabel("seconds")
     _legend(pyplot, panel)
@@ -211,7 +211,7 @@ def draw_tuning_arguments(pyplot: Any, results: Rows, theme: Theme) -> None:
         panel.set_yscale("log")
         ticks = [size for name, size in sizes.items() if "short" not in name]
         panel.set_xticks(ticks, ["12 MiB", "192", "768", "3 GiB", "6"], rotation=30)
-        panel.minorticks_off()
+        _plain_seconds(panel)
     panels[0].set_ylabel("seconds for 8 configs")
     _legend(pyplot, panels[0])
 
@@ -224,6 +224,15 @@ def _line(
         x, y = zip(*sorted(points.items()), strict=True)
         width = 2.4 if bold else 1.2
         panel.plot(x, y, marker, ls="-", c=theme.lines[colour], lw=width, ms=4, label=label)
+
+
+def _plain_seconds(panel: Any) -> None:
+    """Label a logarithmic axis by 0.2, 0.3, 0.5, 1, 2, not by powers."""
+    lowest, highest = panel.get_ylim()
+    steps = (step * 10**power for power in range(-2, 4) for step in (1, 2, 3, 5))
+    ticks = [step for step in steps if lowest <= step <= highest]
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.minorticks_off()
 
 
 def _legend(pyplot: Any, panel: Any) -> None:

@@ -24,6 +24,17 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted([*named, "index"]) == sorted(pages)
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    """The names of `safetune.errors` are taken from there as a whole."""
+    import safetune
+    from safetune import errors
+
+    text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\.\. \w+:: safetune\.(\w+)(?:\(\))?$", text, re.MULTILINE))
+    others = {name for name in safetune.__all__ if not hasattr(errors, name)}
+    assert others - {"__version__", "autotune"} - shown == set()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sphinx", reason="Sphinx 9 needs Python 3.11")
