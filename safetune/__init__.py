@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from safetune.integrations.prepare import prepare
     from safetune.launch.scratch_memory import scratch_allocator
     from safetune.miss.sync import sync
+    from safetune.offline.warm import preload
     from safetune.outcome import Outcome, Timing, Verdict
     from safetune.workload import Workload
 
@@ -56,6 +57,7 @@ __all__ = [
     "autotune",
     "graph",
     "install",
+    "preload",
     "prepare",
     "safetune",
     "scratch_allocator",
@@ -72,6 +74,7 @@ _HOMES = {
     "autotune": "frontend.decorator",
     "graph": "integrations.graph",
     "install": "integrations.install",
+    "preload": "offline.warm",
     "prepare": "integrations.prepare",
     "safetune": "frontend.decorator",
     "scratch_allocator": "launch.scratch_memory",

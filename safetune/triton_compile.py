@@ -6,12 +6,16 @@ Like `triton_internals`, which has the rest, this reaches behind Triton's public
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import functools
 import hashlib
 import json
+import os
+import shutil
+import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,22 +91,84 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
 
     That takes 0.3 s, and the first launch would wait for it.
     """
+    if spec[-1].backend == "cuda":
+        build = functools.partial(_build_launcher, jit, spec)
+        threading.Thread(target=build, name="safetune-launcher", daemon=True).start()
+
+
+def build_host_code(jit: Any, specs: Iterable[tuple[Any, ...]]) -> None:
+    """Build all that Triton has a C compiler make before the first launch of a kernel."""
     from triton.backends.nvidia import driver as nvidia
 
-    signature, *_, target = spec
-    if target.backend != "cuda" or not hasattr(nvidia, "make_launcher"):
+    cuda = [spec for spec in specs if spec[-1].backend == "cuda"]
+    with contextlib.ExitStack() as stack:
+        if cuda and not (ctypes.util.find_library("cuda") or nvidia.knobs.nvidia.libcuda_path):
+            stack.enter_context(_empty_driver())
+        with contextlib.suppress(Exception):  # built, and it cannot be loaded here
+            nvidia.CudaUtils()
+        for spec in cuda:
+            _build_launcher(jit, spec)
+
+
+def _build_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
+    from triton.backends.nvidia import driver as nvidia
+
+    if not hasattr(nvidia, "make_launcher"):
         return
+    signature, *_, target = spec
     source, *_ = _entry(jit, spec)
     # What a descriptor becomes is known once a kernel is compiled: where the card has them, a map.
     descriptors = sum(str(kind).startswith("tensordesc") for kind in signature.values())
     maps = [dict[str, int]()] * descriptors if target.arch >= _HAS_TENSOR_MAPS else None
     metadata = SimpleNamespace(**vars(_NO_SCRATCH), tensordesc_meta=maps)
+    with contextlib.suppress(Exception):  # the launch says what is wrong
+        nvidia.CudaLauncher(source, metadata)
 
-    def build() -> None:
-        with contextlib.suppress(Exception):  # the launch says what is wrong
-            nvidia.CudaLauncher(source, metadata)
 
-    threading.Thread(target=build, name="safetune-launcher", daemon=True).start()
+@contextlib.contextmanager
+def _empty_driver() -> Iterator[None]:
+    """Have Triton link to a library with nothing in it, in place of the driver's, not here.
+
+    What is linked so finds the driver's own where it is loaded.
+    """
+    from triton.backends.nvidia import driver as nvidia
+
+    compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError):
+        made = ["-shared", "-x", "c", os.devnull, "-o", os.path.join(folder, "libcuda.so.1")]
+        subprocess.run([compiler, *made], capture_output=True, check=False)
+        nvidia.knobs.nvidia.libcuda_path = folder
+        try:
+            yield
+        finally:
+            del nvidia.knobs.nvidia.libcuda_path
+            nvidia.libcuda_dirs.cache_clear()
+            nvidia.library_dirs.cache_clear()
+
+
+@contextlib.contextmanager
+def compiling_for(target: Any, properties: Mapping[str, int]) -> Iterator[None]:
+    """Have Triton compile for a device that need not be here, in place of its driver."""
+    from triton.runtime import driver
+
+    answers = SimpleNamespace(
+        get_current_device=lambda: 0,
+        set_current_device=lambda index: None,
+        get_current_stream=lambda index: 0,
+        get_current_target=lambda: target,
+        utils=SimpleNamespace(get_device_properties=lambda index: properties),
+    )
+    before = driver._active
+    driver.set_active(answers)
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def forget_binaries(jit: Any) -> None:
+    """Have a kernel ask for its target, and look for its binaries, anew."""
+    jit.device_caches.clear()
 
 
 @functools.cache

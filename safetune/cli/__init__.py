@@ -113,6 +113,7 @@ from safetune.cli.prune import prune_command  # noqa: E402
 from safetune.cli.run import run_command  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
 from safetune.cli.verify import verify_command  # noqa: E402
+from safetune.cli.warm import warm_command  # noqa: E402
 
 for _command in (
     coverage_command,
@@ -121,6 +122,7 @@ for _command in (
     run_command,
     tune_command,
     verify_command,
+    warm_command,
     *(stored.list_choices, stored.show, stored.path, stored.stats, stored.clear, stored.gc),
     *(moving.export, moving.import_, moving.merge, moving.pack),
 ):

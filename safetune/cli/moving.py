@@ -114,10 +114,21 @@ def pack(directory: Path, as_json: bool, **options: Any) -> None:
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TargetError(f"{directory} exists and is not empty; give a new directory")
-    packs = [path for path in Settings.current().packs if any(path.glob("*.json"))]
-    _write(_merged(packs, _stored()), directory, as_json=as_json, **options)
+    _write(_merged(_packs(), _stored()), directory, as_json=as_json, **options)
     if not as_json:
         echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
+
+
+def all_choices() -> list[StoredChoice]:
+    """Return every choice that a launch can find here: in the store, or in a pack."""
+    from safetune.store.packs.packs import shipped
+
+    own = shipped()
+    return _merged([*_packs(), *([own] if own and any(own.glob("*.json")) else [])], _stored())
+
+
+def _packs() -> list[Path]:
+    return [path for path in Settings.current().packs if any(path.glob("*.json"))]
 
 
 def _stored() -> list[StoredChoice]:

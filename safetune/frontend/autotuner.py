@@ -233,10 +233,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             return relaunch.launch(self, key, shape, config, args, kwargs, values)
 
     def launch_with(
-        self, config: Config, values: Kwargs, grid: Any, args: Args, kwargs: Kwargs
+        self, config: Config, values: Kwargs | None, grid: Any, args: Args, kwargs: Kwargs
     ) -> relaunch.Launched:
-        """Launch with a config by Triton's path, with what the heuristics have said already."""
-        return self._by_triton(args, {**kwargs, "grid": grid, "warmup": False}, config, values)
+        """Launch by Triton's path, or compile alone (`warmup`), with what heuristics have said."""
+        return self._by_triton(args, {"warmup": False, **kwargs, "grid": grid}, config, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Forget every launch when anything is changed that one may depend on."""

@@ -115,7 +115,7 @@ def _memory(
     memory = torch.empty(block.size + ALIGNMENT, dtype=torch.uint8, device=target)
     start = (block.misalignment - memory.data_ptr()) % ALIGNMENT
     live = memory[start : start + block.size]
-    if not filled:
+    if not filled or memory.is_meta:
         return live
     live.zero_()
     if views and random_inputs.is_drawable(views, block.misalignment):

@@ -33,10 +33,11 @@ def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) ->
 
     Nothing is compiled, loaded or launched.
     """
-    return _packed(jit, triton_internals.compile_arguments(jit, launch, device))
+    return packed(jit, triton_internals.compile_arguments(jit, launch, device))
 
 
-def _packed(jit: JITFunction, spec: tuple[Any, ...]) -> bytes:
+def packed(jit: JITFunction, spec: tuple[Any, ...]) -> bytes:
+    """Return what `compile_arguments` returned as bytes for a compile child."""
     return kernel_pickle.pack(spec, f"the constants of {jit.__name__}", by_value=[jit.fn])
 
 
@@ -71,7 +72,7 @@ class CallerSpecs:
                 jit, lambda: self._kernel.run(*args, **kwargs), self._call.index
             )
             cached = triton_compile.cached_binary(jit, spec, self._most_shared)
-            return cached or _packed(jit, spec)
+            return cached or packed(jit, spec)
         except Exception as error:  # the child reports what is wrong with it
             if from_signal_handler(error):
                 raise

@@ -264,6 +264,11 @@ def _detected(index: int, switches: tuple[tuple[str, str], ...]) -> tuple[Device
     return device, toolchain
 
 
+def forget_devices() -> None:
+    """Ask for every device anew."""
+    _detected.cache_clear()
+
+
 def _told(ask: Callable[[int], Sequence[Any]], index: int) -> tuple[Any, Device]:
     from triton.backends.compiler import GPUTarget
 

@@ -1,0 +1,186 @@
+"""`safetune warm`: compile ahead of time what a frozen program launches, without its GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import click
+
+from safetune.cli import targets
+from safetune.cli.moving import all_choices
+from safetune.cli.output import counted, echo, empty_table, examples, print_json, stdout_console
+from safetune.cli.stored import json_option, open_store
+from safetune.errors import TargetError
+from safetune.settings import Mode, Settings
+
+if TYPE_CHECKING:
+    from safetune.offline.replay import LeftOut
+    from safetune.offline.tasks import OfflineKernel, Task
+    from safetune.offline.warm import Described, Warmed
+    from safetune.store.records import KeyRecord, StoredChoice
+
+
+@click.command(
+    "warm",
+    epilog=examples(
+        "safetune warm my_package.kernels --device H100",
+        "safetune warm --recorded",
+    ),
+)
+@click.argument("target", nargs=-1)
+@targets.shape_option
+@targets.dtype_option
+@click.option(
+    "--device", metavar="TEXT", help="Only devices with TEXT in their names; default: all stored."
+)
+@click.option(
+    "--recorded",
+    is_flag=True,
+    help="Compile for the calls that SAFETUNE_MODE=record has recorded, not for workloads.",
+)
+@json_option
+def warm_command(
+    target: tuple[str, ...],
+    shape: tuple[str, ...],
+    dtype: tuple[str, ...],
+    device: str | None,
+    recorded: bool,
+    as_json: bool,
+) -> None:
+    """Compile what TARGET launches under SAFETUNE_MODE=frozen into Triton's cache.
+
+    For each workload of TARGET and each device of a stored key, in the store or in packs: the
+    stored config, or the one that is launched for want of it. No GPU is needed. Exits with 1 if
+    something could not be compiled.
+    """
+    if not (target or recorded):
+        raise click.UsageError("Missing argument 'TARGET...'.")
+    if recorded and (shape or dtype):
+        raise click.UsageError(
+            "--shape and --dtype choose workloads; with --recorded there are no workloads."
+        )
+    from safetune.offline import warm
+    from safetune.store.lookup import open_lookup
+
+    left_out: list[LeftOut] = []
+    with contextlib.redirect_stdout(sys.stderr):  # what the targets print
+        kernels = targets.kernels_of(target, with_workload=not recorded)
+        if recorded:
+            calls = _recorded(kernels, left_out)
+        else:
+            calls = [task for kernel in kernels for task in warm.declared(kernel, dtype, shape)]
+        targets.check_shapes(shape, [task.workload.name for task in calls])
+        launched = list({id(task.kernel.tuner): task.kernel for task in calls}.values())
+        _check_compiled(launched)
+        entries = all_choices()
+        lookup = open_lookup(replace(Settings.current(), mode=Mode.FROZEN))
+        keys = [*(entry.key for entry in entries), *(key for key, _ in open_store().trials_of())]
+        devices = _devices(keys, launched, device)
+        done = [
+            each
+            for described in devices
+            for each in warm.warm(calls, described, lookup, _timeout_s(launched))
+        ]
+    not_reached = _not_reached(entries, launched, devices, done)
+    failed = any(each.error for each in done)
+    if as_json:
+        skipped = [{"call": left.words, "reason": left.reason} for left in left_out]
+        data = {"compiled": [vars(each) for each in done], "left_out": skipped}
+        print_json({**data, "not_reached": not_reached})
+    else:
+        _print(done, not_reached, left_out)
+    sys.exit(1 if failed or not done else 0)
+
+
+def _recorded(named: Sequence[OfflineKernel], left_out: list[LeftOut]) -> list[Task]:
+    from safetune.offline import replay
+
+    names = {kernel.name for kernel in named}
+    stored = [call for call in open_store().calls() if not named or call.name in names]
+    if not stored:
+        raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
+    found = replay.sort_out(stored, named, zeros=True, left_out=left_out)
+    return [replay.shapes_of(call, kernel) for call, kernel in found]
+
+
+def _check_compiled(kernels: Sequence[OfflineKernel]) -> None:
+    if interpreted := [kernel.name for kernel in kernels if kernel.interpreted]:
+        raise TargetError(
+            f"{', '.join(interpreted)} would run in Triton's interpreter, which compiles nothing: "
+            "unset TRITON_INTERPRET"
+        )
+
+
+def _devices(
+    keys: Sequence[KeyRecord], kernels: Sequence[OfflineKernel], name: str | None
+) -> list[Described]:
+    from safetune.offline import warm
+
+    found = warm.devices_of(keys, kernels, name)
+    if not found:
+        known = sorted({each.device.name for each in warm.devices_of(keys, kernels)})
+        there = (
+            f"there are choices for {', '.join(known)}" if known else "tune first, or name packs"
+        )
+        names = ", ".join(dict.fromkeys(kernel.name for kernel in kernels))
+        raise TargetError(
+            f"no key of {names or 'a recorded call'} is stored"
+            f"{f' for a device {name!r}' if name else ''}: {there}"
+        )
+    return found
+
+
+def _timeout_s(kernels: Sequence[OfflineKernel]) -> float:
+    return max(kernel.tuner.limits.compile_timeout_s for kernel in kernels)
+
+
+def _not_reached(
+    entries: Sequence[StoredChoice],
+    kernels: Sequence[OfflineKernel],
+    devices: Sequence[Described],
+    done: Sequence[Warmed],
+) -> dict[str, int]:
+    """Return how many stored choices for these devices were not compiled, by the reason."""
+    digests = {kernel.tuner.identity.digest for kernel in kernels}
+    records, here = [each.device.record() for each in devices], metadata.version("triton")
+    reached = {each.key for each in done}
+    return Counter(
+        "no workload or recorded call shows what its launch needs"
+        if entry.key.toolchain["triton"] == here
+        else f"it was made with Triton {entry.key.toolchain['triton']}, and this is {here}"
+        for entry in entries
+        if entry.key.kernel_digest in digests
+        if entry.key.device in records and entry.key.digest not in reached
+    )
+
+
+def _print(
+    done: Sequence[Warmed], not_reached: Mapping[str, int], left_out: Sequence[LeftOut]
+) -> None:
+    console = stdout_console()
+    for device in dict.fromkeys(each.device for each in done):
+        table = empty_table(device, "kernel", "call", "config", "from", "binary")
+        of_device = [each for each in done if each.device == device]
+        for each in of_device:
+            state = each.error or ("was there" if each.was_there else "compiled")
+            style = "red" if each.error else None
+            table.add_row(each.kernel, each.call, each.config, each.origin, state, style=style)
+        console.print(table)
+    made = sum(not each.error and not each.was_there for each in done)
+    failed = sum(bool(each.error) for each in done)
+    fallbacks = sum(each.origin == "fallback" for each in done)
+    console.print(
+        f"{made} compiled, {sum(each.was_there for each in done)} there before"
+        + (f", {failed} failed" if failed else "")
+        + (f", {fallbacks} without a stored choice" if fallbacks else "")
+    )
+    for reason, count in not_reached.items():
+        echo(f"not compiled: {counted(count, 'stored choice')}: {reason}")
+    for left in left_out:
+        echo(f"not compiled: {left.words}: {left.reason}")

@@ -1,0 +1,270 @@
+"""Compiles what a frozen program will launch, for devices that are not here.
+
+In: workloads and recorded calls, the stored choices, and what these say of their devices. Out:
+entries of Triton's disk cache. A stand-in for Triton's driver answers as the device would, so that
+the call goes the way of a launch, up to the compiler; compile children do the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Config
+
+from safetune import triton_compile, triton_internals
+from safetune.config import config_text
+from safetune.errors import WorkloadError, from_signal_handler
+from safetune.frozen import dataclass
+from safetune.inputs import compile_spec
+from safetune.isolation import backend
+from safetune.isolation.compile_pool import CompilePool
+from safetune.keys import tuning_key
+from safetune.keys.kernel_digest import base_function
+from safetune.keys.tuning_key import Device
+from safetune.launch.call_shape import heuristic_values, named_arguments
+from safetune.miss import candidates
+from safetune.miss.relaunch import Launched
+from safetune.miss.resolve import Miss, stored
+from safetune.offline import replay, tasks
+from safetune.offline.tasks import OfflineKernel, Task
+from safetune.settings import Settings
+from safetune.store.lookup import Lookup, open_lookup
+from safetune.store.records import KeyRecord
+
+if TYPE_CHECKING:
+    from safetune.isolation.backend import Backend
+
+logger = logging.getLogger("safetune")
+
+#: Where the config of a call is from.
+STORED, FALLBACK, ONLY = "stored", "fallback", "the only config"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A device as a stored choice describes it: what it is, and the target to compile for."""
+
+    device: Device
+    target: str  # e.g. `cuda:90:32`
+
+    @property
+    def gpu_target(self) -> GPUTarget:
+        """The target as Triton has it."""
+        name, architecture, warp_size = self.target.split(":")
+        arch = int(architecture) if architecture.isdigit() else architecture
+        return GPUTarget(name, arch, int(warp_size))
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One call on one device: the config that a frozen program launches, and its binary.
+
+    `error` says why there is no binary; `was_there`: nothing had to be compiled.
+    """
+
+    kernel: str
+    call: str
+    device: str
+    key: str = ""  # its digest
+    config: str = ""
+    origin: str = ""
+    was_there: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    made: Warmed
+    jit: Any
+    spec: tuple[Any, ...]
+    packed: bytes
+    is_cached: bool
+
+
+def devices_of(
+    keys: Iterable[KeyRecord], kernels: Sequence[OfflineKernel], name: str | None = None
+) -> list[Described]:
+    """Return the devices, with `name` in theirs, of the stored keys of these kernels."""
+    digests = {kernel.tuner.identity.digest for kernel in kernels}
+    found = {
+        Described(Device(**key.device), str(key.toolchain["target"]))
+        for key in keys
+        if key.kernel_digest in digests and key.device["name"] != tuning_key.INTERPRETER
+        if name is None or name.lower() in str(key.device["name"]).lower()
+    }
+    return sorted(found, key=lambda each: (each.device.name, each.target))
+
+
+def declared(
+    kernel: OfflineKernel, dtypes: Sequence[str] = (), shapes: Sequence[str] = ()
+) -> list[Task]:
+    """Return the tasks of a kernel's workloads, if possible with tensors that have no memory."""
+    try:
+        found = [task for stream in tasks.streams(kernel, "meta", dtypes) for task in stream]
+    except WorkloadError:  # it looks at what its tensors hold
+        found = [task for stream in tasks.streams(kernel, "cpu", dtypes) for task in stream]
+    return [task for task in found if not shapes or task.workload.name in shapes]
+
+
+def warm(
+    calls: Iterable[Task], described: Described, lookup: Lookup, timeout_s: float
+) -> list[Warmed]:
+    """Compile what launches of these calls need on one device, into Triton's disk cache."""
+    with _as_device(described):
+        found = [_job(task, described, lookup) for task in calls]
+        done = [job for job in found if isinstance(job, Warmed)]
+        jobs = [job for job in found if isinstance(job, _Job)]
+        by_kernel: dict[int, list[_Job]] = {}
+        for job in jobs:
+            by_kernel.setdefault(id(job.jit), []).append(job)
+        for of_kernel in by_kernel.values():
+            done += _compiled(of_kernel, timeout_s)
+    return done
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a frozen program launches for a task."""
+
+    key: str
+    config: Config
+    origin: str
+    run: Callable[[], Launched]
+
+
+def launch_of(task: Task, lookup: Lookup, warmup: bool = False) -> Launch:
+    """Return the launch of a task; with `warmup` it compiles the kernel, and runs nothing."""
+    tuner, workload = task.kernel.tuner, task.workload
+    args, kwargs = workload.args, dict(workload.kwargs)
+    named = named_arguments(task.kernel.outer.arg_names, args, kwargs)
+    kwargs |= heuristic_values(task.kernel.outer, named)[1]
+    request = Miss(tuner, args, {**kwargs, "grid": workload.grid}).request()
+    if len(request.configs) == 1:
+        config, origin = request.configs[0], ONLY
+    else:
+        choice, _ = stored(tuner, request, lookup)
+        config = choice or candidates.best_known(request, lookup)
+        origin = FALLBACK if choice is None else STORED
+    passed = {**kwargs, "warmup": warmup}
+    run = functools.partial(tuner.launch_with, config, None, workload.grid, args, passed)
+    return Launch(request.key.digest, config, origin, run)
+
+
+def preload(*kernels: Any, dtypes: Sequence[str] = ()) -> int:
+    """Have this process load, before its first launch, what these kernels launch.
+
+    For each workload, in these dtypes or in those that it declares, and for each recorded call of a
+    kernel under @safetune: the config that a launch now would have is compiled, or found in
+    Triton's disk cache, and loaded on the current device. No launch of such a call compiles
+    afterwards, and none calls Triton's compile hooks, with which servers report or refuse
+    compilations. Nothing is launched or tuned. Return how many binaries were loaded; what cannot be
+    is logged.
+    """
+    lookup = open_lookup(Settings.current())
+    found = tasks.find_kernels(dict(enumerate(kernels)))  # type: ignore[arg-type]
+    calls = [task for kernel in found for task in declared(kernel, dtypes)]
+    of_these = {kernel.name for kernel in found}
+    recorded = [call for call in lookup.store.calls() if call.name in of_these]
+    calls += [
+        replay.shapes_of(*each)
+        for each in replay.sort_out(recorded, found, zeros=True, left_out=[])
+    ]
+    loaded = set()
+    for task in calls:
+        try:
+            binary = launch_of(task, lookup, warmup=True).run().result
+            binary.run  # noqa: B018 - Triton loads it when it is asked how to run it
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
+            logger.warning("%s %s is not loaded: %s", task.kernel.name, task.workload.name, error)
+        else:
+            loaded.add(id(binary))
+    return len(loaded)
+
+
+def _job(task: Task, described: Described, lookup: Lookup) -> _Job | Warmed:
+    kernel, words = task.kernel, f"{task.workload.name} {task.dtype}".strip()
+    jit, _ = base_function(kernel.tuner.fn)
+    facts = (kernel.name, words, described.device.name)
+    try:
+        launch = launch_of(task, lookup)
+        triton_compile.forget_binaries(jit)  # those of the device before
+        spec = triton_internals.compile_arguments(jit, launch.run, 0)
+        is_cached = triton_compile.cached_binary(jit, spec) is not None
+    except Exception as error:  # the user's prune functions, heuristics and hooks
+        return Warmed(*facts, error=f"{type(error).__name__}: {error}".splitlines()[0])
+    finally:
+        triton_compile.forget_binaries(jit)
+    made = Warmed(*facts, launch.key, config_text(launch.config), launch.origin)
+    return _Job(made, jit, spec, compile_spec.packed(jit, spec), is_cached)
+
+
+def _compiled(jobs: Sequence[_Job], timeout_s: float) -> Iterator[Warmed]:
+    """Compile the jobs of one kernel; jobs of one binary once."""
+    jit = jobs[0].jit
+    specs = {job.packed: job.spec for job in jobs}
+    triton_compile.build_host_code(jit, specs.values())
+    missing = list(dict.fromkeys(job.packed for job in jobs if not job.is_cached))
+    errors: dict[bytes, str] = {}
+    with CompilePool(lambda: compile_spec.pack_for_compiler(jit), timeout_s) as pool:
+        for number, packed in enumerate(missing):
+            pool.add(number, packed)
+        for result in pool.results():
+            if not result.outcome.ok:
+                lines = result.outcome.message.strip().splitlines()
+                reason = f"{result.outcome.label} {lines[-1] if lines else ''}".strip()
+                errors[missing[result.config]] = reason
+    for job in jobs:
+        error = errors.get(job.packed, "")
+        yield replace(job.made, was_there=job.is_cached, error=error)
+
+
+@contextlib.contextmanager
+def _as_device(described: Described) -> Iterator[None]:
+    """Have this process compile for a device, and make the keys that a process there makes."""
+    device, target = described.device, described.gpu_target
+    properties = {
+        "multiprocessor_count": device.sm_count,
+        "max_shared_mem": device.shared_memory_bytes,
+    }
+    backend.register(target.backend, lambda: cast("Backend", _Described(device.name)))
+    tuning_key.forget_devices()
+    try:
+        with triton_compile.compiling_for(target, properties):
+            yield
+    finally:
+        backend.unregister(target.backend)
+        tuning_key.forget_devices()
+
+
+class _Described:
+    """What a launch asks a back end, for a device that is not here."""
+
+    hidden: Mapping[str, str] = {}
+    torch_type = "meta"
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def device_name(self, index: int) -> str:
+        """Return the product name that is in the stored keys."""
+        return self._name
+
+    def launch_stream(self) -> int:
+        """Return the default stream."""
+        return 0
+
+    def capture_id(self, stream: int) -> int:
+        """Return that there is no capture."""
+        return 0
+
+    def is_known_pointer(self, address: int) -> bool:
+        """Return that nothing is in the memory of a device."""
+        return False

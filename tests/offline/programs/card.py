@@ -1,0 +1,100 @@
+"""A card that is not there: launches go to a list, and everything before them is Triton's own.
+
+    python card.py store | launch | preload
+
+`store` puts a choice for each workload into the store, as a tuning would, and records a call;
+`launch` and `preload` launch all of them, and print what Triton has told its hooks.
+"""
+
+# ruff: noqa: E402
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
+
+import torch
+import warm_kernels
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import safetune
+from safetune.config import config_digest, config_record
+from safetune.isolation import backend
+from safetune.offline import tasks
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+from safetune.store.records import ChoiceRecord, KeyRecord
+from tests.backends import FakeBackend
+
+launched: list[str] = []
+
+
+class Launcher:
+    def __init__(self, source, metadata):
+        self.name = f"{metadata.name} {metadata.num_warps}"
+
+    def __call__(self, *arguments, **options):
+        launched.append(self.name)
+
+
+target = GPUTarget("cuda", 90, 32)
+facts = {"multiprocessor_count": 132, "max_shared_mem": 232448, "warpSize": 32}
+facts |= {"max_num_regs": 65536, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1}
+driver.set_active(
+    SimpleNamespace(
+        get_current_device=lambda: 0,
+        set_current_device=lambda index: None,
+        get_current_stream=lambda index: 0,
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        launcher_cls=Launcher,
+        utils=SimpleNamespace(
+            get_device_properties=lambda index: facts,
+            load_binary=lambda *binary: (1, 2, 32, 0, 1024),
+            unload_module=lambda module: None,
+        ),
+    )
+)
+backend.register("cuda", lambda: FakeBackend(device_name=lambda index: "NVIDIA H100 80GB HBM3"))
+
+
+def store():
+    (kernel,) = (k for k in tasks.find_kernels(vars(warm_kernels)) if k.tuner.workloads)
+    lookup = open_lookup(Settings.current())
+    (stream,) = tasks.streams(kernel, "cpu", ("float16",))
+    for number, task in enumerate(stream):
+        request = tasks.request_for(task)
+        config = request.configs[3 - number]
+        lookup.store.put_key(KeyRecord.of(request.key))
+        digests = (request.key.digest, 1, config_digest(config))
+        lookup.store.put_choice(
+            ChoiceRecord(*digests, config_record(config), request.declared, 0.5, 4, 1.0)
+        )
+
+
+def launch():
+    for count in (256, 301):
+        arguments = warm_kernels.arguments(count, torch.float16)
+        warm_kernels.add_one[warm_kernels.grid](*arguments)
+    warm_kernels.record_fill()
+
+
+compilations, hooks = [], []
+knobs.compilation.listener = lambda *, cache_hit, **_: compilations.append(cache_hit)
+if sys.argv[1] == "store":
+    store()
+    os.environ["SAFETUNE_MODE"] = "record"
+    warm_kernels.record_fill()
+else:
+    loaded = 0
+    if sys.argv[1] == "preload":
+        loaded = safetune.preload(warm_kernels.add_one, warm_kernels.fill, dtypes=["float16"])
+    knobs.runtime.jit_post_compile_hook = lambda **event: hooks.append(event["fn"].name)
+    launch()
+    found = {"compilations": compilations, "hooks": hooks, "launched": launched, "loaded": loaded}
+    print(json.dumps(found))

@@ -1,0 +1,81 @@
+"""`safetune warm` for an H100, on a machine without one; then a program on a card that stands in.
+
+All that the program does up to the launch is Triton's own: what it finds in the disk cache, a
+program on an H100 finds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
+
+PROGRAMS = Path(__file__).with_name("programs")
+KERNELS = PROGRAMS / "warm_kernels.py"
+COMPILED = {"TRITON_INTERPRET": None, "SAFETUNE_MODE": "frozen"}
+
+CHOSEN = [
+    ("256 float16", "BLOCK=128 num_warps=4 num_stages=3", "stored"),
+    ("301 float16", "BLOCK=128 num_warps=2 num_stages=3", "stored"),
+]
+
+
+@pytest.fixture
+def card(fresh_process: FreshProcess) -> Any:
+    """A function that runs `programs/card.py` and returns what it prints."""
+
+    def run(*words: str, **env: str) -> Any:
+        env = {**COMPILED, "PYTHONWARNINGS": "ignore", **env}
+        done = fresh_process(PROGRAMS / "card.py", *words, env=env, warm=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout) if done.stdout else None
+
+    return run
+
+
+@pytest.fixture
+def warm(fresh_process: FreshProcess) -> Any:
+    """`safetune warm` in a process that has no GPU and interprets nothing."""
+
+    def run(*words: object, code: int = 0) -> Any:
+        main = "import sys; from safetune.cli import main; sys.argv[0] = 'safetune'; main()"
+        done = fresh_process(main, "warm", *words, "--json", env=COMPILED, cwd=PROGRAMS, warm=True)
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_a_frozen_program_finds_every_binary_from_its_first_launch(
+    card: Any, warm: Any, tmp_path: Path, triton_cache_dir: Path
+) -> None:
+    card("store", SAFETUNE_MODE="tune", TRITON_CACHE_DIR=str(tmp_path))
+
+    declared = warm(KERNELS, "--dtype", "float16", "--device", "h100")
+    assert [(c["call"], c["config"], c["origin"]) for c in declared["compiled"]] == CHOSEN
+    assert {c["device"] for c in declared["compiled"]} == {"NVIDIA H100 80GB HBM3"}
+    assert not any(c["error"] for c in declared["compiled"])
+    assert declared["not_reached"] == {}
+
+    (call,) = warm("--recorded", "warm_kernels:fill")["compiled"]
+    assert (call["call"], call["origin"]) == ("N=20 float32", "fallback")
+    assert not call["was_there"]
+
+    found = {file.name.partition(".")[0] for file in triton_cache_dir.rglob("*.so")}
+    assert "cuda_utils" in found, "what Triton's driver has a C compiler make is there, too"
+
+    first = card("launch")
+    assert first["launched"] == ["add_one 4", "add_one 2", "fill 4"]
+    assert first["compilations"] == [True, True, True], "each was found in the disk cache"
+    assert len(first["hooks"]) == 3, "Triton calls this hook for what it finds there, too"
+
+    loaded = card("preload")
+    assert loaded["launched"] == first["launched"]
+    assert loaded["compilations"] == [True, True, True]
+    assert loaded["hooks"] == [], "none after `preload`, as for a server that refuses compilations"
+    assert loaded["loaded"] == 3
