@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from safetune.config import space
     from safetune.errors import *  # noqa: F403
     from safetune.frontend.autotuner import Autotuner
     from safetune.frontend.decorator import autotune, safetune
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from safetune.miss.sync import sync
     from safetune.offline.warm import preload
     from safetune.outcome import Outcome, Timing, Verdict
+    from safetune.tuning.search import History, Neighbour, Proposer, Trial
     from safetune.workload import Workload
 
 __all__ = [
@@ -27,11 +29,13 @@ __all__ = [
     "CaptureMiss",
     "CaptureWarning",
     "DisputeWarning",
+    "History",
     "InvalidConfig",
     "InvalidOperand",
     "InvalidSetting",
     "KernelNotTransferable",
     "MissingChoice",
+    "Neighbour",
     "NoDevice",
     "NoMemory",
     "NoWorkingConfig",
@@ -40,6 +44,7 @@ __all__ = [
     "Outcome",
     "PhantomKey",
     "PhantomKeyWarning",
+    "Proposer",
     "SafetuneError",
     "SafetuneWarning",
     "SettingWarning",
@@ -48,6 +53,7 @@ __all__ = [
     "TargetError",
     "Timing",
     "TracingError",
+    "Trial",
     "TuningWarning",
     "Verdict",
     "WorkerUnavailable",
@@ -61,14 +67,19 @@ __all__ = [
     "prepare",
     "safetune",
     "scratch_allocator",
+    "space",
     "sync",
 ]
 
 #: Where the names are that `errors` does not have.
 _HOMES = {
     "Autotuner": "frontend.autotuner",
+    "History": "tuning.search",
+    "Neighbour": "tuning.search",
     "Outcome": "outcome",
+    "Proposer": "tuning.search",
     "Timing": "outcome",
+    "Trial": "tuning.search",
     "Verdict": "outcome",
     "Workload": "workload",
     "autotune": "frontend.decorator",
@@ -78,6 +89,7 @@ _HOMES = {
     "prepare": "integrations.prepare",
     "safetune": "frontend.decorator",
     "scratch_allocator": "launch.scratch_memory",
+    "space": "config",
     "sync": "miss.sync",
 }
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from triton.runtime.autotuner import Config
@@ -160,9 +162,9 @@ def check_names(
 
 
 def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
-    """Raise `InvalidSetting` for a value that is neither None nor a function."""
+    """Raise `InvalidSetting` for a value that is neither None nor a function nor a proposer."""
     for parameter, value in parameters.items():
-        if value is not None and not callable(value):
+        if value is not None and not callable(getattr(value, "propose", value)):
             raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not a function")
 
 
@@ -173,3 +175,42 @@ def check_seconds(kernel: str, limits: object, *names: str) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (number and 0 < value < float("inf")):
             raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")
+
+
+#: What a config sets beside the kernel's parameters.
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+
+
+def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[Any]) -> list[Config]:
+    """Return a list of configs: each combination of the values, the last name varying fastest.
+
+    `space(BM=[64, 128], num_warps=[4, 8], where=lambda c: c.BM >= 16 * c.num_warps)`. The names
+    num_warps, num_stages, num_ctas and maxnreg are Triton's; any other is a parameter of the
+    kernel.
+
+    Args:
+        where: whether to keep a combination, which has a value under each name.
+
+    Raises:
+        InvalidSetting: the values of a name are not a list, or no combination is left.
+    """
+    listed: dict[str, list[Any]] = {}
+    for name, given in values.items():
+        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+            raise InvalidSetting(f"{name}={given!r} is not a list of values; write {name}=[...]")
+        listed[name] = list(given)
+    combinations = [
+        dict(zip(listed, chosen, strict=True)) for chosen in itertools.product(*listed.values())
+    ]
+    kept = [c for c in combinations if where is None or where(SimpleNamespace(**c))]
+    if not kept:
+        raise InvalidSetting(
+            f"no config is left of {len(combinations)}: where= refuses all, or a list is empty"
+        )
+    return [
+        Config(
+            {name: value for name, value in chosen.items() if name not in _OPTIONS},
+            **{name: chosen[name] for name in _OPTIONS if name in chosen},
+        )
+        for chosen in kept
+    ]

@@ -78,6 +78,7 @@ class Mark(str, Enum):
     DISPUTED: configs disagree about the result, and nothing shows which are right.
     OUTVOTED: of configs that disagree, the choice was made among others.
     SAME_AS: compiled to the same code as another config, which was run for both.
+    SEARCHED: of a choice: it was made among some of the configs, because a budget ended the search.
     """
 
     CONTENDED = "contended"
@@ -86,6 +87,7 @@ class Mark(str, Enum):
     DISPUTED = "disputed"
     OUTVOTED = "outvoted"
     SAME_AS = "same_as"
+    SEARCHED = "searched"
 
     def of(self, reason: str) -> str:
         """Return this mark with a reason."""

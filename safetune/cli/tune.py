@@ -44,6 +44,7 @@ _OF_TITLE = ("kernel", "shape", "dtype")
     epilog=examples(
         "safetune tune my_kernels.py",
         "safetune tune my_kernels.py:add_kernel --dtype float16",
+        "safetune tune my_kernels.py --budget 200",
         "safetune tune --recorded",
     ),
 )
@@ -53,6 +54,11 @@ _OF_TITLE = ("kernel", "shape", "dtype")
 @click.option("--device", metavar="DEVICE", help="The torch device to tune on, e.g. cuda:1.")
 @click.option(
     "--force", is_flag=True, help="Measure configs again even if their outcome is stored."
+)
+@click.option(
+    "--budget",
+    metavar="CONFIGS|TIME",
+    help="Measure the most promising configs of each key only: 200 of them, or for a time, as 5m.",
 )
 @click.option(
     "--isolation",
@@ -118,6 +124,7 @@ class _Options:
     dtype: tuple[str, ...]
     device: str | None
     force: bool
+    budget: str | None
     isolation: str | None
     recorded: bool
     top: float | None
@@ -154,6 +161,7 @@ def _declared(kernels: Sequence[OfflineKernel], options: _Options) -> list[Sketc
     from safetune.offline import plan, tasks
 
     targets.check_device(kernels, options.device)
+    _limit(kernels, options)
     names: list[str] = []
 
     def wanted(name: str) -> bool:
@@ -188,7 +196,17 @@ def _recorded(
     found = replay.sort_out(stored, named, options.zeros, left_out)
     left_out[:] = [left for left in left_out if store.choice(left.call.key) is None]
     targets.check_device([kernel for _, kernel in found], options.device)
+    _limit([kernel for _, kernel in found], options)
     return list(replay.sketches(found, options.device, options.force, left_out))
+
+
+def _limit(kernels: Sequence[OfflineKernel], options: _Options) -> None:
+    """Set the budget of the command line in place of the decorators'."""
+    from safetune.tuning.requests import SearchBudget
+
+    budget = SearchBudget.parse("safetune tune", options.budget)
+    for kernel in kernels:
+        kernel.tuner.budget = budget or kernel.tuner.budget
 
 
 def _planned(sketches: Sequence[Sketch], options: _Options) -> Plan:

@@ -11,8 +11,8 @@ from typing import Any
 
 from safetune.errors import InvalidSetting
 from safetune.keys.tuning_key import Bucket
-from safetune.miss.candidates import comparable, pairs_of
 from safetune.store.records import RelatedChoice
+from safetune.tuning.neighbours import comparable, pairs_of
 from safetune.tuning.requests import TuningRequest
 
 #: Dynamo compiles a function at most 8 times (`recompile_limit`), and two are for the first, static
@@ -99,7 +99,7 @@ def _values_of(found: Regions, bucket: Bucket) -> Regions:
 
 
 def _between(low: float, high: float) -> int:
-    """Half-way by ratio, as `candidates.distance` measures."""
+    """Half-way by ratio, as `neighbours.distance` measures."""
     if low <= 0:
         return math.floor((low + high) / 2)
     return math.floor(math.sqrt(low * high))

@@ -32,12 +32,13 @@ from safetune.launch import call_shape, fast_path
 from safetune.launch.key_state import KeyStates
 from safetune.miss import relaunch
 from safetune.settings import CaptureMissPolicy, Mode, PhantomPolicy, Settings, parse_choice
-from safetune.tuning.requests import Limits
+from safetune.tuning.requests import Limits, SearchBudget
 from safetune.workload import DeclaredWorkload
 
 if TYPE_CHECKING:
     from safetune.compilers.resolve import Resolved
     from safetune.keys.tuning_key import KernelIdentity
+    from safetune.tuning.search import Proposer
     from safetune.workload import WorkloadFunction
 
 Args = tuple[Any, ...]
@@ -83,13 +84,16 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         reference: Callable[..., Any] | None = None,
         inputs: Callable[..., Any] | None = None,
         capture_miss: str | None = None,
+        budget: int | str | None = None,
+        proposer: Proposer | None = None,
         **options: Any,
     ) -> None:
         name = base_function(fn)[1].__name__
         configs = check_configs(name, configs, arg_names)
         around = {"reset_to_zero": _once(reset_to_zero), "restore_value": _once(restore_value)}
         check_names(name, arg_names, {**around, "scratch": (scratch := _once(scratch))})
-        check_functions(name, {"reference": reference, "inputs": inputs})
+        check_functions(name, {"reference": reference, "inputs": inputs, "proposer": proposer})
+        self.budget, self.proposer = SearchBudget.parse(name, budget), proposer
         self.limits = Limits(compile_timeout_s, run_timeout_s)
         check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
         self.isolate(isolation)
@@ -104,12 +108,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
         self.tuning_phases: dict[str, float] = {}
-        self._around = Hooks(
-            do_bench=options.get("do_bench") if is_interpreted(fn) else self._do_bench,
-            scratch=tuple(scratch),
-            reference=reference,
-            inputs=inputs,
-        )
+        do_bench = options.get("do_bench") if is_interpreted(fn) else self._do_bench
+        own: Kwargs = {"scratch": tuple(scratch), "reference": reference, "inputs": inputs}
+        self._around = Hooks(do_bench=do_bench, **own)
         self._topics = set[str]()
         self._take_pruning()
         self.lazy_key = LazyKey(written, policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Heuristics
@@ -13,6 +13,9 @@ from safetune.frontend.autotuner import Autotuner
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.keys.written_key import Key, lenient
 from safetune.tuning.requests import Limits
+
+if TYPE_CHECKING:
+    from safetune.tuning.search import Proposer
 
 
 def safetune(
@@ -38,6 +41,8 @@ def safetune(
     reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     capture_miss: str | None = None,
+    budget: int | str | None = None,
+    proposer: Proposer | None = None,
 ) -> Any:
     """Decorate a Triton kernel: a drop-in for `triton.autotune`, whose parameters come first.
 
@@ -68,6 +73,10 @@ def safetune(
             caller's tensors are then not copied.
         capture_miss: for a key without a choice under CUDA graph capture: launch the `fallback`
             (the default, see SAFETUNE_CAPTURE_MISS), or raise an `error`.
+        budget: how many configs a key's tuning tries, e.g. `200`, or for how long, e.g. `"5m"`:
+            the most promising ones. None, the default, tries all, and so does `inline`.
+        proposer: who names the configs within a budget; by default a random forest, from
+            `safetune[search]`.
 
     Raises:
         InvalidConfig, InvalidSetting: no launch could use an argument; the message names it.

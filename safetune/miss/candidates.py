@@ -6,11 +6,10 @@ torch.compile.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from triton.runtime.autotuner import Config
 
@@ -21,13 +20,13 @@ from safetune.keys.tuning_key import describe_call
 from safetune.messages import logger
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
+from safetune.tuning.neighbours import comparable, distance, pairs_of
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
     from safetune.store.lookup import Lookup
     from safetune.store.records import RelatedChoice
 
-Value = TypeVar("Value")
 
 #: The stored outcomes of a key's configs.
 Outcomes = list[tuple[Config, Outcome]]
@@ -148,20 +147,6 @@ def _chosen_elsewhere(
             yield Substitute(config, words + _origin(request, source))
 
 
-def comparable(
-    configs: Mapping[str, Value], call: Mapping[str, Any], related: Iterable[RelatedChoice]
-) -> Iterator[tuple[Value, RelatedChoice]]:
-    """Yield the choices that are one of these configs, by digest, each with that config.
-
-    Their calls differ from `call` in the values only.
-    """
-    call = {**call, "values": None}
-    for source in related:
-        digest = source.choice.config_digest
-        if digest in configs and {**source.call, "values": None} == call:
-            yield configs[digest], source
-
-
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:
     """Return in parentheses the Triton version and the file of a choice, if they differ."""
     parts = []
@@ -188,33 +173,3 @@ def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
         for digest, outcome in store.outcomes(request.key.digest).items()
         if digest in configs and outcome.verdict is not Verdict.NOT_JUDGED
     ]
-
-
-def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
-    """Return the distance of two keys' values: the sum of |log| of the numbers' ratios.
-
-    None where something differs that is not a number: a flag, a dtype, a string.
-    """
-    if [name for name, _ in values] != [name for name, _ in others]:
-        return None
-    total = 0.0
-    for (_, value), (_, other) in zip(values, others, strict=True):
-        if type(value) is type(other) and type(value) in (int, float):
-            total += abs(_logarithm(value) - _logarithm(other))
-        elif type(value) is not type(other) or value != other:
-            return None
-    return total
-
-
-def pairs_of(values: Any) -> list[list[Any]]:
-    """Return the values of a stored key; where the row has none, values that no key has."""
-    sound = isinstance(values, list) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in values
-    )
-    return values if sound else [["", None]]
-
-
-def _logarithm(number: float) -> float:
-    """Of a number that may be zero or negative, so that 0 and 1 are as far apart as 1 and 3."""
-    size = math.log2(1 + abs(number))  # an int of any size has one; copysign would make it a float
-    return -size if number < 0 else size

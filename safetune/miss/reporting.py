@@ -166,7 +166,7 @@ def log_result(request: TuningRequest, result: TuningResult) -> None:
         result.seconds,
         config_text(result.choice),
         result.measured,
-        len(result.outcomes),
+        len(request.configs),
         f", failed: {failures}" if failures else "",
     )
 

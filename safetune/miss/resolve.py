@@ -99,6 +99,8 @@ class Miss:
             readable_key=readable_key(tuner.keys, tuner.arg_names, named),
             limits=tuner.limits,
             force=force,
+            budget=tuner.budget,
+            proposer=tuner.proposer,
         )
 
     def key(self) -> TuningKey:

@@ -10,7 +10,8 @@ from safetune.inputs.call import Hooks
 from safetune.keys.tuning_key import KernelIdentity
 from safetune.launch import call_shape
 from safetune.settings import CaptureMissPolicy
-from safetune.tuning.requests import Limits
+from safetune.tuning.requests import Limits, SearchBudget
+from safetune.tuning.search import Proposer
 from safetune.workload import DeclaredWorkload
 
 
@@ -20,6 +21,7 @@ class Tuner(call_shape.Tuner, Protocol):
     Attributes:
         isolation: `worker`, `config` or `inline`.
         capture_miss: None for SAFETUNE_CAPTURE_MISS.
+        budget: None to measure every config.
         configs_timings, bench_time, tuning_phases: of the last tuning; phases in seconds.
     """
 
@@ -27,6 +29,8 @@ class Tuner(call_shape.Tuner, Protocol):
     limits: Limits
     isolation: str
     capture_miss: CaptureMissPolicy | None
+    budget: SearchBudget | None
+    proposer: Proposer | None
     workloads: list[DeclaredWorkload]
     configs_timings: dict[Config, list[float]]
     bench_time: float

@@ -8,10 +8,10 @@ from typing import Any
 
 from safetune.frozen import dataclass
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
-from safetune.miss.candidates import comparable, distance, pairs_of
 from safetune.offline.shares import times_ms
 from safetune.store.lookup import Lookup
 from safetune.store.records import KeyRecord, RecordedCall
+from safetune.tuning.neighbours import comparable, distance, pairs_of
 
 
 class Found(str, Enum):

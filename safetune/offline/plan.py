@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import field, replace
 from functools import partial
@@ -140,8 +141,9 @@ def plan(sketched: Iterable[Sketch], store: Store) -> Plan:
         earlier = claimed.setdefault(each.request.key.digest, set())
         new = tuple(digest for digest in _unmeasured(each.request, store) if digest not in earlier)
         earlier.update(new)
-        rate = rates[each.kernel]
-        estimate_s = None if rate is None else rate * len(new)
+        rate, budget = rates[each.kernel], each.request.budget
+        most_s = math.inf if budget is None else budget.seconds
+        estimate_s = None if rate is None else min(rate * len(new), most_s)
         share = shares.get(each.request.key.digest)
         tunings.append(Planned(each, new, estimate_s, share))
     return Plan(tuple(tunings))
@@ -167,7 +169,10 @@ def _unmeasured(request: TuningRequest, store: Store) -> list[str]:
         return []
     lasting = {} if request.force else requests.lasting_outcomes(request, store)
     known = {config_digest(request.configs[index]) for index in lasting}
-    return [digest for digest in request.by_digest if digest not in known]
+    new = [digest for digest in request.by_digest if digest not in known]
+    budget = request.budget
+    most = None if budget is None or budget.configs is None else budget.configs - len(known)
+    return new if most is None else new[: max(most, 0)]  # which ones is not known yet
 
 
 def binaries(task: Task, request: TuningRequest) -> dict[str, Hashable]:

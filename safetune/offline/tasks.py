@@ -122,7 +122,7 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
     miss = Miss(task.kernel.tuner, task.workload.args, kwargs)
     if reason := why_not_isolated(miss.call):
         raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")
-    return replace(miss.request(force), marks=task.marks)
+    return replace(miss.request(force), marks=task.marks, goes_on=True)
 
 
 def open_tuning_store(read_only: bool = False) -> GuardedStore:

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
+import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_digest
-from safetune.errors import from_signal_handler
+from safetune.errors import InvalidSetting, from_signal_handler
 from safetune.frozen import dataclass
 from safetune.inputs.call import Call, grid_of
 from safetune.keys.kernel_digest import base_function, inner_heuristics
@@ -24,6 +27,7 @@ from safetune.store.records import ChoiceRecord, TrialRecord
 
 if TYPE_CHECKING:
     from safetune.store.local.store import Store
+    from safetune.tuning.search import Proposer
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,50 @@ class Limits:
             Verdict.COMPILE_TIMEOUT: self.compile_timeout_s,
         }
         return limits.get(verdict)
+
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class SearchBudget:
+    """What the search for one key may take: a number of configs in all, or seconds at a time."""
+
+    configs: int | None = None
+    seconds: float = math.inf
+
+    @classmethod
+    def parse(cls, owner: str, budget: object) -> SearchBudget | None:
+        """Return a budget as it is written: `200` configs, or a time as `90s`, `5m` and `1h`.
+
+        None, for all configs, stays None.
+
+        Raises:
+            InvalidSetting: it is neither.
+        """
+        if budget is None or isinstance(budget, cls):
+            return budget
+        text = "" if isinstance(budget, bool) else str(budget).strip()
+        match = re.fullmatch(r"(\d+|\d*\.\d+)([smh]?)", text)
+        number = float(match[1]) if match else 0.0
+        if match and match[2] and number > 0:
+            return cls(seconds=number * _UNITS_S[match[2]])
+        if match and number >= 1 and number == int(number):
+            return cls(configs=int(number))
+        raise InvalidSetting(
+            f"budget={budget!r} of {owner} is neither a number of configs, e.g. 200, nor a time, "
+            "e.g. '90s', '5m' or '1h'"
+        )
+
+    def remaining(self, tried: int, new: int, elapsed_s: float) -> int:
+        """Return how many configs more may be measured; of seconds, as fast as until now.
+
+        Args:
+            tried, new: the configs with an outcome, and those of them tried in `elapsed_s`.
+        """
+        if self.configs is not None:
+            return self.configs - tried
+        return int((self.seconds - elapsed_s) * new / elapsed_s) if new else sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -74,6 +122,9 @@ class TuningRequest:
     limits: Limits = Limits()
     force: bool = False  # measure everything again, and open the next generation
     marks: tuple[str, ...] = ()  # for every outcome
+    budget: SearchBudget | None = None  # measure some configs, not all
+    proposer: Proposer | None = None  # who names them; None for the default
+    goes_on: bool = False  # with the configs that an earlier search of this key has left out
 
     @property
     def grids(self) -> Grids:
@@ -123,7 +174,8 @@ class Phases:
 
     `lookup` is until the choice was found to be missing. `wait`: for another tuning, also of other
     processes. `transfer`: packing and copying the call. `resolve`: what to compile. `compile`,
-    `start`: waiting for a compiled config, and for the measuring child. `measure`, `finals`: the
+    `start`: waiting for a compiled config, and for the measuring child. `search`: which configs to
+    measure within a budget. `measure`, `finals`: the
     first launches of each config, and those of the best. `store`: outcomes, votes, the choice.
     """
 
@@ -270,13 +322,41 @@ def is_due(request: TuningRequest, store: Store, stored: Iterable[TrialRecord]) 
     trials = {trial.config_digest: trial for trial in stored}
     if choice is None or choice.config_digest not in trials:
         return False
-    found = [trials.get(digest) for digest in request.by_digest]
+    found = [trials[digest] for digest in request.by_digest if digest in trials]
+    if len(found) < len(request.by_digest) and _measures_more(request, len(found), choice.marks):
+        return True
     return any(
-        trial is None
-        or trial.outcome.verdict is Verdict.NOT_JUDGED
-        or _had_less_time(trial, request.limits)
+        trial.outcome.verdict is Verdict.NOT_JUDGED or _had_less_time(trial, request.limits)
         for trial in found
     )
+
+
+def marks_of_choice(outcome: Outcome, tried: int, every: int) -> tuple[str, ...]:
+    """Return what users must know of a choice with this outcome, made among those `tried`."""
+    dispute = Mark.DISPUTED.reason_in(outcome.marks)
+    marks = [Mark.DISPUTED.of(dispute)] if dispute else []
+    if tried < every:
+        marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs"))
+    return tuple(marks)
+
+
+def searched(marks: Sequence[str]) -> str:
+    """Return among how many configs a choice with these marks was made; empty for all of them."""
+    return Mark.SEARCHED.reason_in(marks)
+
+
+def _measures_more(request: TuningRequest, tried: int, marks: Sequence[str]) -> bool:
+    """Whether configs without an outcome are measured for a key that has a choice.
+
+    What a search has left out is measured by one that may take more configs, and without a budget.
+    """
+    if searched(marks) and not request.goes_on:
+        return False
+    if request.budget is None:
+        return True
+    if request.budget.configs is None:
+        return not searched(marks)
+    return tried < request.budget.configs
 
 
 def _had_less_time(trial: TrialRecord, limits: Limits) -> bool:

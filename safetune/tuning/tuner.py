@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 
 from safetune.config import config_digest, config_record, config_text
@@ -20,8 +20,10 @@ from safetune.isolation.protocol import Budget
 from safetune.outcome import Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+from safetune.tuning import budget as budgets
 from safetune.tuning import race, requests, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
+from safetune.tuning.budget import MANY_CONFIGS
 from safetune.tuning.judge import Judgement, Votes, judge
 from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
@@ -79,8 +81,8 @@ class _Tuning:
     digests: tuple[str, ...]  # of each config
     generation: int  # of the choice to be made
     incumbent: int | None  # the config chosen last for this key, if it still counts as ok
-    #: Whether it was chosen from the same list, so that a faster one opens a generation.
-    stands: bool
+    #: The choice of it, if that was from the same list: another one opens a generation.
+    standing: ChoiceRecord | None
     #: The configs without an outcome that counts, and those that were not judged.
     new: tuple[int, ...]
     #: Of each other config that is ok the size of the group in which it was judged.
@@ -194,7 +196,7 @@ def _recall(request: TuningRequest, store: Store, observe: Observer, phases: Pha
         digests,
         generation=store.generation(key) + 1 if request.force else generation,
         incumbent=incumbent,
-        stands=chosen is not None and incumbent is not None,
+        standing=chosen if incumbent is not None else None,
         new=tuple(sorted(unmeasured + unjudged)),
         judged=judged,
         total=len(unmeasured),
@@ -213,9 +215,14 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
             device.enter_context(device_lock(call.index))
         with made or LaunchBench(tuning.request, phases) as bench:
             tuning.notes.extend(bench.notes)
-            outcomes = tuning.outcomes
-            _screen(tuning, bench, [config for config in tuning.new if config not in outcomes])
-            no_memory = [i for i in tuning.new if outcomes[i].verdict is Verdict.NO_MEMORY]
+            request, outcomes = tuning.request, tuning.outcomes
+            batches: Iterable[Sequence[int]] = [[i for i in tuning.new if i not in outcomes]]
+            if request.budget is not None or len(tuning.new) > MANY_CONFIGS:
+                known = (request, tuning.store, outcomes)
+                batches = budgets.batches(*known, tuning.notes, phases)
+            for configs in batches:
+                _screen(tuning, bench, configs)
+            no_memory = [i for i, o in outcomes.items() if o.verdict is Verdict.NO_MEMORY]
             if no_memory:  # the memory of the other configs is free now
                 bench.replace()
                 _screen(tuning, bench, no_memory)
@@ -370,9 +377,11 @@ def _best(tuning: _Tuning) -> int:
 def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecord:
     """Store the choice, unless its generation has another; return the one to launch."""
     outcome = tuning.outcomes[best]
-    timing, dispute = outcome.timing, Mark.DISPUTED.reason_in(outcome.marks)
+    timing, before = outcome.timing, tuning.standing
     assert timing is not None
-    replaces = tuning.stands and best != tuning.incumbent
+    marks = requests.marks_of_choice(outcome, len(tuning.outcomes), len(tuning.digests))
+    went_on = before is not None and requests.searched(before.marks) != requests.searched(marks)
+    replaces = before is not None and (best != tuning.incumbent or went_on)
     choice = ChoiceRecord(
         key=tuning.request.key.digest,
         generation=tuning.generation + replaces,
@@ -382,7 +391,7 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
         median_ms=timing.median_ms,
         measured=len(tuning.measured),
         created=time.time(),
-        marks=(Mark.DISPUTED.of(dispute),) if dispute else (),
+        marks=marks,
     )
     stored = tuning.store.put_choice(choice)
     if stored.config_digest in tuning.digests:

@@ -17,11 +17,11 @@ import triton.language as tl
 from safetune import SafetuneWarning, safetune, sync
 from safetune.isolation import backend
 from safetune.miss import candidates, retry
-from safetune.miss.candidates import distance
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
+from safetune.tuning.neighbours import distance
 from safetune.tuning.tuner import tune
 from tests.backends import FakeBackend, launching_on
 from tests.conftest import stop_servers

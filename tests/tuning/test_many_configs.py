@@ -19,6 +19,7 @@ from safetune.miss.resolve import Miss
 from safetune.outcome import Group, Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.tuning.bench import Ready
+from safetune.tuning.budget import name_budget
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
 from safetune.tuning.tuner import tune
 
@@ -128,3 +129,18 @@ def test_of_two_with_the_same_code_the_one_declared_first_is_chosen(same: dict[i
     result, bench = tuned(2, Store.in_memory(), same)
     assert result.choice.kwargs["TAG"] == 0
     assert len(bench.measured) == 1
+
+
+@pytest.mark.parametrize(("count", "lines"), [(200, 0), (201, 1)])
+def test_a_long_list_is_measured_whole_and_one_line_names_the_budget(
+    count: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    name_budget.cache_clear()
+    for _ in range(2):
+        result, _ = tuned(count, Store.in_memory())
+        assert len(result.outcomes) == count
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == lines
+    for message in messages:
+        assert message.startswith("copy_kernel: all 201 configs are measured for each key; ")
+        assert "--budget 200" in message

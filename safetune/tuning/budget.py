@@ -1,0 +1,95 @@
+"""A tuning within a budget: which configs it screens."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from safetune.messages import logger
+from safetune.tuning.search import BATCH, Proposer, RandomProposer, Search
+
+if TYPE_CHECKING:
+    from safetune.outcome import Outcome
+    from safetune.store.local.store import Store
+    from safetune.tuning.requests import Phases, SearchBudget, TuningRequest
+
+#: Of a longer list one line says that there is another way.
+MANY_CONFIGS = 200
+
+NO_FOREST = (
+    "scikit-learn is not installed, so the configs within the budget were drawn at random; install "
+    "safetune[search] for a search that finds better ones"
+)
+
+
+def batches(
+    request: TuningRequest,
+    store: Store,
+    outcomes: Mapping[int, Outcome],
+    notes: list[str],
+    phases: Phases,
+) -> Iterable[Sequence[int]]:
+    """Return the configs to screen: all at once, or those that a search asks for.
+
+    Args:
+        outcomes: of the configs that were tried, which grow meanwhile.
+        notes: what to report to the user is added.
+    """
+    if request.budget is not None:
+        return _searched(request, request.budget, store, outcomes, notes, phases)
+    name_budget(request.key.kernel.name, len(request.configs))
+    return [[config for config in range(len(request.configs)) if config not in outcomes]]
+
+
+def _searched(
+    request: TuningRequest,
+    budget: SearchBudget,
+    store: Store,
+    outcomes: Mapping[int, Outcome],
+    notes: list[str],
+    phases: Phases,
+) -> Iterator[list[int]]:
+    """Yield batches until the budget ends, and then until a config works."""
+    from safetune.tuning.neighbours import history_of
+
+    start, before = time.perf_counter(), len(outcomes)
+    with phases("search"):
+        search = Search(history_of(request, store), _proposer(request, notes))
+    while True:
+        times = {i: o.timing.median_ms if o.ok and o.timing else None for i, o in outcomes.items()}
+        elapsed_s = time.perf_counter() - start
+        remaining = budget.remaining(len(times), len(times) - before, elapsed_s)
+        works = any(time_ms is not None for time_ms in times.values())
+        if remaining < 1 and works:
+            return
+        with phases("search"):
+            batch = search.ask(times, remaining if remaining > 0 else BATCH)
+        if not batch:
+            return
+        yield batch if budget.configs is not None else batch[:BATCH]  # then the time is looked at
+
+
+def _proposer(request: TuningRequest, notes: list[str]) -> Proposer:
+    """Return who proposes: the user's own, a forest, or chance where there is no scikit-learn."""
+    if request.proposer is not None:
+        return request.proposer
+    seed = int(request.key.digest[:8], 16)
+    try:
+        from safetune.tuning.forest import Forest
+    except ImportError:
+        notes.append(NO_FOREST)
+        return RandomProposer(seed)
+    return Forest(seed)
+
+
+@functools.cache
+def name_budget(kernel: str, count: int) -> None:
+    """Say, once for each kernel, that there is another way to tune a long list."""
+    logger.warning(
+        "%s: all %d configs are measured for each key; `safetune tune --budget 200`, or budget=200 "
+        "in the decorator, measures the most promising only",
+        kernel,
+        count,
+    )

@@ -1,0 +1,179 @@
+"""Which configs to measure when a budget does not allow all of them.
+
+A `Proposer` names the next configs; what every search has in common is here: the incumbent and the
+choices of neighbouring keys come first, the last part of the budget polishes the best config found
+(all configs one step from it, again while that finds a better one), and a search does not end
+before some config works.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, replace
+from typing import Any, Protocol
+
+from triton.runtime.autotuner import Config
+
+from safetune.frozen import dataclass
+
+#: At most this many configs are compiled and measured before a proposer is asked again.
+BATCH = 12
+#: The share of a budget that polishes, and the most steps' worth of it.
+_POLISH_SHARE, _POLISH_STEPS = 0.3, 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A config that was tried. `time_ms` is None where it failed."""
+
+    config: Config
+    time_ms: float | None
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another key of the same kernel on the same device.
+
+    Attributes:
+        values: of the names in `key`.
+        distance: between both keys' values: the sum of |log2| of the numbers' ratios.
+        choice: its config.
+        trials: what was measured for it; empty where only its choice is known.
+    """
+
+    values: Mapping[str, Any]
+    distance: float
+    choice: Config
+    trials: tuple[Trial, ...] = ()
+
+
+@dataclass(frozen=True)
+class History:
+    """What a search knows.
+
+    Attributes:
+        kernel: its name.
+        values, dtypes: those of the call's key, by name.
+        device: the facts of the device, e.g. its name.
+        configs: every config that may be proposed.
+        trials: what was measured for this key, in no particular order.
+        neighbours: keys that were tuned, the nearest first.
+        incumbent: the config chosen last for this key.
+    """
+
+    kernel: str
+    values: Mapping[str, Any]
+    dtypes: Mapping[str, str]
+    device: Mapping[str, Any]
+    configs: tuple[Config, ...]
+    trials: tuple[Trial, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
+    incumbent: Config | None = None
+
+
+class Proposer(Protocol):
+    """Names the configs to measure next. A vendor's heuristic or a model can be one."""
+
+    def propose(self, history: History, remaining: int) -> Sequence[Config]:
+        """Return the next configs, the most promising first, at most `remaining`.
+
+        It is asked again when they are measured. Configs that are not in `history.configs`, or
+        were tried, are left out; an answer without a new config ends the search.
+        """
+
+
+class RandomProposer:
+    """Draws configs at random, the same ones in each process."""
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def propose(self, history: History, remaining: int) -> Sequence[Config]:
+        """Return configs that were not tried."""
+        tried = {id(trial.config) for trial in history.trials}
+        left = [config for config in history.configs if id(config) not in tried]
+        draw = random.Random(self._seed + len(tried))
+        return draw.sample(left, min(len(left), remaining, BATCH))
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search for one key: what is known of it at the start, and who proposes."""
+
+    start: History
+    proposer: Proposer
+    #: For each config those one step from it, once they are needed.
+    near: dict[int, list[int]] = field(default_factory=dict)
+
+    def ask(self, times: Mapping[int, float | None], remaining: int) -> list[int]:
+        """Return the indexes of the configs to measure next, at most `remaining`; empty at the end.
+
+        Args:
+            times: of each config that was tried, by its index; None where it failed.
+        """
+        configs = self.start.configs
+        known = [self.start.incumbent, *(each.choice for each in self.start.neighbours)]
+        if seeds := self._untried([config for config in known if config is not None], times):
+            return seeds[:remaining]
+        reserve = self._reserve(len(times) + remaining)
+        polish = self._one_step_from_best(times)[:BATCH]
+        if polish and remaining <= reserve:
+            return polish[:remaining]
+        most = remaining - reserve if remaining > reserve else remaining
+        trials = tuple(Trial(configs[index], time_ms) for index, time_ms in times.items())
+        proposed = self.proposer.propose(replace(self.start, trials=trials), most)
+        return self._untried(proposed, times)[:most] or polish[:remaining]
+
+    def _untried(self, proposed: Iterable[Config], times: Mapping[int, float | None]) -> list[int]:
+        """Return the indexes of those configs that are in the list and were not tried."""
+        configs = self.start.configs
+        indexes = {id(config): index for index, config in enumerate(configs)}
+        found = []
+        for config in proposed:
+            if id(config) in indexes:
+                found.append(indexes[id(config)])
+            elif config in configs:  # one that is equal
+                found.append(configs.index(config))
+        return [index for index in dict.fromkeys(found) if index not in times]
+
+    def _reserve(self, budget: int) -> int:
+        """Return how many configs of a budget are kept for polishing."""
+        steps = max(map(len, self._near().values()), default=0)
+        return min(int(budget * _POLISH_SHARE), _POLISH_STEPS * steps)
+
+    def _one_step_from_best(self, times: Mapping[int, float | None]) -> list[int]:
+        """Return the configs one step from the best one that were not tried."""
+        works = {index: time_ms for index, time_ms in times.items() if time_ms is not None}
+        near = self._near()[min(works, key=works.__getitem__)] if works else []
+        return [index for index in near if index not in times]
+
+    def _near(self) -> dict[int, list[int]]:
+        if not self.near:
+            self.near.update(one_step(self.start.configs))
+        return self.near
+
+
+def one_step(configs: Sequence[Config]) -> dict[int, list[int]]:
+    """Return for each config those that differ in one parameter, and there by one step: indexes.
+
+    A step of a number is to the next one that the list has there, up or down; of any other value,
+    to every other one.
+    """
+    found: dict[int, list[int]] = {index: [] for index in range(len(configs))}
+    values = [config.all_kwargs() for config in configs]
+    for name in dict.fromkeys(name for each in values for name in each):
+        lines: dict[str, list[int]] = {}
+        for index, each in enumerate(values):
+            rest = repr([(other, value) for other, value in each.items() if other != name])
+            lines.setdefault(rest, []).append(index)
+        for line in lines.values():
+            here = {index: values[index].get(name) for index in line}
+            numbers = all(type(value) in (int, float) for value in here.values())
+            ordered = sorted(line, key=here.__getitem__) if numbers else line
+            for place, index in enumerate(ordered):
+                others = ordered[max(place - 1, 0) : place + 2] if numbers else ordered
+                found[index] += [other for other in others if other != index]
+    return found
