@@ -41,7 +41,7 @@ LAYERS: list[list[str]] = [
     ["miss"],
     ["compilers"],
     ["frontend"],
-    ["offline", "integrations", "verify"],
+    ["offline", "integrations", "verify", "lint"],
     ["safetune"],  # the package's own __init__: the public names
     ["kernels", "integrations.site"],
     ["cli"],

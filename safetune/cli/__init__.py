@@ -109,6 +109,7 @@ def main() -> None:
 from safetune.cli import moving, stored  # noqa: E402
 from safetune.cli.coverage import coverage_command  # noqa: E402
 from safetune.cli.doctor import doctor  # noqa: E402
+from safetune.cli.lint import lint_command  # noqa: E402
 from safetune.cli.prune import prune_command  # noqa: E402
 from safetune.cli.run import run_command  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
@@ -123,6 +124,7 @@ for _command in (
     tune_command,
     verify_command,
     warm_command,
+    lint_command,
     *(stored.list_choices, stored.show, stored.path, stored.stats, stored.clear, stored.gc),
     *(moving.export, moving.import_, moving.merge, moving.pack),
 ):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from types import ModuleType
 from typing import Any
 
+from safetune.frozen import dataclass
 from safetune.keys.body_usage import can_be_followed
 from safetune.keys.kernel_digest import base_function
 from safetune.keys.run_order import bind
@@ -34,6 +36,8 @@ _POINTING = frozenset(
     {"make_block_ptr", "make_tensor_descriptor", "advance", "multiple_of", "max_contiguous", "cast"}
     | {"to", "broadcast_to"}
 )
+#: Atomic operations after which memory depends on what it held before.
+_ACCUMULATING = frozenset(f"atomic_{name}" for name in ("add", "and", "max", "min", "or", "xor"))
 #: Attributes of a pointer that say nothing of what it points to.
 _OF_THE_TYPE = frozenset({"dtype", "type"})
 _ASSEMBLY = "inline_asm_elementwise"
@@ -49,6 +53,25 @@ def effects_of(kernel: Any) -> Effects:
     known = [function for function in functions.values() if function is not None]
     used = [used for function in known for used in function.atomics]
     return Effects(bool(used), any(used), tuple(sorted(root.only_stored())))
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """The arguments of a kernel by how it uses their memory, where its text tells that."""
+
+    loaded: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
+    #: Those that it changes by what they hold, and how: a second launch finds other values.
+    updated: Mapping[str, str] = field(default_factory=dict)
+
+
+def accesses_of(kernel: Any) -> Accesses:
+    """Return how a kernel uses the memory of its arguments."""
+    functions: dict[Any, _Function | None] = {}
+    root = _analysed(base_function(kernel)[0], functions)
+    if root is None or None in functions.values():
+        return Accesses()
+    return Accesses(root.accessed("load"), root.accessed("store"), root.updated())
 
 
 def _analysed(jit: Any, functions: dict[Any, _Function | None]) -> _Function | None:
@@ -76,8 +99,11 @@ class _Function:
         self._functions = functions
         self._local = {name for _, name in stores(node)}
         self._from: dict[str, set[str]] = {}
+        #: The parameters that a name points to here, without what is added to a pointer.
+        self._based_on = {name: {name} for name in parameters(node)}
         self._read: set[str] = set()
         self._stored: set[str] = set()
+        self._accesses: list[tuple[str, set[str]]] = []  # loads, stores, updates, in this order
 
     def visit(self) -> None:
         """Follow the whole text."""
@@ -88,6 +114,24 @@ class _Function:
         """Return the parameters that the function stores through and does not read."""
         origins = self._origins(self._stored) - self._origins(self._read)
         return origins & set(parameters(self._node))
+
+    def updated(self) -> dict[str, str]:
+        """Return the parameters that change by what they hold, and how."""
+        found: dict[str, str] = {}
+        accessed: dict[str, set[str]] = {}
+        for kind, names in self._accesses:
+            for name in names:
+                before = accessed.setdefault(name, set())
+                if kind == "update":
+                    found.setdefault(name, "adds to it by an atomic operation")
+                elif kind == "store" and before and "store" not in before:
+                    found.setdefault(name, "loads from it and then stores to it")
+                before.add(kind)
+        return found
+
+    def accessed(self, kind: str) -> frozenset[str]:
+        """Return the parameters whose memory is loaded from, or stored to."""
+        return frozenset().union(*(names for found, names in self._accesses if found == kind))
 
     def _origins(self, names: Iterable[str]) -> set[str]:
         found: set[str] = set()
@@ -103,6 +147,8 @@ class _Function:
         match node:
             case ast.Assign(targets=targets, value=value):
                 self._assign(targets, value)
+                for target in targets:
+                    self._rebase(target, value)
             case (
                 ast.AugAssign(target=target, value=value)
                 | ast.AnnAssign(target=target, value=ast.expr() as value)
@@ -112,9 +158,25 @@ class _Function:
                 self._call(call, used=False)
             case ast.expr():
                 self._use(node)
+            case ast.If() | ast.For() | ast.While():
+                self._branches(node)
             case _:
                 for child in ast.iter_child_nodes(node):
                     self._statement(child)
+
+    def _branches(self, node: ast.If | ast.For | ast.While) -> None:
+        """Follow two texts of which either may run: after them, names point to what either says."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self._statement(child)
+        before = dict(self._based_on)
+        for statement in node.body:
+            self._statement(statement)
+        after, self._based_on = self._based_on, before
+        for statement in node.orelse:
+            self._statement(statement)
+        for name, bases in after.items():
+            self._based_on[name] = bases | self._based_on.get(name, set())
 
     def _assign(self, targets: Iterable[ast.expr], value: ast.expr) -> None:
         pointers = self._pointers(value)
@@ -124,6 +186,30 @@ class _Function:
                     self._read |= pointers
                 elif isinstance(part, ast.Name):
                     self._from.setdefault(part.id, set()).update(pointers - {part.id})
+
+    def _rebase(self, target: ast.expr, value: ast.expr) -> None:
+        """Note what a name that is assigned points to."""
+        if isinstance(target, ast.Name):
+            self._based_on[target.id] = self._bases(value)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for part, item in zip(target.elts, value.elts, strict=False):
+                self._rebase(part, item)
+
+    def _bases(self, node: ast.expr) -> set[str]:
+        """Return the names that a pointer expression begins with; what is added is an offset."""
+        match node:
+            case ast.Name(id=name):
+                return self._based_on.get(name, set())
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+                return self._bases(left) or self._bases(right)
+            case ast.IfExp(body=body, orelse=other):
+                return self._bases(body) | self._bases(other)
+            case ast.Call(func=func) if last_name(func) in _POINTING and self._is_triton(func):
+                owner = self._owner(func)
+                given = [k.value for k in node.keywords if k.arg == "base"]
+                first = [owner] if owner is not None else [*node.args[:1], *given]
+                return set().union(*map(self._bases, first))
+        return set()
 
     def _pointers(self, node: ast.expr) -> set[str]:
         """Return the names that an expression points with; everything else in it is read."""
@@ -171,23 +257,50 @@ class _Function:
             self.atomics.append(used)
         callee = self._callee(func)
         values = list(_values(node))
+        accesses: list[tuple[str, set[str]]] = []
         if callee is not None:
             inner = _analysed(callee, self._functions)
             accepted = inspect.getfullargspec(callee.fn)
-            names = [*accepted.args, *accepted.kwonlyargs]
+            bound = list(bind(node, [*accepted.args, *accepted.kwonlyargs]))
             kept = inner.only_stored() if inner is not None else set()
-            pointers = [value for name, value in bind(node, names) if name in kept]
+            pointers = [value for name, value in bound if name in kept]
+            accesses = self._accesses_of(inner, bound) if inner is not None else []
         elif last_name(func) == "store" and self._is_triton(func):
-            given = [k.value for k in node.keywords if k.arg == "pointer"]
-            pointers = [owner] if owner is not None else [*node.args[:1], *given]
+            pointers = self._pointer_of(node, owner)
         else:
             self._use(func)
             pointers = []
+            accesses = self._access(node, owner)
         for pointer in pointers:
             self._stored |= self._pointers(pointer)
         for value in values:
             if not any(value is pointer for pointer in pointers):
                 self._use(value)
+        stored = [("store", self._bases(pointer)) for pointer in pointers if callee is None]
+        self._accesses += accesses + stored
+
+    @staticmethod
+    def _pointer_of(node: ast.Call, owner: ast.expr | None) -> list[ast.expr]:
+        given = [k.value for k in node.keywords if k.arg == "pointer"]
+        return [owner] if owner is not None else [*node.args[:1], *given]
+
+    def _access(self, node: ast.Call, owner: ast.expr | None) -> list[tuple[str, set[str]]]:
+        """Return the memory access that a call of Triton's is."""
+        name = last_name(node.func)
+        kind = "load" if name == "load" else "update" if name in _ACCUMULATING else ""
+        if not kind or not self._is_triton(node.func):
+            return []
+        return [(kind, self._bases(p)) for p in self._pointer_of(node, owner)]
+
+    def _accesses_of(
+        self, inner: _Function, bound: list[tuple[str, ast.expr]]
+    ) -> list[tuple[str, set[str]]]:
+        """Return the accesses of a function that is called, by what is passed to it."""
+        found = []
+        for kind, names in inner._accesses:
+            passed = [self._bases(value) for name, value in bound if name in names]
+            found.append((kind, set().union(*passed)))
+        return found
 
     def _is_atomic(self, node: ast.Call) -> bool:
         value = self._value(node.func)

@@ -31,6 +31,7 @@ from safetune.keys.source_text import (
 )
 from safetune.keys.text_facts import facts_of, text_of
 from safetune.keys.tuning_key import KernelIdentity
+from safetune.keys.written_kernel import KNOWN
 from safetune.messages import warn
 
 #: The options of `@triton.jit` that change the code which is generated.
@@ -65,6 +66,7 @@ def is_own(layer: Any) -> bool:
     """
     kind = type(layer)
     is_tritons = kind.__module__.startswith("triton.") and kind.__name__ in _LAYERS
+    is_tritons = is_tritons or kind in KNOWN
     return is_tritons and "run" not in getattr(layer, "__dict__", ())
 
 

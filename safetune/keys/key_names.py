@@ -112,13 +112,13 @@ def classes_of(
     `callbacks` are `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`. Where
     the body does not read all names, an earlier process may have noted their classes.
     """
-    facts = _Kernel(kernel, configs, callbacks)
+    facts = KernelFacts(kernel, configs, callbacks)
     if facts.body_reads_all(key.names):
-        return _classes_of(facts, key, policy)
+        return report_of(facts, key, policy)
 
     def search() -> KeyReport:
         with backend.no_collection():
-            return _classes_of(facts, key, policy)
+            return report_of(facts, key, policy)
 
     if (evidence := facts.evidence()) is None:
         return search()
@@ -129,7 +129,8 @@ def classes_of(
     return KeyReport(**{**found, **lists, "names": tuple(names)})
 
 
-def _classes_of(facts: _Kernel, key: WrittenKey, policy: PhantomPolicy) -> KeyReport:
+def report_of(facts: KernelFacts, key: WrittenKey, policy: PhantomPolicy) -> KeyReport:
+    """Return the class of each name in a key, and note nothing for later processes."""
     if key.names is None:
         names: Sequence[str] = facts.automatic_key()
         check_kept(facts.kernel, key.keep, names)
@@ -164,7 +165,7 @@ def _by_bucket(report: NameReport) -> NameReport:
     return NameReport(report.name, kind, f"{reason}; its bucket is in the key")
 
 
-class _Kernel:
+class KernelFacts:
     """A kernel's parameters and the code that reads each, as far as its key depends on them."""
 
     def __init__(self, kernel: Any, configs: Sequence[Any], callbacks: Mapping[str, Any]) -> None:
@@ -220,7 +221,8 @@ class _Kernel:
         return usage_in_callbacks(self.kernel, self._configs, **self._callbacks)
 
     @functools.cached_property
-    def _launches(self) -> list[Launch]:
+    def launches(self) -> list[Launch]:
+        """The launches in the text of the kernel's package."""
         from safetune.keys.launches import launches_of
 
         return launches_of(self.kernel)
@@ -229,7 +231,7 @@ class _Kernel:
     def _grids(self) -> Usage:
         from safetune.keys.launch_usage import usage_in_grids
 
-        return usage_in_grids(self._launches, list(self.parameters))
+        return usage_in_grids(self.launches, list(self.parameters))
 
     def reader_of(self, name: str) -> str:
         """Return what reads a parameter, or "". The package is searched for grids last."""
@@ -269,7 +271,7 @@ class _Kernel:
         """Yield the classes of the names that nothing reads, by what launches pass for them."""
         from safetune.keys.launch_usage import LaunchArguments
 
-        arguments = LaunchArguments(self._launches, list(self.parameters))
+        arguments = LaunchArguments(self.launches, list(self.parameters))
         missing = self.missing(names)
         read = [name for name in self._unset(names) if self.reader_of(name)]
         others = [*missing, *(name for name in read if name not in missing)]
@@ -319,8 +321,15 @@ class _Kernel:
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads and that neither key nor config sets."""
-        annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
-        known = self._set_below.union(names)
-        constexprs = [name for name in annotations if "constexpr" in annotations[name]]
-        read = [n for n in constexprs if n not in known and self._body.reader_of(n)]
+        read = [n for n in self.constexprs() if n not in names and self._body.reader_of(n)]
         return tuple(name for name in read if name not in self._set) if read else ()
+
+    def constexprs(self) -> list[str]:
+        """Return the constexprs that no config and no heuristic below the tuner sets."""
+        annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
+        known = self._set_below
+        return [n for n, a in annotations.items() if "constexpr" in a and n not in known]
+
+    def body_reads(self, name: str) -> bool:
+        """Whether the kernel's body reads a parameter."""
+        return bool(self._body.reader_of(name))

@@ -165,7 +165,7 @@ def texts_of(expression: ast.AST, scopes: Scopes, whole: bool) -> set[str]:
             match node:
                 case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[index]):
                     found.add(ast.dump(_size(owner, ast.unparse(index))))
-            stack += [value for value in _followed(node, scopes) if isinstance(value, ast.expr)]
+            stack += [value for value in followed(node, scopes) if isinstance(value, ast.expr)]
     return found
 
 
@@ -225,7 +225,7 @@ def _is_imported(node: ast.AST, scopes: Scopes) -> bool:
     return any(isinstance(value, ast.alias) for value in values)
 
 
-def _followed(node: ast.AST, scopes: Scopes) -> list[ast.AST | None]:
+def followed(node: ast.AST, scopes: Scopes) -> list[ast.AST | None]:
     """Return the values of a name, of a parameter where it is called, or of an object's field."""
     known = _passed_and_set(scopes[-1])
     match node:

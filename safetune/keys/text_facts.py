@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -35,6 +36,9 @@ from safetune.keys.source_text import (
     tree_of,
 )
 from safetune.settings import Mode, Settings
+
+#: Whether what a text says is looked for in notes and noted.
+_noting: ContextVar[bool] = ContextVar("safetune_texts_are_noted", default=True)
 
 #: Seconds after which another change of a file has another time, on every file system.
 _SETTLED_S = 3.0
@@ -100,7 +104,7 @@ def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
     from triton import knobs
     from triton.runtime.cache import get_cache_manager
 
-    reader = _reader()
+    reader = _reader() if _noting.get() else None
     if reader is None or not os.path.isabs(knobs.cache.dir or ""):  # there is no home directory
         return find()
     key = encoding.digest([reader, kind, rests_on])
@@ -119,6 +123,16 @@ def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
             if from_signal_handler(error):
                 raise
     return found
+
+
+@contextlib.contextmanager
+def without_notes() -> Iterator[None]:
+    """Read each text anew in the body, and leave nothing behind."""
+    token = _noting.set(False)
+    try:
+        yield
+    finally:
+        _noting.reset(token)
 
 
 @functools.cache

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from safetune.keys.key_names import report_of
+from safetune.settings import PhantomPolicy
+
 VERSION = "0.6.0"
 
 
@@ -120,6 +123,26 @@ def named(scan: dict[str, Any], module: str, kernel: str) -> dict[str, Any]:
 
 def kinds(note: dict[str, Any]) -> dict[str, str]:
     return {name: kind for name, kind, _ in note["names"]}
+
+
+def test_lint_gives_each_name_of_each_kernel_the_class_that_it_has_at_run_time(
+    scan: dict[str, Any],
+) -> None:
+    """From text alone: nothing of the wheel is imported."""
+    import fla
+
+    from safetune.lint.check import tuners_under
+
+    folder = Path(next(iter(fla.__path__)))
+    classes = {}
+    for tuner in tuners_under([folder]):
+        key = tuner.key()
+        assert key is not None, tuner.name
+        report = report_of(tuner.facts(), key, PhantomPolicy.DROP)
+        names = [[name.name, name.kind.value, name.reason] for name in report.names]
+        classes[report.location] = [names, [*report.missing]]
+    met = {note["location"]: [note["names"], note["missing"]] for note in scan["notes"]}
+    assert {place: classes.get(place) for place in met} == met
 
 
 NORMS = {

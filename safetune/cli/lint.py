@@ -1,0 +1,59 @@
+"""`safetune lint`: what is wrong with the tuners of a tree, from their text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from safetune.cli.output import counted, echo, examples
+from safetune.cli.stored import json_option
+from safetune.lint.check import check
+from safetune.lint.formats import FORMATS
+from safetune.lint.rules import DEFAULT, RULES
+
+_CHOICE = click.Choice([*RULES, "all"])
+
+
+@click.command(
+    "lint",
+    epilog=examples(
+        "safetune lint .",
+        "safetune lint my_package --format sarif > lint.sarif",
+        "safetune lint kernels.py --select all --ignore bucket",
+    ),
+)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice([*FORMATS]),
+    default="text",
+    show_default=True,
+    help="How findings are printed; `github` is for annotations in a workflow.",
+)
+@click.option("--select", multiple=True, type=_CHOICE, help="Only this rule; can be repeated.")
+@click.option("--ignore", multiple=True, type=_CHOICE, help="Not this rule; can be repeated.")
+@json_option
+def lint_command(
+    paths: tuple[Path, ...],
+    form: str,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Find mistakes in the tuners under PATHS: phantom key names, missing flags, and others.
+
+    Nothing is imported or run. A comment `# safetune: ignore[RULE]` on the line of a finding, of
+    the decorator or of the kernel's `def` leaves findings out. Exits with 1 if there are any.
+    """
+    rules = {*RULES} if "all" in select else {*(select or DEFAULT)}
+    findings, tuners = check(paths, rules.difference(ignore))
+    form = "json" if as_json else form
+    text = FORMATS[form](findings)
+    if text:
+        echo(text)
+    if form == "text":
+        echo(f"{counted(len(findings), 'finding')} in {counted(tuners, 'tuner')}", err=True)
+    sys.exit(1 if findings else 0)

@@ -1,0 +1,73 @@
+"""Goes through a tree of files, and returns what the rules find and no comment ignores."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from safetune.errors import InvalidSetting
+from safetune.isolation import backend
+from safetune.keys.text_facts import without_notes
+from safetune.lint.frames import File, Files
+from safetune.lint.interpret import Interpreter
+from safetune.lint.rules import DEFAULT, Finding, findings_of
+from safetune.lint.tuners import MENTION, Tuner, tuners_in
+
+#: `# safetune: ignore`, and with the rules that are ignored.
+_IGNORE = re.compile(r"#\s*safetune:\s*ignore(?:\[([^\]]*)\])?")
+
+
+def python_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the Python files under some paths; raises `InvalidSetting` for a missing one."""
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(p for p in path.rglob("*.py") if not _is_hidden(p.relative_to(path)))
+        elif path.is_file():
+            yield path
+        else:
+            raise InvalidSetting(f"{path} is not there; give files or folders")
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") and part != ".." for part in path.parts)
+
+
+def check(paths: Sequence[Path], rules: Collection[str] = DEFAULT) -> tuple[list[Finding], int]:
+    """Return what rules find under some paths, by place, and how many tuners there are."""
+    found: list[Finding] = []
+    tuners = 0
+    for path, tuner in _tuners(paths):
+        tuners += 1
+        asked = [each for each in findings_of(tuner, str(path)) if each.rule in rules]
+        found += [each for each in asked if not _is_ignored(each, tuner.file)]
+    return sorted(set(found), key=lambda f: (f.path, f.line, f.column, f.rule)), tuners
+
+
+def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
+    """Yield the tuners under some paths."""
+    yield from (tuner for _, tuner in _tuners(paths))
+
+
+def _tuners(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
+    interpreter = Interpreter()
+    files = Files(interpreter.run_module)
+    with warnings.catch_warnings(), backend.no_collection(), without_notes():
+        warnings.simplefilter("ignore")  # of the compiler, about the text of others
+        for path in python_files(paths):
+            file = files.file(path.resolve()) if _mentions(path) else None
+            for tuner in tuners_in(file, interpreter) if file else ():
+                yield path, tuner
+
+
+def _mentions(path: Path) -> bool:
+    return bool(MENTION.search(path.read_text(encoding="utf-8", errors="replace")))
+
+
+def _is_ignored(finding: Finding, file: File) -> bool:
+    for line in finding.ignored_at:
+        match = _IGNORE.search(file.lines[line - 1])
+        if match and (match[1] is None or finding.rule in re.split(r"[\s,]+", match[1].strip())):
+            return True
+    return False

@@ -1,0 +1,254 @@
+"""What each rule finds, on kernels in the shape of those in which libraries had the mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from safetune.lint.rules import DEFAULT, RULES
+from tests.lint.conftest import HEADER, Lint, rules
+
+#: A norm with a bucket of rows that nothing reads, as FLA had it (#1147), and its run-time length.
+NORM = """
+@triton.autotune(configs=CONFIGS, key=["D", "NB"])
+@triton.jit
+def kernel(x, y, T{T}, D: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + rows * D, tl.load(x + rows * D, mask=rows < T), mask=rows < T)
+
+def launch(x, y):
+    T, D = x.shape
+    NB = triton.cdiv(T, 2048)
+    kernel[lambda meta: (triton.cdiv(T, meta["BLOCK"]),)](x, y, T, D=D, NB=NB)
+"""
+
+
+def test_a_key_name_that_nothing_reads_is_a_phantom_where_the_key_writes_it(lint: Lint) -> None:
+    (finding,) = lint(NORM.format(T=""))
+    assert finding.rule == "phantom"
+    assert finding.kernel == "kernel"
+    line = HEADER.splitlines() + NORM.splitlines()
+    assert line[finding.line - 1][finding.column - 1 :].startswith('"NB"')
+    assert "made of T at kernels.py:" in finding.message
+
+
+def test_a_length_that_is_a_constexpr_compiles_for_each_value(lint: Lint) -> None:
+    found = lint(NORM.format(T=": tl.constexpr"))
+    assert rules(found) == ["phantom", "length"]
+    assert "constexpr T is a length, T, made of x.shape[0]" in found[1].message
+
+
+#: A backward pass whose programs share rows: BS changes with every batch (FLA #533).
+BACKWARD = """
+@triton.autotune(configs=CONFIGS, key=["D"])
+@triton.jit
+def kernel(x, y, T, D: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr):
+    for row in range(tl.program_id(0) * BS, min((tl.program_id(0) + 1) * BS, T)):
+        columns = tl.arange(0, BLOCK)
+        tl.store(y + row * D + columns, tl.load(x + row * D + columns, mask=columns < D))
+
+def launch(x, y, NS):
+    T, D = {value}.shape
+    BS = {BS}
+    kernel[(NS,)](x, y, T, D=D, BS=BS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "BS", "found"),
+    [
+        ("x", "triton.cdiv(T, NS)", ["length"]),
+        ("x", "triton.next_power_of_2(T)", ["constexpr"]),  # few values, and the key lacks it
+        ("weight", "T", ["constexpr"]),  # as many as a model has
+        ("x", "triton.next_power_of_2(D)", []),  # made of a key name
+        ("x", "16", []),
+    ],
+)
+def test_what_is_made_of_a_length_is_one_unless_it_has_few_values(
+    lint: Lint, value: str, BS: str, found: list[str]
+) -> None:
+    assert rules(lint(BACKWARD.format(value=value, BS=BS))) == found
+
+
+#: A product whose tiles are made of a name that nothing reads (HSTU, attention-gym).
+PRODUCT = """
+@triton.autotune(configs=CONFIGS, key=[{key}])
+@triton.jit
+def kernel(a, b, c, M, D, N, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    tile = rows[:, None] * BLOCK_D + columns
+    tl.store(c + tile, tl.dot(tl.load(a + tile), tl.load(b + tile)) + N)
+
+def launch(a, b, c, M, N):
+    D = a.shape[-1]
+    kernel[(1,)](a, b, c, M, D, N, BLOCK_D=triton.next_power_of_2(D))
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "rule", "says"),
+    [
+        ('"N", "D"', "stand-in", "BLOCK_D, which the key lacks, is made of it"),
+        ('"N", "BLOCK_D", "M"', "size", "made of M at"),
+        ('"N", "BLOCK_D", "Q"', "unknown", "not a parameter"),
+    ],
+)
+def test_each_class_of_a_key_name_is_a_rule(lint: Lint, key: str, rule: str, says: str) -> None:
+    (finding,) = lint(PRODUCT.format(key=key))
+    assert finding.rule == rule
+    assert says in finding.message
+
+
+def test_a_bucket_and_a_name_without_a_launch_are_rules_too(lint: Lint) -> None:
+    kernel = PRODUCT.partition("def launch")[0]
+    named = kernel.replace("M, D", "M_BUCKET, D")
+    assert rules(lint(named.format(key='"N", "BLOCK_D", "M_BUCKET"'))) == ["bucket"]
+    assert rules(lint(kernel.format(key='"N", "D"'))) == ["unseen"]
+
+
+def test_a_name_that_is_the_whole_key_is_found_although_it_is_kept(lint: Lint) -> None:
+    found = lint(NORM.format(T="").replace('["D", "NB"]', '["NB"]').replace("D: tl.constexpr", "D"))
+    assert rules(found) == ["phantom"]
+
+
+FLAG = """
+@triton.autotune(configs=CONFIGS, key=["D"])
+@triton.jit
+def kernel(x, y, bias, D, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    value = tl.load(x + columns, mask=columns < D)
+    if SCALED:
+        value = value * 2
+    if HAS_BIAS:
+        value += tl.load(bias + columns)
+    tl.store(y + columns, value)
+
+def launch(x, y, bias=None, dropout=0.0, scaled: bool = False):
+    kernel[(1,)](x, y, bias, x.shape[-1], SCALED={SCALED}, HAS_BIAS={HAS_BIAS})
+"""
+
+
+@pytest.mark.parametrize(
+    ("SCALED", "found"),
+    [
+        ("dropout > 0", ["flag"]),
+        ("scaled", ["flag"]),
+        ("bool(dropout)", ["flag"]),
+        ("True", []),
+        ("x.dtype == torch.float16", []),  # Triton's key has the dtypes
+        ("x.shape[-1] % 64 == 0", []),  # made of a key name
+    ],
+)
+def test_a_flag_is_found_where_launches_can_differ_in_it(
+    lint: Lint, SCALED: str, found: list[str]
+) -> None:
+    assert rules(lint(FLAG.format(SCALED=SCALED, HAS_BIAS="False"))) == found
+
+
+def test_launches_that_pass_other_constants_differ(lint: Lint) -> None:
+    once = FLAG.format(SCALED="True", HAS_BIAS="False")
+    again = once.partition("def launch")[2].replace("SCALED=True", "SCALED=False")
+    (finding,) = lint(f"{once}\ndef launch_again{again}")
+    assert finding.rule == "flag"
+    assert "False and True by different launches" in finding.message
+
+
+def test_the_dtypes_of_the_key_tell_one_optional_argument_and_not_two(lint: Lint) -> None:
+    assert rules(lint(FLAG.format(SCALED="False", HAS_BIAS="bias is not None"))) == []
+    two = FLAG.format(SCALED="y is not None", HAS_BIAS="bias is not None")
+    assert rules(lint(two)) == ["flag", "flag"]
+    heuristic = FLAG.format(SCALED="dropout > 0", HAS_BIAS="False").replace(
+        "@triton.jit",
+        '@triton.heuristics({"SCALED": lambda args: args["x"] is not None})\n@triton.jit',
+    )
+    assert rules(lint(heuristic)) == []
+
+
+IN_PLACE = """
+@triton.jit
+def add(pointer, value):
+    tl.store(pointer, tl.load(pointer) + value)
+
+@triton.autotune(configs=CONFIGS, key=["N"]{options})
+@triton.jit
+def kernel(x, y, N, BLOCK: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    {body}
+
+def launch(x, y, N):
+    kernel[(1,)]({arguments}, N)
+"""
+TWICE_X = "tl.store(y + columns, 2 * tl.load(x + columns, mask=columns < N))"
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "options", "found"),
+    [
+        ("tl.store(x + columns, 2 * tl.load(x + columns, mask=columns < N))", "x, y", "", ["x"]),
+        ("add(x + columns + N, 1)", "x, y", "", ["x"]),
+        ("tl.atomic_add(y + columns, tl.load(x + columns, mask=columns < N))", "x, y", "", ["y"]),
+        (TWICE_X, "x, x", "", ["y"]),
+        (TWICE_X, "x, x", ', restore_value=["y"]', []),
+        (TWICE_X, "x, y", "", []),
+        ("tl.atomic_add(y + columns, N)", "x, y", ', reset_to_zero=["y"]', []),
+        # A scratch value that each launch writes before it reads it.
+        ("tl.store(y + columns, N); tl.store(x, tl.load(y + columns))", "x, y", "", []),
+        # One name for two pointers, one after the other.
+        ("p = x + columns; v = tl.load(p); p = y + columns; tl.store(p, v + N)", "x, y", "", []),
+    ],
+)
+def test_an_argument_that_is_changed_by_what_it_holds_needs_restore_value(
+    lint: Lint, body: str, arguments: str, options: str, found: list[str]
+) -> None:
+    text = IN_PLACE.format(body=body, arguments=arguments, options=options)
+    findings = lint(text)
+    assert rules(findings) == ["in-place"] * len(found)
+    for finding, name in zip(findings, found, strict=True):
+        assert f"argument {name}:" in finding.message
+        assert f'restore_value=["{name}"]' in finding.message
+    ours = "import safetune\n" + text.replace("@triton.autotune", "@safetune.autotune")
+    assert lint(ours) == [], "safetune tunes on copies"
+
+
+@pytest.mark.parametrize(
+    ("configs", "found"),
+    [
+        ('[triton.Config({"BLOCK": 64}, 4), triton.Config({"BLOCK": 64}, num_warps=4)]', 1),
+        ('[triton.Config({"BLOCK": b}, w) for b in (64, 64) for w in (2, 4)]', 2),
+        ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in WARPS if w < 8]', 1),
+        ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in WARPS if unknown(w)]', 0),
+        ('CONFIGS + [triton.Config({"BLOCK": 128})]', 1),
+        ("CONFIGS", 0),
+        ("made()", 1),
+    ],
+)
+def test_a_config_that_is_listed_twice_is_found_also_where_code_makes_the_list(
+    lint: Lint, configs: str, found: int
+) -> None:
+    made = """
+WARPS = [4, 8]
+WARPS.append(4)
+
+def made():
+    found = []
+    for block in (64, 128, 64):
+        found.append(triton.Config({"BLOCK": block}))
+    return found
+"""
+    kernel = NORM.format(T="").replace('"D", "NB"', '"D"').replace("CONFIGS", configs, 1)
+    assert rules(lint(made + kernel)) == ["twice"] * found
+
+
+def test_every_rule_is_on_the_page_and_says_whether_it_is_on() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/lint.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `([\w-]+)` \| (yes|no) \|", page, re.MULTILINE)
+    assert dict(shown) == {name: "yes" if name in DEFAULT else "no" for name in RULES}
+
+
+def test_nothing_of_the_tree_runs(lint: Lint, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    text = f"open({str(mark)!r}, 'w').close()\n" + NORM.format(T="")
+    assert rules(lint(text)) == ["phantom"]
+    assert not mark.exists()
