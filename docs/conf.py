@@ -31,8 +31,6 @@ extensions = [
 ]
 exclude_patterns = ["examples", "figures", "_build"]
 highlight_language = "text"
-nitpicky = True
-nitpick_ignore_regex = [("py:.*", r".*")]  # types of Triton's and torch's have no pages here
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "attrs_inline"]
