@@ -37,7 +37,7 @@ class Neighbour:
 
     Attributes:
         values: of the names in `key`.
-        distance: between both keys' values: the sum of |log2| of the numbers' ratios.
+        distance: between both keys' values: the sum of `|log2(ratio)|` over their numbers.
         choice: its config.
         trials: what was measured for it; empty where only its choice is known.
     """
