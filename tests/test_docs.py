@@ -282,6 +282,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_decorator_has_one_spelling() -> None:
+    """`from safetune import safetune` with `@safetune`, or `import safetune` with `.autotune`."""
+    for page in PAGES:
+        assert "@safetune.safetune" not in page.read_text(encoding="utf-8"), page
+
+
 class TestTroubleshooting:
     def test_it_quotes_messages_as_they_are(self) -> None:
         """A message that is reworded is not found by its old text."""

@@ -216,3 +216,12 @@ def test_the_citation_and_the_addresses_are_those_of_the_package() -> None:
     forms = (ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8")
     for url in re.findall(r"https://\S+?(?=[\"\s])", project + forms):
         assert url.startswith(address), url
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(re.findall(r"^(\w+) = \[", project.partition("[project.optional-dep")[2], re.M))
+    texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "safetune").rglob("*.py")]
+    for path in [*texts, ROOT / "README.md", ROOT / "pyproject.toml"]:
+        named = re.findall(r"safetune\[([\w,]+)\]", path.read_text(encoding="utf-8"))
+        assert {name for names in named for name in names.split(",")} <= extras, path
