@@ -178,8 +178,7 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
         wanted = [request(number) for number in range(keys)]
         states = KeyStates(store)
         turns = Turns(
-            range(keys),
-            Shard(rank, ranks),
+            Shard(rank, ranks).order(range(keys)),
             lambda number: states(wanted[number].key, wanted[number].declared),
         )
         for turn in turns:

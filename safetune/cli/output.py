@@ -33,7 +33,7 @@ from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
 from safetune.messages import logger, prefix
 from safetune.miss.progress import duration
-from safetune.outcome import Mark, Outcome
+from safetune.outcome import Mark, Outcome, Timing, Verdict
 from safetune.store.local.store import AGREED, IMPORTED
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -221,6 +221,17 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
         "label": outcome.label,
         **{name: plain[name] for name in names},
     }
+
+
+def outcome_in(data: Mapping[str, Any]) -> Outcome:
+    """Return the outcome in what `outcome_data` made of it."""
+    names = ("detail", "message", "stderr", "gpu_uuid", "judged")
+    return Outcome(
+        Verdict(data["verdict"]),
+        Timing(**data["timing"]) if data["timing"] else None,
+        marks=tuple(data["marks"]),
+        **{name: data[name] for name in names},
+    )
 
 
 #: A stored config's launch options in their usual order, with their defaults.

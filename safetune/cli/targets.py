@@ -20,6 +20,8 @@ from safetune.errors import NoDevice, TargetError
 if TYPE_CHECKING:
     from safetune.offline.tasks import OfflineKernel
 
+#: The GPUs that a process sees.
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 shape_option = click.option(
     "--shape", multiple=True, metavar="NAME", help="Only workloads with this name."
@@ -63,6 +65,43 @@ def use_interpreter_without_gpu() -> bool:
         return False
     os.environ["TRITON_INTERPRET"] = "1"
     return True
+
+
+def devices_of(text: str, interpreted: bool) -> dict[str, dict[str, str]]:
+    """Return the devices in `all` or `0,3` by a name, each as variables that leave only that one.
+
+    In the interpreter each number is a process. Raises `TargetError`.
+    """
+    numbers = text.split(",")
+    if text != "all" and not all(number.isdecimal() for number in numbers):
+        raise TargetError(f"--devices {text!r} is not a list of GPUs; give all, or e.g. 0,3")
+    if interpreted:
+        return {f"process {number}": {} for number in (numbers if text != "all" else "0")}
+    names = _visible_gpus()
+    if text == "all":
+        numbers = [str(number) for number in range(len(names))]
+    if missing := [number for number in numbers if int(number) >= len(names)]:
+        raise TargetError(
+            f"--devices {text}: there is no GPU {', '.join(missing)}; torch finds {len(names)}, "
+            "numbered from 0"
+        )
+    return {f"GPU {number}": {_VISIBLE: names[int(number)]} for number in numbers}
+
+
+def use_gpu_of_rank(rank: int) -> None:
+    """Show this process one of its GPUs, by its rank on the node, before it uses the driver."""
+    names = _visible_gpus()
+    if len(names) > 1:
+        os.environ[_VISIBLE] = names[rank % len(names)]
+
+
+def _visible_gpus() -> list[str]:
+    """Return the GPUs that torch finds, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = os.environ.get(_VISIBLE)
+    return visible.split(",")[:count] if visible else [str(number) for number in range(count)]
 
 
 def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:

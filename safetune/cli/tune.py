@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from safetune.cli import targets
+from safetune.cli import targets, workers
 from safetune.cli.output import (
-    Elsewhere,
-    Row,
-    counted,
-    date,
     echo,
     examples,
-    outcome_data,
-    print_json,
-    print_outcomes,
-    stdout_console,
 )
 from safetune.cli.plan import print_plan
+from safetune.cli.report import Report
 from safetune.cli.stored import check_writable
-from safetune.errors import NoWorkingConfig, StoreError, TargetError
+from safetune.errors import Busy, NotExclusive, NoWorkingConfig, StoreError, TargetError
 from safetune.frozen import dataclass
 from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
     from safetune.offline.plan import Plan, Planned, Sketch
     from safetune.offline.replay import LeftOut
-    from safetune.offline.tasks import OfflineKernel, Task
-    from safetune.tuning.requests import Observer, TuningResult
-
-
-_OF_TITLE = ("kernel", "shape", "dtype")
+    from safetune.offline.shards import Part, Turn, Turns
+    from safetune.offline.tasks import OfflineKernel
+    from safetune.tuning.requests import Observer
+    from safetune.tuning.single_flight import WaitBudget
 
 
 @click.command(
@@ -45,13 +39,21 @@ _OF_TITLE = ("kernel", "shape", "dtype")
         "safetune tune my_kernels.py",
         "safetune tune my_kernels.py:add_kernel --dtype float16",
         "safetune tune my_kernels.py --budget 200",
-        "safetune tune --recorded",
+        "safetune tune --recorded --devices all",
+        "srun safetune tune my_kernels.py --shard auto",
     ),
 )
 @click.argument("target", nargs=-1)
 @targets.shape_option
 @targets.dtype_option
 @click.option("--device", metavar="DEVICE", help="The torch device to tune on, e.g. cuda:1.")
+@click.option("--devices", metavar="all|0,3", help="Tune on these GPUs of this machine at once.")
+@click.option(
+    "--shard",
+    metavar="auto|2/4",
+    help="Begin with this part of the list; auto: by the rank that srun or torchrun sets.",
+)
+@click.option("--worker", hidden=True, help="As `2/4@SECONDS`: what --devices starts.")
 @click.option(
     "--force", is_flag=True, help="Measure configs again even if their outcome is stored."
 )
@@ -92,8 +94,12 @@ def tune_command(**given: Any) -> None:
     be stored.
     """
     options = _Options(**given)
+    part = _part(options)
     switched = targets.use_interpreter_without_gpu()
-    report = _Report(options.allow_disputed)
+    report = Report(options.allow_disputed, workers.printer() if options.worker else None)
+    if options.devices and not options.dry_run:
+        _tune_on_devices(options.devices, report)
+        sys.exit(report.print(options.as_json))
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the targets print
             sketches = _asked_for(options, report.left_out)
@@ -103,7 +109,7 @@ def tune_command(**given: Any) -> None:
                 check_writable()
             plan = _planned(sketches, options)
             if not options.dry_run:
-                _tune_all(plan, options, report)
+                _tune_all(plan, options, part, report)
                 _check_written()
     except Exception:
         if report.tuned or report.left_out:
@@ -123,6 +129,9 @@ class _Options:
     shape: tuple[str, ...]
     dtype: tuple[str, ...]
     device: str | None
+    devices: str | None
+    shard: str | None
+    worker: str | None
     force: bool
     budget: str | None
     isolation: str | None
@@ -143,6 +152,8 @@ class _Options:
         for name, given in (("--zeros", self.zeros), ("--top", self.top is not None)):
             if given and not self.recorded:
                 raise click.UsageError(f"{name} needs --recorded.")
+        if self.device and self.devices:
+            raise click.UsageError("--device names one GPU and --devices several: give one.")
 
 
 def _asked_for(options: _Options, left_out: list[LeftOut]) -> list[Sketch]:
@@ -216,35 +227,96 @@ def _planned(sketches: Sequence[Sketch], options: _Options) -> Plan:
     return plan(sketches, open_tuning_store(options.dry_run))
 
 
-def _tune_all(plan: Plan, options: _Options, report: _Report) -> None:
+def _part(options: _Options) -> Part | None:
+    """Return what this process does of the whole; None where it does all of it.
+
+    Restricts the process to its GPU and CPU cores: nothing may have used the driver yet.
+    """
+    from safetune.offline import shards
+
+    if not (options.shard or options.worker):
+        return None
+    shard = shards.parse(options.shard, os.environ) if options.shard else shards.Shard()
+    if options.worker:
+        return workers.begin_worker(options.worker, shard)
+    if options.device is None and options.devices is None:
+        targets.use_gpu_of_rank(shards.local_rank(os.environ))
+    return shards.Part(shard, time.time())
+
+
+def _tune_on_devices(devices: str, report: Report) -> None:
+    context = click.get_current_context()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    found = targets.devices_of(devices, interpreted)
+    arguments = workers.arguments_of(context, without=("devices", "as_json", "worker"))
+    for name, event in workers.tune_on(found, arguments):
+        report.take(name, event)
+
+
+def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) -> None:
+    from safetune.tuning.single_flight import WaitBudget
+
     line = Line(hidden=options.as_json or not Console(stderr=True).is_terminal)
+    report.begin(len(plan.tunings))
     line.start()
     try:
-        for number, planned in enumerate(plan.tunings, 1):
-            sketch = planned.sketch
+        turns = _turns(plan, part, options.force, report)
+        for number, turn in enumerate(turns, 1):
+            sketch = turn.item.sketch
             line.begin(
                 f"{number}/{len(plan.tunings)} {sketch.kernel} {sketch.shape} {sketch.dtype}"
             )
-            _tune(planned, options, line.observe, report)
+            budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
+            try:
+                _tune(turn, options, line.observe, report, budget)
+            except NotExclusive:
+                report.left += 1
+            except Busy:
+                turns.put_back(turn)
     finally:
         line.stop()
 
 
-def _tune(planned: Planned, options: _Options, observe: Observer, report: _Report) -> None:
+def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[Planned]:
+    """Return the tunings that this process may begin with, or take over from others."""
+    from safetune.offline import shards, tasks
+
+    if part is None:
+        return shards.Turns(shards.Shard().order(plan.tunings), lambda _: shards.State.FREE)
+    store, turns = tasks.open_shared_store(), part.shard.order(plan.tunings)
+    if store.shared is None or again:
+        left = [turn for turn in turns if turn.is_of_shards]
+        turns, report.left = turns[: len(turns) - len(left)], len(left)
+    states = shards.KeyStates(store, part.since if again else 0.0)
+
+    def state(planned: Planned) -> shards.State:
+        request = planned.sketch.request
+        return states(request.key, request.declared)
+
+    return shards.Turns(turns, state, again=again)
+
+
+def _tune(
+    turn: Turn[Planned],
+    options: _Options,
+    observe: Observer,
+    report: Report,
+    budget: WaitBudget | None,
+) -> None:
     from safetune.config import config_text
     from safetune.offline.tasks import tune_task
 
-    task = planned.sketch.make()
+    task = turn.item.sketch.make()
     if options.isolation is not None:
         task.kernel.tuner.isolate(options.isolation)
     try:
-        result = tune_task(task, observe, options.force)
+        result = tune_task(task, observe, options.force, budget)
     except NoWorkingConfig as error:
         failed = [(config, outcome, False) for config, outcome in error.outcomes]
-        report.add(task, failed, error.measured)
+        report.add(turn, failed, error.measured)
     else:
         rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
-        report.add(task, rows, result.measured, result)
+        report.add(turn, rows, result.measured, result)
 
 
 def _check_written() -> None:
@@ -255,81 +327,3 @@ def _check_written() -> None:
     store.write_unsent()
     if store.path is None and store.shared is None:
         raise StoreError("no outcome is stored: the store cannot be opened")
-
-
-class _Report:
-    """The finished tunings, printed at the end."""
-
-    def __init__(self, allow_disputed: bool) -> None:
-        self._allow_disputed = allow_disputed
-        self.tuned: list[tuple[dict[str, Any], list[Row], Elsewhere | None]] = []
-        self.left_out: list[LeftOut] = []
-
-    def add(
-        self, task: Task, rows: list[Row], measured: int, result: TuningResult | None = None
-    ) -> None:
-        """Note a finished tuning; without a result no config works."""
-        from safetune.config import config_text
-        from safetune.offline.tasks import open_tuning_store
-
-        facts: dict[str, Any] = {"kernel": task.kernel.name, "shape": task.workload.name}
-        facts |= {"dtype": task.dtype, "measured": measured, "choice": None, "disputed": ""}
-        facts["created"] = None if result is None else result.stored.created
-        facts["phases"] = {} if result is None else dict(result.phases)
-        elsewhere = None
-        if result is not None:
-            choice, stored = config_text(result.choice), result.stored
-            facts |= {"choice": choice, "disputed": stored.dispute}
-            if not any(chosen for _, _, chosen in rows):
-                origin = open_tuning_store().origin(stored)
-                elsewhere = Elsewhere(choice, origin, stored.median_ms)
-        self.tuned.append((facts, rows, elsewhere))
-
-    def print(self, as_json: bool) -> int:
-        """Print everything; return the exit code."""
-        tunings = [tuning for tuning, _, _ in self.tuned]
-        measured = sum(tuning["measured"] for tuning in tunings)
-        failed = sum(tuning["choice"] is None for tuning in tunings)
-        disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
-        nothing = self.left_out and not tunings
-        code = 1 if failed or nothing or (disputed and not self._allow_disputed) else 0
-        if as_json:
-            trials = [
-                {
-                    **{name: tuning[name] for name in _OF_TITLE},
-                    "config": config,
-                    "chosen": chosen,
-                    **outcome_data(outcome),
-                }
-                for tuning, rows, _ in self.tuned
-                for config, outcome, chosen in rows
-            ]
-            left_out = [{"call": left.words, "reason": left.reason} for left in self.left_out]
-            data = {"measured": measured, "tunings": tunings, "trials": trials}
-            print_json({**data, "left_out": left_out})
-            return code
-        console = stdout_console()
-        for tuning, rows, elsewhere in self.tuned:
-            title = "  ".join((*(tuning[name] for name in _OF_TITLE), f"({_news(tuning)})"))
-            print_outcomes(console, title, rows, elsewhere)
-        already = sum(_is_already_tuned(tuning) for tuning in tunings)
-        console.print(
-            f"{counted(len(tunings), 'tuning')}, {counted(measured, 'config')} measured"
-            + (f", {already} already tuned" if already else "")
-            + (f", {failed} without a working config" if failed else "")
-            + (f", {disputed} with a disputed result" if disputed else "")
-        )
-        for left in self.left_out:
-            console.print(f"not tuned: {left.words}: {left.reason}")
-        return code
-
-
-def _is_already_tuned(tuning: Mapping[str, Any]) -> bool:
-    return tuning["choice"] is not None and not tuning["measured"]
-
-
-def _news(tuning: Mapping[str, Any]) -> str:
-    """What this run did for a tuning."""
-    if not _is_already_tuned(tuning):
-        return f"{tuning['measured']} measured"
-    return f"already tuned {date(tuning['created'])}, --force to measure again"

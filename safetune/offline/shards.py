@@ -71,6 +71,16 @@ class Turn(Generic[Item]):
     item: Item
     whose: Whose
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process begins with it."""
+        return self.whose is Whose.OWN
+
+    @property
+    def is_of_shards(self) -> bool:
+        """Whether another shard begins with it."""
+        return self.whose is Whose.SHARDS
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -137,10 +147,15 @@ def _checked(text: str, index: int, count: int) -> Shard:
 
 
 class KeyStates:
-    """What a store says of keys that other processes tune, brought up to date every few seconds."""
+    """What a store says of keys that other processes tune, brought up to date every few seconds.
 
-    def __init__(self, store: GuardedStore) -> None:
+    Args:
+        since: an earlier choice does not count, where all keys are tuned again.
+    """
+
+    def __init__(self, store: GuardedStore, since: float = 0.0) -> None:
         self._store = store
+        self._since = since
         self._refreshed = -math.inf
 
     def __call__(self, key: TuningKey, declared: str) -> State:
@@ -149,26 +164,38 @@ class KeyStates:
         if store.shared is not None and time.monotonic() - self._refreshed > _REFRESH_S:
             store.shared.refresh(space_of(key), since=time.time() - _REFRESH_S)
             self._refreshed = time.monotonic()
-        if store.choice(key.digest, declared) is not None:
+        choice = store.choice(key.digest, declared)
+        if choice is not None and choice.created > self._since:
             return State.DONE
         return State.LOCKED if locks.locked(store.path, [key.digest]) else State.FREE
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one process of a sweep does, which began at a time in seconds since the epoch."""
+
+    shard: Shard
+    since: float
+
+
 class Turns(Generic[Item]):
-    """Yields each item until it was tuned or is left, with pauses while others tune all of them.
+    """Yields each turn until it was tuned or is left, with pauses while others tune all of them.
 
     Args:
-        state: of an item that was put back.
+        state: of an item.
+        again: all is tuned again, and only the state tells what other processes have done already.
+            What is done is not yielded.
     """
 
     def __init__(
         self,
-        items: Sequence[Item],
-        shard: Shard,
+        turns: Sequence[Turn[Item]],
         state: Callable[[Item], State],
         sleep: Callable[[float], None] = time.sleep,
+        again: bool = False,
     ) -> None:
-        self._untried = shard.order(items)[::-1]
+        self._untried = [*reversed(turns)]
+        self._again = again
         self._busy: list[Turn[Item]] = []
         self._state = state
         self._sleep = sleep
@@ -178,7 +205,9 @@ class Turns(Generic[Item]):
     def __iter__(self) -> Iterator[Turn[Item]]:
         while self._untried or self._busy:
             untried, busy = len(self._untried), len(self._busy)
-            yield self._next()
+            turn = self._next()
+            if not (self._again and self._state(turn.item) is State.DONE):
+                yield turn
             if len(self._untried) < untried and len(self._busy) == busy:
                 self._pauses = pauses(*_PAUSES_S)
 

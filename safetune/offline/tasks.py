@@ -20,8 +20,11 @@ from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting
 from safetune.miss.resolve import Miss, why_not_isolated
 from safetune.settings import Mode, Settings
+from safetune.store.local import db_files
 from safetune.store.lookup import GuardedStore, open_lookup
+from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
 from safetune.tuning.requests import Observer, Phases, TuningRequest, TuningResult
+from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
 from safetune.workload import Workload
 
@@ -131,16 +134,36 @@ def open_tuning_store(read_only: bool = False) -> GuardedStore:
     return open_lookup(replace(Settings.current(), mode=mode)).store
 
 
-def tune_task(task: Task, observe: Observer, force: bool = False) -> TuningResult:
+def open_shared_store() -> GuardedStore:
+    """Return the store for a tuning that several processes share, which may wait for its answers.
+
+    Its shared store gives leases, where it can.
+    """
+    settings = replace(Settings.current(), mode=Mode.TUNE)
+    store = open_lookup(settings).store
+    if store.shared is not None:
+        url = db_files.locate(settings).shared(settings)
+        shared = open_shared(url, sweep=True)
+        store.shared = SharedLayer(shared, store.connection, budget_s=SWEEP_S)
+    return store
+
+
+def tune_task(
+    task: Task, observe: Observer, force: bool = False, key_budget: WaitBudget | None = None
+) -> TuningResult:
     """Tune one task into the local store; configs with a stored outcome are not measured again.
+
+    Args:
+        key_budget: how long to wait for another process that tunes the key; without end if None.
 
     Raises:
         NoWorkingConfig: every config failed.
+        Busy: another process tunes the key.
     """
     phases = Phases("lookup")
     request = request_for(task, force)
     observe = reporting.both(reporting.log_config, observe)
-    result = tune(request, open_tuning_store(), observe, phases=phases)
+    result = tune(request, open_tuning_store(), observe, phases=phases, key_budget=key_budget)
     reporting.log_result(request, result)
     return result
 

@@ -1,0 +1,233 @@
+"""The processes of a tuning on several GPUs: each runs `safetune tune --worker` and prints events.
+
+An event is one line of JSON on standard output: a finished tuning, or the calls that are left out.
+The workers need no director: they share the list by `offline.shards`. A worker that ends early
+drops out, and the others do its work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from safetune.cli.output import Elsewhere, Row, echo, outcome_data, outcome_in
+from safetune.errors import SafetuneError
+from safetune.frozen import dataclass
+
+if TYPE_CHECKING:
+    from safetune.offline.shards import Part, Shard
+
+Event = dict[str, Any]
+
+#: Exit codes of a worker that went through the whole list: all is well, a kernel does not work.
+_FINISHED = (0, 1)
+
+
+#: A finished tuning: facts, one row for each config, and a choice that was made elsewhere.
+Tuned = tuple[dict[str, Any], list[Row], "Elsewhere | None"]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A recorded call that a worker leaves out, and why."""
+
+    words: str
+    reason: str
+
+
+class DroppedOut(SafetuneError):
+    """A worker ended before it went through the whole list."""
+
+
+class Worker(Protocol):
+    """A process that tunes, here or elsewhere."""
+
+    name: str
+
+    def events(self) -> Iterator[Event]:
+        """Yield what it reports, until it has finished; raises `DroppedOut`."""
+
+
+def gather(workers: Sequence[Worker]) -> Iterator[tuple[str, Event]]:
+    """Yield the events of all workers with the worker's name, as they come.
+
+    Raises `DroppedOut` where no worker finishes.
+    """
+    events: queue.SimpleQueue[tuple[str, Event | Exception | None]] = queue.SimpleQueue()
+
+    def read(worker: Worker) -> None:
+        end = None
+        try:
+            for event in worker.events():
+                events.put((worker.name, event))
+        except Exception as error:
+            end = error
+        events.put((worker.name, end))
+
+    for worker in workers:
+        threading.Thread(target=read, args=(worker,), daemon=True).start()
+    left, finished = len(workers), 0
+    while left:
+        name, event = events.get()
+        if isinstance(event, dict):
+            yield name, event
+            continue
+        left -= 1
+        finished += event is None
+        if event is not None:
+            then = "the others do its work" if left or finished else "no device is left"
+            echo(f"Warning: {name} drops out: {event}; {then}", err=True)
+    if not finished:
+        raise DroppedOut("no device went through the list; what is tuned is stored: run it again")
+
+
+class LocalWorker:
+    """A process of this machine with one GPU, or none in the interpreter."""
+
+    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "safetune", "tune", *arguments],
+            stdin=subprocess.PIPE,  # the worker ends when this process does
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def events(self) -> Iterator[Event]:
+        """Yield what it prints; its messages go to standard error."""
+        process = self._process
+        assert process.stdout is not None
+        messages = threading.Thread(target=self._relay, daemon=True)
+        messages.start()
+        for line in process.stdout:
+            yield json.loads(line)
+        code = process.wait()
+        messages.join()
+        if code not in _FINISHED:
+            raise DroppedOut(ending(code))
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        self._process.kill()
+        self._process.wait()
+
+    def _relay(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            echo(f"{self.name}: {line.rstrip()}", err=True)
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, by its exit code."""
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process was ended by {signal.Signals(-code).name}"
+
+
+def tune_on(
+    devices: Mapping[str, Mapping[str, str]], arguments: Sequence[str]
+) -> Iterator[tuple[str, Event]]:
+    """Run a worker for each device; yield their events as `gather` does.
+
+    Args:
+        devices: the variables that leave each one, by its name.
+    """
+    workers: list[LocalWorker] = []
+    now = time.time()
+    try:
+        for number, (name, variables) in enumerate(devices.items(), 1):
+            own = f"--worker={number}/{len(devices)}@{now}"
+            workers.append(LocalWorker(name, [own, *arguments], variables))
+        yield from gather(workers)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def arguments_of(context: click.Context, without: Sequence[str]) -> list[str]:
+    """Return the command line of a command again, without some options."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if isinstance(parameter, click.Argument):
+            words += ["--", *map(str, value)] if value else []
+        elif parameter.name not in without and value not in (None, False, ()):
+            values = value if parameter.multiple else [value]
+            name = parameter.opts[0]
+            words = [*(name if value is True else f"{name}={each}" for each in values), *words]
+    return words
+
+
+def begin_worker(text: str, shard: Shard) -> Part:
+    """Return the part of a worker, `2/4@SECONDS`, of a shard.
+
+    Has this process end with its parent, and use its part of the CPU cores.
+    """
+    from safetune.offline.shards import Part, Shard
+
+    numbers, _, since = text.partition("@")
+    number, count = map(int, numbers.split("/"))
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= 2 * count:
+        first, last = ((number + i) * len(cores) // count for i in (-1, 0))
+        os.sched_setaffinity(0, cores[first:last])
+
+    def wait_for_parent() -> None:
+        while os.read(0, 1):  # not sys.stdin, whose lock would stay held when this process exits
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+    return Part(Shard(shard.index, shard.count, number - 1, count), float(since))
+
+
+def printer() -> Callable[[Event], None]:
+    """Return a function that prints an event on what is now standard output."""
+    out = sys.stdout
+
+    def tell(event: Event) -> None:
+        out.write(json.dumps(event) + "\n")
+        out.flush()
+
+    return tell
+
+
+def event_of(tuned: Tuned) -> Event:
+    """Return a finished tuning as an event."""
+    facts, rows, elsewhere = tuned
+    trials = [[config, outcome_data(outcome), chosen] for config, outcome, chosen in rows]
+    return {"facts": facts, "trials": trials, "elsewhere": elsewhere and asdict(elsewhere)}
+
+
+def tuned_in(event: Event) -> Tuned:
+    """Return the finished tuning in an event."""
+    rows = [(config, outcome_in(data), chosen) for config, data, chosen in event["trials"]]
+    elsewhere = event["elsewhere"]
+    return event["facts"], rows, Elsewhere(**elsewhere) if elsewhere else None
+
+
+def merged(tuned: Sequence[Tuned], new: Tuned) -> list[Tuned]:
+    """Return what several workers tell with what one of them adds, which comes last.
+
+    A tuning that one worker began and another one finished is one, with the configs of both.
+    """
+    name = itemgetter("key", "shape", "dtype")
+    same = [each for each in tuned if name(each[0]) == name(new[0])]
+    others = [each for each in tuned if name(each[0]) != name(new[0])]
+    best = max([*same, new], key=lambda each: each[0]["measured"])
+    measured = sum(each[0]["measured"] for each in (*same, new))
+    return [*others, ({**best[0], "measured": measured}, *best[1:])]

@@ -1,0 +1,42 @@
+"""A kernel of four keys with two configs. Where TEST_KILL names a file, the first process that
+tunes the third key makes it and dies, as where its card fails."""
+
+import contextlib
+import os
+import signal
+
+import torch
+import triton
+import triton.language as tl
+
+from safetune import Workload, safetune
+
+
+def kill_tuner(arguments):
+    """Kill the process that tunes: the parent of the server that has forked this child."""
+    if arguments["N"] == 102 and "TEST_KILL" in os.environ:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(os.environ["TEST_KILL"], os.O_CREAT | os.O_EXCL))
+            with open(f"/proc/{os.getppid()}/stat") as stat:
+                os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            signal.pause()
+
+
+def grid(meta):
+    return (triton.cdiv(meta["N"], meta["BLOCK"]),)
+
+
+@safetune(
+    configs=[triton.Config({"BLOCK": size}) for size in (64, 128)], key=["N"], pre_hook=kill_tuner
+)
+@triton.jit
+def add_one(x, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < N
+    tl.store(x + offsets, tl.load(x + offsets, mask=mask) + 1, mask=mask)
+
+
+@add_one.workload
+def vectors(device, dtype):
+    for count in (100, 101, 102, 103):
+        yield Workload(f"{count}", grid, (torch.zeros(count, device=device, dtype=dtype), count))

@@ -1,0 +1,143 @@
+"""`safetune tune --devices` and `--shard`: every key once, also where one of the processes dies.
+
+In the interpreter a device is a process on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.selection import FULL
+from tests.store.shared import conftest as shared_store
+
+from .conftest import DEADLINE_S
+
+database, server = shared_store.database, shared_store.server
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+SHAPES = ["100", "101", "102", "103"]
+
+
+@pytest.fixture
+def target(targets: Path) -> str:
+    return str(targets / "fleet.py")
+
+
+def finished(process: subprocess.Popen[bytes]) -> tuple[Any, str]:
+    """Return what a command printed as JSON, and its messages."""
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    return json.loads(output or "null"), errors.decode()
+
+
+def choices(data: dict[str, Any]) -> dict[str, str]:
+    return {tuning["shape"]: tuning["choice"] for tuning in data["tunings"]}
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+class TestDevices:
+    def test_they_share_the_list_and_a_process_that_dies_leaves_its_work_to_the_other(
+        self, start: Start, safetune: Any, target: str, tmp_path: Path
+    ) -> None:
+        environment = {"TEST_KILL": str(tmp_path / "killed")}
+        process = start("tune", target, "--devices", "0,1", "--json", env=environment, **PIPES)
+
+        data, errors = finished(process)
+
+        assert process.returncode == 0, errors
+        assert (tmp_path / "killed").exists()
+        assert sorted(choices(data)) == SHAPES
+        assert all(tuning["choice"] for tuning in data["tunings"])
+        assert "drops out: its process was ended by SIGKILL; the others do its work" in errors
+        # A config that was timed before its process died counts, and one under way is begun again.
+        assert sum(tuning["measured"] for tuning in data["tunings"]) in (7, 8)
+
+        again = safetune.json("tune", target)
+        assert again["measured"] == 0
+        assert choices(again) == choices(data)
+
+    @pytest.mark.full
+    def test_force_measures_every_key_again_and_once(self, start: Start, target: str) -> None:
+        for _ in range(2):
+            process = start("tune", target, "--devices=0,1", "--force", "--json", env={}, **PIPES)
+            data, errors = finished(process)
+            assert sorted(choices(data)) == SHAPES, errors
+            assert [tuning["measured"] for tuning in data["tunings"]] == [2] * 4
+
+    def test_an_error_of_all_is_an_error_of_the_command(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "broken.py").write_text("import no_such_module\n")
+        process = start("tune", tmp_path / "broken.py", "--devices", "0,1", env={}, **PIPES)
+        _, errors = finished(process)
+        assert process.returncode == 2
+        assert "process 0: Error: " in errors
+        assert "no_such_module" in errors
+        assert errors.splitlines()[-1].startswith("Error: no device went through the list")
+
+    @pytest.mark.parametrize("text", ["first", "0;1", ""])
+    def test_what_is_not_a_list_of_devices_is_an_error(
+        self, safetune: Any, target: str, text: str
+    ) -> None:
+        assert "give all, or e.g. 0,3" in safetune.error("tune", target, "--devices", f"x{text}")
+
+    def test_a_device_or_devices(self, safetune: Any, target: str) -> None:
+        result = safetune("tune", target, "--device", "cpu", "--devices", "0")
+        assert "--device names one GPU and --devices several" in result.stderr
+
+
+class TestShards:
+    def test_a_shard_without_a_shared_store_tunes_its_part(
+        self, safetune: Any, target: str
+    ) -> None:
+        data = safetune.json("tune", target, "--shard", "2/4")
+        assert sorted(choices(data)) == ["101"]
+        assert "3 left to other shards" in safetune("tune", target, "--shard", "1/4").stdout
+
+    @pytest.mark.parametrize("store", ["directory", "postgresql"])
+    @pytest.mark.skipif(not FULL, reason="SAFETUNE_TEST_FULL=1 has it: a dead node's lease ends")
+    def test_four_nodes_tune_each_key_once_though_one_dies(
+        self, start: Start, target: str, tmp_path: Path, store: str, request: pytest.FixtureRequest
+    ) -> None:
+        (tmp_path / "shared").mkdir()
+        url = f"file://{tmp_path}/shared"
+        if store == "postgresql":
+            url = request.getfixturevalue("database")
+        environment = {"SAFETUNE_SHARED": url, "TEST_KILL": str(tmp_path / "killed")}
+        ranks = [
+            start(
+                *("tune", target, "--shard", "auto", "--json"),
+                env={
+                    **environment,
+                    "SAFETUNE_CACHE_DIR": str(tmp_path / f"node{rank}"),
+                    "SLURM_PROCID": str(rank),
+                    "SLURM_STEP_NUM_TASKS": "4",
+                },
+                **PIPES,
+            )
+            for rank in range(4)
+        ]
+        found = [finished(rank) for rank in ranks]
+
+        assert sorted(rank.returncode for rank in ranks) == [-9, 0, 0, 0], found
+        alive = [data for data, _ in found if data]
+        measured = dict.fromkeys(SHAPES, 0)
+        for data in alive:
+            for tuning in data["tunings"]:
+                measured[tuning["shape"]] += tuning["measured"]
+        assert measured == dict.fromkeys(SHAPES, 2)
+        last = start(
+            *("tune", target, "--json"),
+            env={"SAFETUNE_SHARED": url, "SAFETUNE_CACHE_DIR": str(tmp_path / "new node")},
+            **PIPES,
+        )
+        data, errors = finished(last)
+        assert data["measured"] == 0, errors
+        chosen = {shape: choice for each in alive for shape, choice in choices(each).items()}
+        assert choices(data) == chosen
