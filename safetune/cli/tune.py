@@ -6,7 +6,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -254,13 +256,15 @@ def _tune_on_devices(devices: str, report: Report) -> None:
 
 
 def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) -> None:
+    from safetune.offline.plan import compile_ahead
     from safetune.tuning.single_flight import WaitBudget
 
+    turns = _turns(plan, part, options.force, report)
+    ahead = compile_ahead(turns.own)
     line = Line(hidden=options.as_json or not Console(stderr=True).is_terminal)
     report.begin(len(plan.tunings))
     line.start()
     try:
-        turns = _turns(plan, part, options.force, report)
         for number, turn in enumerate(turns, 1):
             sketch = turn.item.sketch
             line.begin(
@@ -268,7 +272,7 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
             )
             budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
             try:
-                _tune(turn, options, line.observe, report, budget)
+                _tune(turn, ahead, options, line.observe, report, budget)
             except NotExclusive:
                 report.left += 1
             except Busy:
@@ -298,6 +302,7 @@ def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[
 
 def _tune(
     turn: Turn[Planned],
+    ahead: Mapping[str, deque[bytes]],
     options: _Options,
     observe: Observer,
     report: Report,
@@ -306,7 +311,8 @@ def _tune(
     from safetune.config import config_text
     from safetune.offline.tasks import tune_task
 
-    task = turn.item.sketch.make()
+    sketch = turn.item.sketch
+    task = replace(sketch.make(), ahead=ahead.get(sketch.request.key.kernel.digest, deque()))
     if options.isolation is not None:
         task.kernel.tuner.isolate(options.isolation)
     try:

@@ -78,6 +78,8 @@ class CompilePool:
             the measuring child to have its own.
         memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
         most_shared: see `triton_compile.compiled_binary`.
+        ahead: what later pools of this kernel need. Taken from its left while no config waits, and
+            put back if there is no time for it: what is compiled is in the disk cache.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class CompilePool:
         size: int | None = None,
         memory_bytes: int = 0,
         most_shared: int = 0,
+        ahead: deque[bytes] | None = None,
     ) -> None:
         cpus = usable_cpus()
         self._kernel = kernel
@@ -96,6 +99,10 @@ class CompilePool:
         self._most_shared = most_shared
         self._specs: dict[int, bytes] = {}
         self._waiting: deque[int] = deque()
+        self._ahead = deque[bytes]()  # `ahead`, once every config that is known waits
+        self._later = deque[bytes]() if ahead is None else ahead
+        self._unfinished: set[int] = set()  # the configs without a result
+        self._done: list[Compiled] = []  # results that no one has asked for yet
         self._slots: dict[int, _Slot] = {}
         self._killed: set[int] = set()
         self._launcher = True
@@ -105,24 +112,46 @@ class CompilePool:
 
     def __exit__(self, *_: object) -> None:
         """Give up what is not compiled yet."""
+        self._ahead = deque()
         self._waiting.clear()
+        with contextlib.suppress(WorkerUnavailable):
+            while self._collect(wait_s=0.0):  # what was compiled ahead by now
+                pass
         while self._slots:
-            self._slots.popitem()[1].child.kill()
+            slot = self._slots.popitem()[1]
+            jobs = [job for job in slot.jobs if job is not None and job < 0]
+            self._later.extendleft(self._specs[job] for job in jobs)
+            slot.child.kill()
 
     def add(self, config: int, spec: bytes) -> None:
         """Have a config compiled; raises `WorkerUnavailable` where no child can be started."""
         self._specs[config] = spec
         self._waiting.append(config)
+        self._unfinished.add(config)
         self._fill()
 
     def results(self) -> Iterator[Compiled]:
         """Yield each config's result as it is done, in no particular order; raises as `add`."""
-        while self._waiting or self._slots:
-            self._fill()
-            yield from self._collect()
+        while self._unfinished or self._done:
+            if not self._done:
+                self.work(protocol.SIGNAL_S)
+            yield from self._taken()
+
+    def work(self, wait_s: float = 0.0) -> None:
+        """Have the children work on, also ahead, and wait for one at most this long.
+
+        Raises as `add`.
+        """
+        self._ahead = self._later
+        self._fill()
+        self._collect(wait_s)
+
+    def _taken(self) -> list[Compiled]:
+        done, self._done = self._done, []
+        return done
 
     def _fill(self) -> None:
-        while self._waiting and len(self._slots) < self._size:
+        while (self._waiting or self._ahead) and len(self._slots) < self._size:
             try:
                 self._start()
             except WorkerUnavailable:
@@ -144,13 +173,18 @@ class CompilePool:
         self._give(slot)
 
     def _feed(self, slot: _Slot) -> None:
-        while self._waiting and len(slot.jobs) < _DEPTH:
-            if slot.jobs and len(self._specs[self._waiting[0]]) > _QUEUED_BYTES:
+        while (self._waiting or self._ahead) and len(slot.jobs) < _DEPTH:
+            following = self._specs[self._waiting[0]] if self._waiting else self._ahead[0]
+            if slot.jobs and len(following) > _QUEUED_BYTES:
                 return
             self._give(slot)
 
     def _give(self, slot: _Slot) -> None:
-        config = self._waiting.popleft()
+        if self._waiting:
+            config = self._waiting.popleft()
+        else:
+            config = -1 - len(self._specs)  # no config of this tuning has a number below 0
+            self._specs[config] = self._ahead.popleft()
         if not slot.jobs:
             slot.deadline = time.monotonic() + self._timeout_s
         slot.jobs.append(config)
@@ -158,18 +192,24 @@ class CompilePool:
         job = Compile(self._specs[config], self._most_shared, launcher=first)
         slot.child.send(job, timeout_s=self._timeout_s)
 
-    def _collect(self) -> list[Compiled]:
+    def _collect(self, wait_s: float) -> bool:
+        """Take the answers that are there, or that come; return whether there was one."""
+        if not self._slots:
+            return False
         poll = select.poll()
         for fd in self._slots:
             poll.register(fd, select.POLLIN)
         soonest = min(slot.deadline for slot in self._slots.values())
-        wait_s = min(max(0.0, soonest - time.monotonic()), protocol.SIGNAL_S)
+        wait_s = min(max(0.0, soonest - time.monotonic()), wait_s)
         ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
         for slot in self._slots.values():
             slot.child.cut_output()
         now = time.monotonic()
         due = [fd for fd, slot in self._slots.items() if fd in ready or slot.deadline <= now]
-        return [compiled for fd in due if (compiled := self._advance(fd)) is not None]
+        found = [compiled for fd in due if (compiled := self._advance(fd)) is not None]
+        self._done += [compiled for compiled in found if compiled.config >= 0]
+        self._unfinished.difference_update(compiled.config for compiled in found)
+        return bool(due)
 
     def _advance(self, fd: int) -> Compiled | None:
         """Read one answer, or find that no answer came; return the result of its config, if any."""
@@ -196,7 +236,7 @@ class CompilePool:
                 idle.keep(_PURPOSE, slot.child, most=usable_cpus())
             else:
                 slot.child.kill()
-        if config is not None and outcome.killed and config not in self._killed:
+        if config is not None and outcome.killed and config not in self._killed and config >= 0:
             self._killed.add(config)  # perhaps for want of memory: once more, after the others
             self._waiting.append(config)
         elif config is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import field, replace
 from functools import partial
@@ -12,6 +13,8 @@ from typing import Any
 from safetune.config import config_digest
 from safetune.errors import NothingToMeasure, from_signal_handler
 from safetune.frozen import dataclass
+from safetune.inputs import compile_spec
+from safetune.keys.kernel_digest import base_function
 from safetune.launch.call_shape import heuristic_values, named_arguments, specialisation
 from safetune.offline.shares import shares_of_time
 from safetune.offline.tasks import Stream, Task, request_for
@@ -149,6 +152,35 @@ def plan(sketched: Iterable[Sketch], store: Store) -> Plan:
     return Plan(tuple(tunings))
 
 
+def compile_ahead(tunings: Iterable[Planned]) -> dict[str, deque[bytes]]:
+    """Return for each kernel, by its digest, what its tunings after the first have to compile.
+
+    That is done while cores are free in an earlier tuning. Makes the arguments of those tunings
+    that compile something new once more, one after the other. A search says later what it compiles.
+    """
+    ahead: dict[str, deque[bytes]] = defaultdict(deque)
+    known: dict[str, set[Hashable]] = {}
+    for planned in tunings:
+        request = planned.sketch.request
+        kernel = request.key.kernel.digest
+        new = kernel in known and not planned.binaries <= known[kernel]
+        if new and request.budget is None:
+            ahead[kernel].extend(_specs(planned, known[kernel]))
+        known.setdefault(kernel, set()).update(planned.binaries)
+    return ahead
+
+
+def _specs(planned: Planned, seen: set[Hashable]) -> Iterator[bytes]:
+    """Yield what a tuning gives to compilers, but for what an earlier one does."""
+    request = request_for(planned.sketch.make())
+    specs = compile_spec.CallerSpecs(request.call, most_shared=request.most_shared)
+    for digest in planned.new:
+        if planned.sketch.binaries[digest] not in seen:
+            spec = specs.spec_of(request.by_digest[digest])
+            if isinstance(spec, bytes):  # else it is compiled, or only a child can tell
+                yield spec
+
+
 def seconds_per_config(store: Store, kernel: str) -> float | None:
     """Return how long the stored sweeps of a kernel took for a config; None without any."""
     gaps = []
@@ -180,6 +212,10 @@ def binaries(task: Task, request: TuningRequest) -> dict[str, Hashable]:
     tuner, call = task.kernel.tuner, request.call
     args, kwargs = call.pinned()
     named = named_arguments(call.arg_names, args, kwargs)
+    parameters = getattr(base_function(call.kernel)[0], "params", ())
+    for name in (each.name for each in parameters if each.do_not_specialize):
+        if type(named.get(name)) is int:  # only its size is left to tell apart
+            named[name] = 3 if abs(named[name]) < 1 << 31 else (1 << 40) + 3
     common = (request.key.kernel.digest, specialisation(tuner, named))
     found: dict[str, Hashable] = {}
     for digest, config in request.by_digest.items():

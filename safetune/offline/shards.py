@@ -211,6 +211,11 @@ class Turns(Generic[Item]):
             if len(self._untried) < untried and len(self._busy) == busy:
                 self._pauses = pauses(*_PAUSES_S)
 
+    @property
+    def own(self) -> list[Item]:
+        """The items that this process begins with and has not begun yet, in their order."""
+        return [turn.item for turn in reversed(self._untried) if turn.is_own]
+
     def put_back(self, turn: Turn[Item]) -> None:
         """Another process tunes the item: it is yielded again when that is done, or has failed."""
         self._busy.append(turn)

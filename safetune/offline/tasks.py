@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Task:
     workload: Workload
     dtype: str
     marks: tuple[str, ...] = ()  # for every outcome, e.g. that its inputs were drawn at random
+    ahead: deque[bytes] = field(default_factory=deque)  # see `TuningRequest`
 
 
 def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
@@ -125,7 +127,8 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
     miss = Miss(task.kernel.tuner, task.workload.args, kwargs)
     if reason := why_not_isolated(miss.call):
         raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")
-    return replace(miss.request(force), marks=task.marks, goes_on=True)
+    request = miss.request(force)
+    return replace(request, marks=task.marks, ahead=task.ahead, goes_on=True)
 
 
 def open_tuning_store(read_only: bool = False) -> GuardedStore:

@@ -179,7 +179,8 @@ class LaunchBench:
         memory_bytes = self._request.limits.compile_memory_bytes
         jit, _ = base_function(self._request.call.kernel)
         kernel = functools.cache(functools.partial(compile_spec.pack_for_compiler, jit))
-        pool = CompilePool(kernel, timeout_s, None, memory_bytes, self._most_shared)
+        limits = (timeout_s, None, memory_bytes, self._request.most_shared)
+        pool = CompilePool(kernel, *limits, self._request.ahead)
         self._exit.push(pool)
         yield from self._resolved(alive, pool)
         results = pool.results()
@@ -195,7 +196,7 @@ class LaunchBench:
         unknown, cached = [], []
         with self.phases("resolve"):
             in_caller = compile_spec.CallerSpecs(
-                self._request.call, self._has_arguments, self._most_shared
+                self._request.call, self._has_arguments, self._request.most_shared
             )
             for index in configs:
                 spec = in_caller.spec_of(self._request.configs[index])
@@ -205,7 +206,9 @@ class LaunchBench:
                     pool.add(index, spec)
                 else:
                     cached.append(Compiled(index, DONE.outcome, spec))
-        yield from cached
+        for found in cached:
+            pool.work()
+            yield found
         for index in unknown:
             outcome, blob = self._asked("resolve", functools.partial(self._child.spec_of, index))
             if outcome.ok:
@@ -213,19 +216,11 @@ class LaunchBench:
             if not outcome.ok:
                 yield Compiled(index, outcome)
 
-    @property
-    def _most_shared(self) -> int:
-        """The shared memory that a launch may have; 0, no limit, with a post hook: that expects the
-        exception of the launch.
-        """
-        hook = self._request.call.hooks.post_hook
-        return self._request.key.device.shared_memory_bytes if hook is None else 0
-
     def _failure(self, result: Compiled) -> Outcome | None:
         """Return why a config cannot be launched: it did not compile, or needs too much memory."""
         if not result.outcome.ok:
             return result.outcome
-        limit, binary = self._most_shared, result.binary
+        limit, binary = self._request.most_shared, result.binary
         if binary is None or not limit or binary.shared_bytes <= limit:
             return None
         error = OutOfResources(binary.shared_bytes, limit, "shared memory")

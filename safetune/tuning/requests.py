@@ -10,8 +10,9 @@ import math
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from triton.runtime.autotuner import Config
@@ -125,6 +126,8 @@ class TuningRequest:
     budget: SearchBudget | None = None  # measure some configs, not all
     proposer: Proposer | None = None  # who names them; None for the default
     goes_on: bool = False  # with the configs that an earlier search of this key has left out
+    #: What later tunings of the kernel compile, done while cores are free: see `CompilePool`.
+    ahead: deque[bytes] = field(default_factory=deque)
 
     @property
     def grids(self) -> Grids:
@@ -143,6 +146,13 @@ class TuningRequest:
         if "_by_digest" not in known:
             known["_by_digest"] = {config_digest(config): config for config in self.configs}
         return cast("dict[str, Config]", known["_by_digest"])
+
+    @property
+    def most_shared(self) -> int:
+        """The shared memory that a launch may have; 0, no limit, with a post hook: that expects
+        the exception of the launch.
+        """
+        return self.key.device.shared_memory_bytes if self.call.hooks.post_hook is None else 0
 
     @property
     def has_work(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -500,3 +501,59 @@ def test_a_kernel_larger_than_a_pipe(pool: Pool) -> None:
 
 def name_of(padding: bytes, specialization: Any) -> str:
     return "kernel"
+
+
+def numbers(pool: Pool) -> list[int]:
+    """Return the configs in the order in which their compilations began."""
+    return [number for _, number, _ in pool.seen()]
+
+
+class TestAhead:
+    """What later pools of the kernel need, compiled while no config of this one waits."""
+
+    def compiled(self, ahead: deque[bytes], pool: Pool, *kinds: str) -> list[Compiled]:
+        with CompilePool(lambda: pool.kernel, TIMEOUT_S, 1, ahead=ahead) as made:
+            for number, kind in enumerate(kinds):
+                made.add(number, spec(kind, number))
+            return list(made.results())
+
+    def test_the_configs_of_this_pool_come_first(self, pool: Pool) -> None:
+        ahead = deque(spec("ok", number) for number in (10, 11))
+
+        results = self.compiled(ahead, pool, "ok", "ok")
+
+        assert [result.config for result in results] == [0, 1], "and no result of another pool"
+        assert numbers(pool)[:2] == [0, 1]
+
+    def test_what_there_was_no_time_for_is_put_back(self, pool: Pool) -> None:
+        ahead = deque(spec("hang", number) for number in (10, 11, 12))
+
+        self.compiled(ahead, pool, "ok")
+
+        assert sorted(ahead) == sorted(spec("hang", number) for number in (10, 11, 12))
+
+    def test_a_pool_without_configs_of_its_own_compiles_ahead(self, pool: Pool) -> None:
+        ahead = deque(spec("ok", number) for number in range(10, 14))
+        with CompilePool(lambda: pool.kernel, TIMEOUT_S, 1, ahead=ahead) as made:
+            while ahead:
+                made.work(1.0)
+            made.add(0, spec("ok", 0))
+            list(made.results())
+        assert numbers(pool) == [10, 11, 12, 13, 0]
+        before = numbers(pool)
+        self.compiled(deque(), pool, "ok")
+        with CompilePool(lambda: pool.kernel, TIMEOUT_S, 1) as made:
+            made.add(12, spec("ok", 12))
+            (found,) = made.results()
+        assert found.outcome.ok
+        assert numbers(pool) == before, "what was compiled ahead is in the disk cache"
+
+    @pytest.mark.parametrize("kind", ["abort", "raise", "killed"])
+    def test_a_failure_ahead_is_not_this_pools(self, pool: Pool, kind: str) -> None:
+        ahead = deque([spec(kind, 10), spec("ok", 11)])
+        with CompilePool(lambda: pool.kernel, TIMEOUT_S, 1, ahead=ahead) as made:
+            while ahead:
+                made.work(1.0)
+            made.add(0, spec("ok", 0))
+            results = list(made.results())
+        assert [(result.config, result.outcome.ok) for result in results] == [(0, True)]

@@ -1,0 +1,111 @@
+"""What a sweep compiles for the keys of a kernel: each binary once, early."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from safetune import Workload, safetune
+from safetune.offline import plan, tasks
+from safetune.store.local.store import Store
+from tests.backends import FakeBackend, launching_on
+
+pytestmark = pytest.mark.internals
+
+TARGET = GPUTarget("cuda", 90, 32)
+PROPERTIES = {"multiprocessor_count": 132, "max_shared_mem": 232448}
+
+
+@pytest.fixture(autouse=True)
+def h100() -> Iterator[None]:
+    made = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGET,
+        utils=SimpleNamespace(get_device_properties=lambda index: PROPERTIES),
+    )
+    with launching_on(FakeBackend(), "cuda", active=made):
+        yield
+
+
+def add(x, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offset, tl.load(x + offset, mask=offset < n), mask=offset < n)
+
+
+def copy(x, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offset, tl.load(x + offset, mask=offset < n), mask=offset < n)
+
+
+def planned(
+    *sizes: int, functions: Any = (add,), allocated: Any = None, budget: int | None = None
+) -> plan.Plan:
+    """Return the plan of two configs at each size for each kernel; note what tensors are made."""
+    configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+
+    def task(kernel: tasks.OfflineKernel, n: int) -> tasks.Task:
+        if allocated is not None:
+            allocated.append(n)
+        return tasks.Task(kernel, Workload(str(n), (4,), (torch.zeros(n), n)), "float32")
+
+    sketches = []
+    for function in functions:
+        jit = function if isinstance(function, JITFunction) else JITFunction(function)
+        tuner = safetune(configs=configs, key=["n"], budget=budget)(jit)
+        kernel = tasks.OfflineKernel(jit.__name__, tuner, tuner)
+        for n in sizes:
+            make = functools.partial(task, kernel, n)
+            sketches.append(plan.sketch(make(), make, force=False))
+    if allocated is not None:
+        allocated.clear()
+    return plan.plan(sketches, Store.in_memory())
+
+
+def test_keys_share_their_compilations() -> None:
+    """300 is as 100 to Triton, 640 as 320, and 1 is a constant."""
+    found = planned(100, 300, 320, 640, 1)
+
+    assert found.compilations == 6
+    assert [len(each.binaries) for each in found.tunings] == [2] * 5
+
+
+def test_an_argument_that_is_not_specialised_makes_no_binary_of_its_own() -> None:
+    found = planned(100, 320, 1, functions=(JITFunction(add, do_not_specialize=["n"]),))
+
+    assert found.compilations == 2
+    assert plan.compile_ahead(found.tunings) == {}
+
+
+def test_what_later_keys_compile_is_known_when_the_first_one_begins() -> None:
+    """The first key gives its own to its compilers itself; no tensor is made for nothing."""
+    made: list[int] = []
+    found = planned(100, 300, 320, 640, 1, allocated=made)
+
+    (ahead,) = plan.compile_ahead(found.tunings).values()
+
+    assert len(ahead) == len(set(ahead)) == 4
+    assert made == [320, 1]
+
+
+def test_each_kernel_has_its_own() -> None:
+    found = planned(100, 320, functions=(add, copy))
+
+    ahead = plan.compile_ahead(found.tunings)
+
+    kernels = {each.sketch.request.key.kernel.digest for each in found.tunings}
+    assert {kernel: len(specs) for kernel, specs in ahead.items()} == dict.fromkeys(kernels, 2)
+
+
+def test_a_search_compiles_nothing_ahead() -> None:
+    """Which configs it measures is not known yet."""
+    assert plan.compile_ahead(planned(100, 320, budget=1).tunings) == {}
