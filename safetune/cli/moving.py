@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from safetune.cli import tables
 from safetune.cli.output import counted, echo, examples, print_json
 from safetune.cli.stored import json_option, open_store, shared_directory
 from safetune.errors import TargetError
@@ -46,30 +47,52 @@ def _writes(command: Callable[..., Any]) -> Callable[..., Any]:
     ),
 )
 @click.argument("path", metavar="DIR|FILE", type=_path)
+@tables.format_option(tables.T4)
+@tables.names_option
 @_writes
-def export(path: Path, **options: Any) -> None:
+def export(path: Path, kind: str, names: tuple[tuple[str, str], ...], **options: Any) -> None:
     """Write the stored choices to DIR, one file per kernel and device.
 
-    With a FILE, whose name ends in .json, writes the choices of one kernel and device.
+    With a FILE, whose name ends in .json, writes the choices of one kernel and device. With
+    --format, writes the tables of vLLM, SGLang or Hugging Face kernels to DIR, or all trials as T4.
     """
-    _write(_stored(), path, **options)
+    if kind == tables.PACK:
+        _write(_stored(), path, **options)
+    elif kind == tables.T4:
+        tables.export_trials(path, **options)
+    else:
+        chosen = _selected(_stored(), options["kernel"], options["device"])
+        tables.export_tables(chosen, path, kind, dict(names), options["as_json"])
 
 
 @click.command(
     "import", epilog=examples("safetune import packs", "safetune import other/safetune.db")
 )
 @_sources
+@tables.format_option(tables.DEJAVU)
+@click.option(
+    "--target", metavar="TARGET", help="With --format: the kernels whose stored keys get a choice."
+)
+@tables.names_option
 @json_option
-def import_(source: tuple[Path, ...], as_json: bool) -> None:
+def import_(
+    source: tuple[Path, ...],
+    kind: str,
+    target: str | None,
+    names: tuple[tuple[str, str], ...],
+    as_json: bool,
+) -> None:
     """Copy the choices of SOURCE into the store.
 
     SOURCE is a file that export wrote, a directory of such files, or another safetune.db. If a
-    file is broken, no choice is copied.
+    file is broken, no choice is copied. With --format, SOURCE has tables of others, or caches of
+    triton-dejavu, and each stored key of TARGET gets the config that they have for it.
     """
     from safetune.store.packs import exchange
     from safetune.store.shared.protocol import namespace
 
-    entries = _merged(source)
+    pack = kind == tables.PACK
+    entries = _merged(source) if pack else tables.read(source, kind, target, dict(names))
     done = exchange.import_into(open_store(writes=True), entries)
     if shared := shared_directory(writes=True):
         for entry in entries:
@@ -161,9 +184,7 @@ def _write(
     """Write the selected choices to a directory, or those of one kernel and device to a file."""
     from safetune.store.packs import exchange
 
-    packs = exchange.packs_of(exchange.selected(every, kernel, device))
-    if not packs:
-        raise TargetError(_nothing(every, kernel, device))
+    packs = exchange.packs_of(_selected(every, kernel, device))
     targets = {path / name: pack for name, pack in packs.items()}
     if path.suffix == ".json" and not path.is_dir():
         if len(packs) > 1:
@@ -180,6 +201,18 @@ def _write(
     else:
         for file, pack in targets.items():
             echo(f"{file}: {counted(len(pack), 'choice')}")
+
+
+def _selected(
+    every: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None
+) -> list[StoredChoice]:
+    """Return the choices of some kernels and devices; raises `TargetError` without one."""
+    from safetune.store.packs import exchange
+
+    found = exchange.selected(every, kernel, device)
+    if not found:
+        raise TargetError(_nothing(every, kernel, device))
+    return found
 
 
 def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None) -> str:

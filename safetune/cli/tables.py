@@ -1,0 +1,138 @@
+"""`safetune export --format` and `import --format`: files that other projects read and write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from safetune.cli.output import counted, echo, print_json
+from safetune.cli.stored import open_store
+from safetune.errors import TargetError
+from safetune.store.records import StoredChoice
+
+#: The formats of packs and trials, beside those of `tables.Kind`.
+PACK, T4, DEJAVU = "pack", "t4", "dejavu"
+_TABLES = ("vllm", "sglang", "hf")
+
+
+class _Names(click.ParamType):  # type: ignore[type-arg]
+    """`M=n_tokens`: a name in the tables, and the one in the key."""
+
+    name = "names"
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> tuple[str, str]:
+        table, equals, key = str(value).partition("=")
+        if not (table and equals and key):
+            self.fail(f"{value!r} is not TABLE=KEY, as in M=n_tokens", parameter, context)
+        return table, key
+
+
+def format_option(*more: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option that names a format, packs by default."""
+    return click.option(
+        "--format",
+        "kind",
+        type=click.Choice([PACK, *_TABLES, *more]),
+        default=PACK,
+        show_default=True,
+        help="Whose files these are.",
+    )
+
+
+names_option = click.option(
+    "--name",
+    "names",
+    multiple=True,
+    type=_Names(),
+    metavar="TABLE=KEY",
+    help="What a name in the tables is in the kernel's key, e.g. M=n_tokens.",
+)
+
+
+def export_tables(
+    entries: Sequence[StoredChoice], path: Path, kind: str, names: dict[str, str], as_json: bool
+) -> None:
+    """Write selected choices as the tables of others."""
+    from safetune.store.packs import tables
+
+    found = tables.tables_of(entries, tables.Kind(kind), names)
+    counts = {name: len(table.rows) for name, table in found.items()}
+    _write({path / name: table.text() for name, table in found.items()})
+    _report({str(path / name): count for name, count in counts.items()}, "choices", as_json)
+
+
+def export_trials(path: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
+    """Write all stored trials as T4 files, one for each key."""
+    from safetune.store.packs import t4
+
+    stored = [
+        (key, trials)
+        for key, trials in open_store().trials_of()
+        if not kernel or key.kernel_name in kernel
+        if device is None or device.lower() in str(key.device["name"]).lower()
+    ]
+    found = t4.t4_files(stored)
+    if not found:
+        raise TargetError("no such trial is stored; run `safetune tune` first")
+    _write({path / name: json.dumps(data, indent=2) + "\n" for name, data in found.items()})
+    counts = {str(path / name): len(data["results"]) for name, data in found.items()}
+    _report(counts, "trials", as_json)
+
+
+def read(
+    sources: Sequence[Path], kind: str, target: str | None, names: dict[str, str]
+) -> list[StoredChoice]:
+    """Return what the files of others choose for the stored keys of the kernels of TARGET."""
+    if target is None:
+        raise click.UsageError(f"--format {kind} needs --target: whose keys the choices are for.")
+    from safetune.cli import targets
+    from safetune.offline import foreign
+    from safetune.store.packs import tables
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the target prints
+        kernels = targets.kernels_of([target], with_workload=False)
+    store, found = open_store(), []
+    if kind == DEJAVU:
+        rows = [row for source in sources for row in foreign.read_dejavu(source)]
+    else:
+        files = [file for source in sources for file in _files(source)]
+        read_tables = [tables.read_table(file) for file in files]
+    for kernel in kernels:
+        keys = [key for key, _ in store.trials_of(kernel.name)]
+        if kind == DEJAVU:
+            offered = foreign.from_dejavu(kernel, keys, rows)
+        else:
+            offered = foreign.from_tables(kernel, keys, read_tables, tables.Kind(kind), names)
+        found += offered.entries
+        for line in offered.left_out:
+            echo(f"Warning: left out: {line}", err=True)
+    if not found:
+        raise TargetError(
+            f"nothing is chosen for a stored key of {target}; run the program with "
+            "SAFETUNE_MODE=record first, which stores its keys"
+        )
+    return found
+
+
+def _files(source: Path) -> list[Path]:
+    return sorted(source.rglob("*device_name=*.json")) if source.is_dir() else [source]
+
+
+def _write(texts: dict[Path, str]) -> None:
+    for file, text in texts.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
+def _report(counts: dict[str, int], noun: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"written": [{"path": file, noun: count} for file, count in counts.items()]})
+        return
+    for file, count in counts.items():
+        echo(f"{file}: {counted(count, noun.removesuffix('s'))}")

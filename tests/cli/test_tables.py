@@ -1,0 +1,188 @@
+"""`safetune export --format` and `import --format`: a kernel's choices in the files of others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetune.config import config_digest, config_record, declared_digest
+from safetune.keys import tuning_key
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local.store import Store
+from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+
+SOURCE = """\
+import triton
+import triton.language as tl
+
+from safetune import autotune
+
+
+def hook(arguments):
+    pass
+
+
+@autotune(
+    configs=[
+        triton.Config({"BLOCK_M": size}, num_warps=warps, pre_hook=hook)
+        for size in (16, 32, 64)
+        for warps in (4, 8)
+    ],
+    key=["M", "N"],
+)
+@triton.jit
+def gemm(x, M, N, BLOCK_M: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK_M), N, mask=tl.arange(0, BLOCK_M) < M)
+"""
+KEYS = [(1, 512), (64, 512), (1024, 512), (64, 8)]
+CARD = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safetune: Any) -> Any:
+    monkeypatch.chdir(tmp_path)
+    Path("gemms.py").write_text(SOURCE, encoding="utf-8")
+    from safetune.cli.targets import kernels_of
+
+    return kernels_of(["gemms.py:gemm"], with_workload=False)[0].tuner
+
+
+Fill = Callable[..., None]
+
+
+@pytest.fixture
+def fill(kernel: Any, cache_dir: Path) -> Fill:
+    """A function that stores keys, and for each a choice by its number among the configs."""
+
+    def run(keys: list[tuple[int, int]], *chosen: int) -> None:
+        store = Store.open(cache_dir)
+        for number, (rows, columns) in enumerate(keys):
+            key = key_of(kernel.identity, rows, columns)
+            store.put_key(key)
+            if chosen:
+                config = kernel.configs[chosen[number]]
+                digest, record = config_digest(config), config_record(config)
+                timing = Timing(0.5, 0.5, 0.5, 3, "screen")
+                outcome = Outcome(Verdict.OK, timing)
+                store.put_trial(TrialRecord(key.digest, digest, record, 1, outcome, 1.0))
+                declared = declared_digest(kernel.configs)
+                store.put_choice(ChoiceRecord(key.digest, 1, digest, record, declared, 0.5, 6, 1.0))
+        store.close()
+
+    return run
+
+
+def key_of(kernel: Any, rows: int, columns: int) -> KeyRecord:
+    values = [["M", rows], ["N", columns]]
+    call = {"values": values, "dtypes": [["x", "float16"]], "options": []}
+    device = {"name": CARD, "capability": "90", "sm_count": 1, "shared_memory_bytes": 1}
+    toolchain = {"triton": "3.9.0", "backend": "b", "target": "cuda:90:32", "environment": {}}
+    digest = tuning_key.key_digest(kernel.name, kernel.digest, call, device, toolchain)
+    of_kernel = (kernel.name, kernel.digest, "", "", 0)
+    return KeyRecord(
+        digest, *of_kernel, tuning_key.Device(**device).digest, device, toolchain, call
+    )
+
+
+def chosen(safetune: Any) -> dict[tuple[int, int], tuple[int, int]]:
+    return {
+        tuple(value for _, value in entry["call"]["values"]): (
+            entry["config"]["BLOCK_M"],
+            entry["config"]["num_warps"],
+        )
+        for entry in safetune.json("list")
+    }
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "hf"])
+def test_choices_come_back_from_the_tables_of_others(
+    safetune: Any, fill: Fill, kind: str, tmp_path: Path
+) -> None:
+    fill(KEYS, 0, 3, 5, 2)
+    before = chosen(safetune)
+    written = safetune.json("export", "out", "--format", kind)["written"]
+    assert [(Path(each["path"]).name, each["choices"]) for each in written] == [
+        ("N=512,device_name=NVIDIA_H100_80GB_HBM3.json", 3),
+        ("N=8,device_name=NVIDIA_H100_80GB_HBM3.json", 1),
+    ]
+    safetune.json("clear", "gemm")
+    fill([*KEYS, (400, 512)])
+    assert chosen(safetune) == {}
+
+    done = safetune.json("import", "out", "--format", kind, "--target", "gemms.py:gemm")
+    assert done["new"] == 5
+    nearest = before[1024, 512] if kind == "hf" else before[64, 512]
+    assert chosen(safetune) == {**before, (400, 512): nearest}
+
+
+def test_what_no_table_decides_is_left_out_with_the_reason(
+    safetune: Any, fill: Fill, tmp_path: Path
+) -> None:
+    fill([(1, 512), (2, 8), (3, 9)])
+    row = {"BLOCK_M": 32, "num_warps": 8}
+    card = "device_name=NVIDIA_H100_80GB_HBM3"
+    for name, of_file in {
+        f"N=512,{card}.json": row,
+        f"N=8,{card},dtype=a.json": row,
+        f"N=8,{card},dtype=b.json": row,
+        "N=9,device_name=NVIDIA_L4.json": row,
+        f"E=4,N=9,{card}.json": row,
+    }.items():
+        Path(name).write_text(json.dumps({"16": of_file}), encoding="utf-8")
+    done = safetune("import", ".", "--format", "vllm", "--target", "gemms.py:gemm")
+    assert done.exit_code == 0, done.stderr
+    assert chosen(safetune) == {(1, 512): (32, 8)}
+    assert "[['M', 2], ['N', 8]] on NVIDIA H100 80GB HBM3: 2 tables fit: N=8" in done.stderr
+    assert "[['M', 3], ['N', 9]] on NVIDIA H100 80GB HBM3: no table fits" in done.stderr
+
+    Path(f"N=512,{card}.json").write_text('{"1": {"BLOCK_M": 99}}', encoding="utf-8")
+    words = ("import", f"N=512,{card}.json", "--format", "vllm", "--target", "gemms.py:gemm")
+    refused = safetune(*words)
+    assert refused.exit_code == 2
+    assert "{'BLOCK_M': 99} is not one of the configs it declares" in refused.stderr
+
+    without = safetune(*words[:4])
+    assert (without.exit_code, without.stdout) == (2, "")
+    assert "--format vllm needs --target" in without.stderr
+
+
+def test_a_cache_of_triton_dejavu_is_imported_with_its_times(
+    safetune: Any, fill: Fill, tmp_path: Path
+) -> None:
+    fill([(1, 512), (64, 512)])
+    folder = tmp_path / "dejavu_0.7" / "triton_3.4.0" / "cuda_12" / "gpu_NVIDIA_H100_80GB_HBM3"
+    folder.mkdir(parents=True)
+    ours = "BLOCK_M: 64, num_warps: 8, num_ctas: 1, num_stages: 3, maxnreg: None"
+    cache = {
+        "(1, 512, 7, 'torch.float16')": f"{ours}, num_consumer_groups: 0",
+        "(64, 512, 7, 'torch.float32')": ours,
+    }
+    timings = {"(1, 512, 7, 'torch.float16')": [0.25, 0.2, 0.3]}
+    content = {"signature": "gemm", "keys": ["M", "N", "NB"], "cache": cache, "timings": timings}
+    (folder / "cache.json").write_text(json.dumps(content), encoding="utf-8")
+
+    words = ("import", tmp_path, "--format", "dejavu", "--target", "gemms.py:gemm")
+    assert safetune.json(*words)["new"] == 1
+    (entry,) = safetune.json("list")
+    assert (entry["call"]["values"][0], entry["median_ms"]) == (["M", 1], 0.25)
+    assert (entry["config"]["BLOCK_M"], entry["config"]["num_warps"]) == (64, 8)
+    assert "triton-dejavu has no such call" in safetune(*words).stderr, "its dtype is another"
+
+    (folder / "cache.json").write_text("{}", encoding="utf-8")
+    assert "is not a cache of triton-dejavu" in safetune.error(*words)
+
+
+def test_trials_are_exported_as_t4(safetune: Any, fill: Fill) -> None:
+    fill(KEYS, 0, 3, 5, 2)
+    written = safetune.json("export", "t4", "--format", "t4", "--device", "h100")["written"]
+    assert [each["trials"] for each in written] == [1, 1, 1, 1]
+    found = json.loads(Path(written[0]["path"]).read_text(encoding="utf-8"))
+    assert found["metadata"]["device"]["name"] == CARD
+    assert found["results"][0]["configuration"]["BLOCK_M"] in (16, 32, 64)
+    assert "no such trial is stored" in safetune.error(
+        "export", "t4", "--format", "t4", "--kernel", "other"
+    )
