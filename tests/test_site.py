@@ -74,7 +74,7 @@ class TestSite:
         for name, command in main.commands.items():
             assert f'id="safetune-{name}"' in html
             for parameter in command.params:
-                if parameter.param_type_name == "option":
+                if parameter.param_type_name == "option" and not parameter.hidden:
                     assert f'id="cmdoption-safetune-{name}-{parameter.opts[0].lstrip("-")}"' in html
 
     def test_nothing_is_fetched(self, site: Path) -> None:
