@@ -173,6 +173,15 @@ def test_fleet_figures() -> None:
     assert found["postgres_connections_at_once"] == 2
 
 
+def test_devices_figures() -> None:
+    row = {"devices": 1, "killed": False, "rate": 40.0, "wall_s": 30.0, "keys": 4, "tuned": 4}
+    two = {**row, "devices": 2, "rate": 76.0}
+    found = importlib.import_module("devices").figures([row, two, {**two, "killed": True}])
+    assert found["2_devices_rate_ratio"] == 1.9
+    assert found["2_devices_killed_keys_tuned"] == found["2_devices_killed_keys"] == 4
+    assert "1_devices_rate_ratio" not in found
+
+
 def test_store_shared_figures() -> None:
     herd = {"what": "herd", "nodes": 300}
     rows = [{**herd, "served": 1.0, "ms": 100.0}, {**herd, "served": 0.0, "ms": 2000.0}]

@@ -69,8 +69,12 @@ class Report:
         measured: int,
         result: TuningResult | None = None,
     ) -> None:
-        """Note a finished tuning, also of another shard; without a result no config works."""
-        if not (measured or turn.is_own):
+        """Note a finished tuning; without a result no config works.
+
+        A shard notes its own, and what it has tuned; a worker all: the one that has tuned a key may
+        have died before it could tell.
+        """
+        if not (measured or turn.is_own or self._tell):
             return
         from safetune.config import config_text
         from safetune.offline.tasks import open_tuning_store
