@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -357,6 +357,20 @@ def host(results: Results) -> str:
     return _section(results, "norms_host", _compared(results, lines, *heads))
 
 
+def small(results: Results) -> str:
+    """Return norms of few rows, against torch.compile's max-autotune."""
+    found = results.figures("norms_small")
+    shapes = ("1x4096", "8x4096", "64x4096", "450x256")
+    rows = [
+        [f"{norm}, {shape}", f"{found[forward]:.2f}", f"{found[backward]:.2f}"]
+        for short, norm in (("ln", "LayerNorm"), ("rms", "RMSNorm"))
+        for shape in shapes
+        if (forward := f"forward_vs_max_autotune_{shape}_{short}") in found
+        if (backward := f"backward_vs_max_autotune_{shape}_{short}") in found
+    ]
+    return _section(results, "norms_small", _table(("", "forward", "backward"), rows))
+
+
 def soak(results: Results) -> str:
     """Return what 300 tunings with faulty configs leave behind."""
     words = {
@@ -369,9 +383,25 @@ def soak(results: Results) -> str:
         "more_resident_mib": "more memory of the process, MiB",
         "more_device_mib": "more memory on the device, MiB",
     }
-    found = results.figures("soak")
+    return _counts(results, "soak", words)
+
+
+def judge_in_the_wild(results: Results) -> str:
+    """Return what the judge says of libraries' kernels."""
+    words = {
+        "wild_kernels": "kernels of FLA and Liger",
+        "wild_tunings": "tunings",
+        "wild_configs": "configs",
+        "wild_rejected_configs": "configs with another result than the others",
+        "wild_disputed_choices": "disputed choices",
+    }
+    return _counts(results, "judge_in_the_wild", words)
+
+
+def _counts(results: Results, bench: str, words: Mapping[str, str]) -> str:
+    found = results.figures(bench)
     rows = [[text, f"{found[name]:g}"] for name, text in words.items() if name in found]
-    return _section(results, "soak", _table(("", ""), rows))
+    return _section(results, bench, _table(("", ""), rows))
 
 
 def picture(name: str, caption: str) -> Callable[[Results], str]:
@@ -393,7 +423,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     function.__name__: function
     for function in (
         *(headlines, more, matmul, first_tunings, arguments, sweep, start, libraries, choices),
-        *(launches, stored, installed, norms, residual, host, soak),
+        *(launches, stored, installed, norms, residual, small, host, soak, judge_in_the_wild),
     )
 }
 BLOCKS |= {f"picture_{name}": picture(name, drawn.caption) for name, drawn in figures.DRAWN.items()}
