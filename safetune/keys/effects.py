@@ -36,8 +36,8 @@ _POINTING = frozenset(
     {"make_block_ptr", "make_tensor_descriptor", "advance", "multiple_of", "max_contiguous", "cast"}
     | {"to", "broadcast_to"}
 )
-#: Atomic operations after which memory depends on what it held before.
-_ACCUMULATING = frozenset(f"atomic_{name}" for name in ("add", "and", "max", "min", "or", "xor"))
+#: Atomic operations that give another result when they run again.
+_ACCUMULATING = frozenset(f"atomic_{name}" for name in ("add", "xor"))
 #: Attributes of a pointer that say nothing of what it points to.
 _OF_THE_TYPE = frozenset({"dtype", "type"})
 _ASSEMBLY = "inline_asm_elementwise"

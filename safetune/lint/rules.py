@@ -10,6 +10,7 @@ from safetune.frozen import dataclass
 from safetune.keys.effects import accesses_of
 from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, report_of
 from safetune.lint.passed import Passed
+from safetune.lint.tiles import SMALLEST, least_shared_memory
 from safetune.lint.tuners import Tuner
 from safetune.lint.values import WrittenConfig
 from safetune.settings import PhantomPolicy
@@ -27,6 +28,7 @@ RULES = {
     "length": "a length that is a constexpr: each new value compiles the kernel again",
     "in-place": "an argument that the kernel changes by what it holds, without restore_value",
     "twice": "a config that is listed twice",
+    "too-large": "a list in which every config needs more shared memory than small GPUs have",
 }
 
 #: The rules that are asked for by default. Many kernels leave the number of heads out of their key.
@@ -35,7 +37,7 @@ DEFAULT = frozenset(RULES) - {"constexpr"}
 #: What to do about a key name of each class.
 _REMEDIES = {
     NameKind.PHANTOM: "remove it from the key",
-    NameKind.KEPT: "remove it from the key",
+    NameKind.KEPT: "put a name that the kernel reads in the key, or an empty key",
     NameKind.STAND_IN: "put that argument in the key instead",
     NameKind.SIZE: "put a bucket of that size in the key, under a name that the kernel reads",
     NameKind.BUCKET: "each of its values is tuned; remove it if they have one best config",
@@ -85,6 +87,7 @@ def _found(tuner: Tuner) -> _Found:
     if not tuner.is_safetunes:
         yield from _in_place(tuner, passed)
     yield from _twice(tuner)
+    yield from _too_large(tuner)
 
 
 def _key_names(tuner: Tuner, report: KeyReport) -> _Found:
@@ -169,6 +172,21 @@ def _twice(tuner: Tuner) -> _Found:
         if identity in seen:
             yield "twice", _config_place(tuner, config), f"config {config} is listed twice"
         seen.add(identity)
+
+
+def _too_large(tuner: Tuner) -> _Found:
+    configs = tuner.configs if tuner.configs.complete else ()
+    needed = [
+        least_shared_memory(tuner.function, config) if isinstance(config, WrittenConfig) else 0
+        for config in configs
+    ]
+    if needed and min(needed) > SMALLEST:
+        message = (
+            f"every config needs at least {min(needed):,} bytes of shared memory with elements of "
+            f"two bytes, and the supported GPUs with the least have {SMALLEST:,}: add a smaller "
+            "config"
+        )
+        yield "too-large", tuner.decorator, message
 
 
 def _config_place(tuner: Tuner, config: WrittenConfig) -> ast.AST:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from safetune.lint.check import tuners_under
 from safetune.lint.rules import DEFAULT, RULES
+from safetune.lint.tiles import least_shared_memory
 from tests.lint.conftest import HEADER, Lint, rules
 
 #: A norm with a bucket of rows that nothing reads, as FLA had it (#1147), and its run-time length.
@@ -252,3 +257,74 @@ def test_nothing_of_the_tree_runs(lint: Lint, tmp_path: Path) -> None:
     text = f"open({str(mark)!r}, 'w').close()\n" + NORM.format(T="")
     assert rules(lint(text)) == ["phantom"]
     assert not mark.exists()
+
+
+#: A matrix product whose operands are loaded in a loop.
+MATMUL = """
+@triton.autotune(
+    configs=[triton.Config({{"BM": m, "BN": n, "BK": 64}}, num_stages=s) for m, n, s in {sizes}],
+    key=["K"],
+)
+@triton.jit
+def kernel(a, b, c, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    rows, columns, depth = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    pointers = a + rows[:, None] * K + depth[None, :]
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        x = tl.load(pointers + k)
+        y = tl.load(b + (k + depth)[:, None] * 1024 + columns[None, :])
+        total = tl.dot(x, y, total)
+    tl.store(c + rows[:, None] * 1024 + columns[None, :], total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ([(128, 256, 4), (256, 128, 5)], ["too-large"]),
+        ([(128, 256, 4), (64, 64, 2)], []),
+        ([(128, 128, 3)], []),
+    ],
+)
+def test_a_list_without_a_config_for_a_small_gpu_is_too_large(
+    lint: Lint, sizes: list[tuple[int, ...]], found: list[str]
+) -> None:
+    assert rules(lint(MATMUL.format(sizes=sizes))) == found
+
+
+#: Prints the shared memory of each size that Triton compiles for an RTX 3090.
+COMPILE = """
+import importlib.util, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+jit = module.kernel.fn
+for config in module.kernel.configs:
+    types = {n: "constexpr" if n in config.kwargs else "*fp16" for n in jit.arg_names}
+    aligned = {(n,): [["tt.divisibility", 16]] for n in range(4)}
+    source = ASTSource(jit, {**types, "K": "i32"}, config.kwargs, aligned)
+    options = {"num_stages": config.num_stages}
+    print(triton.compile(source, GPUTarget("cuda", 86, 32), options).metadata.shared)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.internals
+def test_what_is_counted_is_no_more_than_what_triton_takes(tmp_path: Path) -> None:
+    file = tmp_path / "kernels.py"
+    file.write_text(HEADER + MATMUL.format(sizes=[(64, 64, 2), (128, 128, 4), (64, 256, 3)]))
+    (tuner,) = tuners_under([file])
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    taken = [int(line) for line in result.stdout.split()]
+    counted = [least_shared_memory(tuner.function, config) for config in tuner.configs]
+    assert all(0 < least <= most for least, most in zip(counted, taken, strict=True))

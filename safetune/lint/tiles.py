@@ -1,0 +1,93 @@
+"""The shared memory that a kernel needs at least, from the tiles that its loops load for `tl.dot`.
+
+Triton keeps the operands that a loop loads in `num_stages - 1` buffers or more. Counted are tiles
+whose sides a config sets, with two bytes an element.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from safetune.keys.launch_usage import bindings
+from safetune.keys.source_text import last_name, walk
+from safetune.lint.values import WrittenConfig
+
+#: Shared memory for one program on the supported GPUs that have the least: those of compute
+#: capability 8.6, 8.9 and 12.0, such as an RTX 4090.
+SMALLEST = 101_376
+
+_ELEMENT_BYTES = 2
+
+#: The calls that say how large a tile is, and the position of its sides.
+_BLOCKS = {"make_block_ptr": 4, "make_tensor_descriptor": 3}
+
+
+def least_shared_memory(function: ast.FunctionDef, config: WrittenConfig) -> int:
+    """Return the bytes of shared memory that a config needs at least; 0 where nothing tells."""
+    stages = config.options.get("num_stages")
+    if not isinstance(stages, int) or stages < 2:
+        return 0
+    loops = [node for node in walk(function) if isinstance(node, (ast.For, ast.While))]
+    return max((_operands(loop, function, config.kwargs) for loop in loops), default=0) * (
+        stages - 1
+    )
+
+
+def _operands(loop: ast.AST, function: ast.FunctionDef, sizes: Mapping[str, Any]) -> int:
+    """Return the bytes of the tiles that a loop loads and multiplies."""
+    loaded: dict[str, int] = {}
+    for node in walk(loop):
+        if isinstance(node, ast.Call) and last_name(node.func) == "dot":
+            for operand in node.args[:2]:
+                for load in _loads(operand, loop):
+                    sides = {*_sides(load, function)}
+                    known = [sizes.get(side) for side in sides]
+                    if len(sides) == 2 and all(isinstance(size, int) for size in known):
+                        loaded[ast.dump(load)] = known[0] * known[1]  # type: ignore[operator]
+    return sum(loaded.values()) * _ELEMENT_BYTES
+
+
+def _loads(operand: ast.expr, loop: ast.AST) -> Iterator[ast.Call]:
+    """Yield the load whose result is an operand, inside the loop."""
+    if isinstance(operand, ast.Call) and last_name(operand.func) == "load":
+        yield operand
+    elif isinstance(operand, ast.Name):
+        for node in walk(loop):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=operand.id)], value=ast.Call() as call):
+                    if last_name(call.func) == "load":
+                        yield call
+
+
+def _sides(load: ast.Call, function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names of the sides of the tile that a load reads."""
+    owner = load.func.value if isinstance(load.func, ast.Attribute) else None
+    pending: list[ast.AST] = [*load.args[:1]] if last_name(owner or load) == "tl" else []
+    if owner is not None and last_name(owner) != "tl":
+        pending = [owner]  # a descriptor's
+    seen: set[str] = set()
+    while pending:
+        for node in walk(pending.pop()):
+            match node:
+                case ast.Call(func=made) if last_name(made) in _BLOCKS:
+                    yield from _names(_block_of(node))
+                case ast.Call(func=made, args=[_, ast.Name(id=side)]) if (
+                    last_name(made) == "arange"
+                ):
+                    yield side
+                case ast.Name(id=name) if name not in seen:
+                    seen.add(name)
+                    pending += [v for v in bindings(name, (function,)) if isinstance(v, ast.expr)]
+
+
+def _block_of(call: ast.Call) -> ast.expr | None:
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "block_shape"]
+    position = _BLOCKS[last_name(call.func)]
+    return next(iter([*given, *call.args[position : position + 1]]), None)
+
+
+def _names(shape: ast.expr | None) -> list[str]:
+    items = shape.elts if isinstance(shape, (ast.Tuple, ast.List)) else []
+    return [item.id for item in items if isinstance(item, ast.Name)]
