@@ -2,8 +2,8 @@
 
 Each key of a few of FLA's kernels is tuned under `safetune.install()`, for as long as `--seconds`
 allows; a row has the time of every config that works. The figures are those of `safetune prune`,
-with the default `--within`: how many times shorter a list becomes, and how much slower than with
-all configs the keys are that each list was not made from, five parts in turn.
+with the default `--within`: how short a list becomes, and how much slower than with all configs the
+keys are that each list was not made from, five parts in turn.
 """
 
 from __future__ import annotations
@@ -11,58 +11,63 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import recording
 from recording import Figures, Row
+
+from safetune.offline import shortlist
+from safetune.offline.shortlist import Measured
+from safetune.store.records import KeyRecord
 
 WITHIN = 0.01
 BATCH, HEADS = 4, 8
 
 
 def figures(rows: Sequence[Row]) -> Figures:
-    """Return for each kernel and for all of them what shortening their lists gives and costs."""
-    from safetune.offline import shortlist
+    """Return what shortening the lists gives, and costs on keys that they were not made from.
 
+    Of the shortest lists, and of as many of them (`safetune prune --lists`) as leave a third of the
+    configs.
+    """
     found: Figures = {}
-    costs = []
     for name in dict.fromkeys(row["kernel"] for row in rows):
         keys = [measured(row) for row in rows if row["kernel"] == name]
         declared = max(row["declared"] for row in rows if row["kernel"] == name)
-        kept = shortlist.shortest(keys, WITHIN).kept
-        held_out = shortlist.held_out(keys, WITHIN)
-        assert held_out is not None
-        costs.append(held_out)
+        found |= {f"{name}_keys": len(keys), f"{name}_configs": declared}
+        for words, lists in (("shortest", 1), ("third", _lists_of_a_third(keys, declared))):
+            kept = shortlist.shortest(keys, WITHIN, lists).kept
+            held_out = shortlist.held_out(keys, WITHIN, lists)
+            assert held_out is not None
+            found |= {
+                f"{name}_{words}_kept": len(kept),
+                f"{name}_{words}_slower_mean": held_out.mean - 1,
+                f"{name}_{words}_slower_worst": held_out.worst - 1,
+                f"{name}_{words}_failed": held_out.failed,
+            }
+    for words in ("shortest", "third"):
+        means = [1 + v for n, v in found.items() if n.endswith(f"{words}_slower_mean")]
+        worst = [value for n, value in found.items() if n.endswith(f"{words}_slower_worst")]
         found |= {
-            f"{name}_keys": len(keys),
-            f"{name}_configs": declared,
-            f"{name}_kept": len(kept),
-            f"{name}_shorter": declared / len(kept),
-            f"{name}_slower_mean": held_out.mean - 1,
-            f"{name}_slower_worst": held_out.worst - 1,
-            f"{name}_without_config": held_out.failed,
+            f"prune_{words}_slower_mean": statistics.geometric_mean(means) - 1,
+            f"prune_{words}_slower_worst": max(worst),
         }
-    shorter = [value for name, value in found.items() if name.endswith("_shorter")]
-    total = sum(cost.keys for cost in costs)
-    means = math.fsum(cost.keys * math.log(cost.mean) for cost in costs) / total
-    return found | {
-        "prune_shorter": statistics.geometric_mean(shorter),
-        "prune_slower_mean": math.exp(means) - 1,
-        "prune_slower_worst": max(cost.worst for cost in costs) - 1,
-    }
+    return found
 
 
-def measured(row: Row) -> Any:
+def _lists_of_a_third(keys: Sequence[Measured], declared: int) -> int:
+    lists = 1
+    while len(shortlist.shortest(keys, WITHIN, lists + 1).kept) * 3 <= declared:
+        lists += 1
+    return lists
+
+
+def measured(row: Row) -> Measured:
     """Return a row as `shortlist` takes it."""
-    from safetune.offline.shortlist import Measured
-    from safetune.store.records import KeyRecord
-
     key = KeyRecord(row["key"], row["kernel"], "", "", "", 0, "", {}, {}, row["call"])
     return Measured(key, row["times"])
 
@@ -156,7 +161,6 @@ def stored(names: Sequence[str]) -> list[Row]:
     """Return a row for each key of these kernels in the store."""
     from safetune.cli.output import call_words, config_words
     from safetune.cli.stored import open_store
-    from safetune.offline import shortlist
 
     rows = []
     store = open_store()

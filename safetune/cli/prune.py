@@ -27,7 +27,6 @@ from safetune.frozen import dataclass
 if TYPE_CHECKING:
     from safetune.offline.shortlist import Cost, Measured, Shortlist
     from safetune.offline.tasks import OfflineKernel
-    from safetune.store.local.store import Store
 
 
 class _Share(click.ParamType):  # type: ignore[type-arg]
@@ -62,19 +61,26 @@ class _Share(click.ParamType):  # type: ignore[type-arg]
     metavar="SHARE",
     help="How much slower than with all configs a key may be.",
 )
+@click.option(
+    "--lists",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many such lists stay, each of what those before leave.",
+)
 @click.option("--device", metavar="TEXT", help="Only trials on devices with TEXT in their names.")
 @click.option("--diff", "only_diff", is_flag=True, help="Print only the diff of the source.")
 @json_option
 def prune_command(
-    target: str, within: float, device: str | None, only_diff: bool, as_json: bool
+    target: str, within: float, lists: int, device: str | None, only_diff: bool, as_json: bool
 ) -> None:
     """Find the shortest list of configs that keeps every stored key fast.
 
     TARGET is package.module:kernel or file.py:kernel, and the list is also printed as a diff of
     its source; or TARGET is the name of a stored kernel. All keys count, of every device and
-    dtype that is stored.
+    dtype that is stored, by the time that SAFETUNE_MODE=record has seen them take.
     """
-    found = _found(target, within, device)
+    found = _found(target, within, lists, device)
     if only_diff:
         click.echo(found.diff(), nl=False)
     elif as_json:
@@ -83,8 +89,8 @@ def prune_command(
         found.print()
 
 
-def _found(target: str, within: float, device: str | None) -> _Pruned:
-    from safetune.offline import shortlist
+def _found(target: str, within: float, lists: int, device: str | None) -> _Pruned:
+    from safetune.offline import shares, shortlist
 
     store = open_store()
     kernel = None if target in store.kernels() else _kernel(target)
@@ -98,12 +104,12 @@ def _found(target: str, within: float, device: str | None) -> _Pruned:
     configs = {trial.config_digest: trial.config for _, trials in newest for trial in trials}
     if kernel is not None:
         configs = _declared(kernel, configs)
-    keys = shortlist.measured_keys(newest, _weights(store), configs)
+    keys = shortlist.measured_keys(newest, shares.times_ms(store.calls()), configs)
     if not keys:
         raise TargetError(f"no config of {name} has worked for a stored key")
     untried = configs.keys() - {config for key in keys for config in key.times}
     failed = untried & {trial.config_digest for _, trials in newest for trial in trials}
-    found = shortlist.shortest(keys, within)
+    found = shortlist.shortest(keys, within, lists)
     return _Pruned(
         kernel=kernel,
         name=name,
@@ -112,7 +118,7 @@ def _found(target: str, within: float, device: str | None) -> _Pruned:
         keys=keys,
         found=found,
         untried=frozenset(untried - failed),
-        held_out=shortlist.held_out(keys, within),
+        held_out=shortlist.held_out(keys, within, lists),
     )
 
 
@@ -133,11 +139,6 @@ def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any
 
     records = {config_digest(config): config_record(config) for config in kernel.tuner.configs}
     return {digest: stored.get(digest, record) for digest, record in records.items()}
-
-
-def _weights(store: Store) -> dict[str, float]:
-    """Return the recorded time of each key, by its digest."""
-    return {}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from safetune.errors import SafetuneError, TargetError
@@ -100,7 +101,26 @@ def measured_keys(
     return found
 
 
-def shortest(keys: Sequence[Measured], within: float) -> Shortlist:
+def shortest(keys: Sequence[Measured], within: float, lists: int = 1) -> Shortlist:
+    """Return the shortest list with a config for each key that is `within` of its best.
+
+    With several `lists`, all of them: each is the shortest of the configs that those before leave.
+    What is second-best for a measured key may be the best for one that was not measured.
+    """
+    found = Shortlist(frozenset(), proven=True)
+    for _ in range(lists):
+        left = [
+            replace(key, times={c: ms for c, ms in key.times.items() if c not in found.kept})
+            for key in keys
+        ]
+        if not (left := [key for key in left if key.times]):
+            break
+        one = _shortest(left, within)
+        found = Shortlist(found.kept | one.kept, found.proven and one.proven)
+    return found
+
+
+def _shortest(keys: Sequence[Measured], within: float) -> Shortlist:
     """Return the shortest list with a config for each key that is `within` of its best.
 
     This is a set cover, solved exactly as an integer program: with the tens of configs that a
@@ -148,7 +168,7 @@ def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
     return _total([(key, key.slowdown(kept)) for key in keys])
 
 
-def held_out(keys: Sequence[Measured], within: float) -> Cost | None:
+def held_out(keys: Sequence[Measured], within: float, lists: int = 1) -> Cost | None:
     """Return what a list costs on keys that it was not made from; None for fewer than two keys.
 
     Each key is judged once, by the list made from the keys of the other parts.
@@ -161,7 +181,7 @@ def held_out(keys: Sequence[Measured], within: float) -> Cost | None:
     judged = []
     for part in parts:
         others = [key for key in mixed if key not in part]
-        kept = shortest(others, within).kept
+        kept = shortest(others, within, lists).kept
         judged += [(key, key.slowdown(kept)) for key in part]
     return _total(judged)
 

@@ -12,7 +12,7 @@ from safetune.config import config_digest, config_record
 from safetune.keys import tuning_key
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.store import Store
-from safetune.store.records import KeyRecord, TrialRecord
+from safetune.store.records import KeyRecord, RecordedCall, TrialRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,6 +98,23 @@ def test_two_configs_do_for_four_keys_and_what_was_not_tried_stays(
     less = safetune.json("prune", source, "--within", "0.1%", "--device", "SMALL")
     assert blocks(less["kept"]) == [32, 64, 256, 512], "256 was not tried on this card"
     assert less["devices"] == ["small card"]
+
+
+def test_recorded_time_decides_between_lists_of_one_length(
+    source: str, safetune: Any, cache_dir: Path
+) -> None:
+    """With 128, which N=400 needs: 32 costs N=200 0.2 %, and 64 costs N=100 0.4 %."""
+    assert blocks(safetune.json("prune", source)["kept"]) == [32, 128, 512]
+    store = Store.open(cache_dir)
+    for key, _ in store.trials_of():
+        count = [1000 if key.call["values"] == [["N", 200]] else 10, 2, 4.0]
+        arguments = {"kernel": key.kernel_digest, "call": key.call, "count": count}
+        assert store.put_call(RecordedCall(key.digest, "fill", "filling:fill", arguments, 1.0))
+    store.close()
+    found = safetune.json("prune", source)
+    assert blocks(found["kept"]) == [64, 128, 512]
+    assert found["cost"]["weighted"] == pytest.approx(1.0, abs=1e-4), "most time is N=200's"
+    assert blocks(safetune.json("prune", source, "--lists", "2")["kept"]) == [32, 64, 128, 256, 512]
 
 
 def test_the_diff_of_the_source_leaves_the_short_list(source: str, safetune: Any) -> None:

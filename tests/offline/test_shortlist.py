@@ -82,6 +82,19 @@ def test_of_two_lists_the_one_that_is_faster_by_recorded_time_stays() -> None:
         assert shortlist.shortest(measured(*tables, weights=weights), 0.01).kept == kept
 
 
+def test_a_further_list_is_made_of_what_the_first_one_leaves() -> None:
+    keys = measured({"a": 1.0, "b": 1.2, "c": 2.0}, {"a": 1.0, "b": 3.0, "c": 1.1}, {"a": 2.0})
+    assert shortlist.shortest(keys, 0.01).kept == {"a"}
+    assert shortlist.shortest(keys, 0.01, lists=2).kept == {"a", "b", "c"}
+    assert shortlist.shortest(keys, 0.01, lists=9).kept == {"a", "b", "c"}
+    other = measured({"a": 1.0, "b": 1.01}, {"a": 1.0, "b": 1.01}, {"a": 1.5, "b": 1.0})
+    alone, both = (shortlist.held_out(other, 0.02, lists=n) for n in (1, 2))
+    assert alone is not None
+    assert both is not None
+    assert alone.worst == 1.5
+    assert both.worst == 1.0, "b was second-best elsewhere"
+
+
 def test_a_key_is_judged_by_a_list_that_was_not_made_from_it() -> None:
     common = [{"a": 1.0, "b": 3.0} for _ in range(8)]
     keys = measured(*common, {"a": 1.5, "b": 1.0}, {"c": 1.0})
