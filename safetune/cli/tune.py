@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     metavar="auto|2/4",
     help="Begin with this part of the list; auto: by the rank that srun or torchrun sets.",
 )
+@click.option(
+    "--ray", metavar="ADDRESS", help="Tune on all GPUs of a Ray cluster, e.g. auto; needs ray."
+)
 @click.option("--worker", hidden=True, help="As `2/4@SECONDS`: what --devices starts.")
 @click.option(
     "--force", is_flag=True, help="Measure configs again even if their outcome is stored."
@@ -99,8 +102,8 @@ def tune_command(**given: Any) -> None:
     part = _part(options)
     switched = targets.use_interpreter_without_gpu()
     report = Report(options.allow_disputed, workers.printer() if options.worker else None)
-    if options.devices and not options.dry_run:
-        _tune_on_devices(options.devices, report)
+    if (options.devices or options.ray) and not options.dry_run:
+        _tune_elsewhere(options, report)
         sys.exit(report.print(options.as_json))
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the targets print
@@ -133,6 +136,7 @@ class _Options:
     device: str | None
     devices: str | None
     shard: str | None
+    ray: str | None
     worker: str | None
     force: bool
     budget: str | None
@@ -156,6 +160,8 @@ class _Options:
                 raise click.UsageError(f"{name} needs --recorded.")
         if self.device and self.devices:
             raise click.UsageError("--device names one GPU and --devices several: give one.")
+        if self.ray and (self.device or self.devices or self.shard):
+            raise click.UsageError("With --ray, Ray places the work: give no device and no shard.")
 
 
 def _asked_for(options: _Options, left_out: list[LeftOut]) -> list[Sketch]:
@@ -242,17 +248,27 @@ def _part(options: _Options) -> Part | None:
     if options.worker:
         return workers.begin_worker(options.worker, shard)
     if options.device is None and options.devices is None:
-        targets.use_gpu_of_rank(shards.local_rank(os.environ))
+        number, count = shards.on_node(os.environ)
+        targets.use_gpu_of_rank(number)
+        workers.use_cores_of_rank(number, count)
     return shards.Part(shard, time.time())
 
 
-def _tune_on_devices(devices: str, report: Report) -> None:
-    context = click.get_current_context()
+def _tune_elsewhere(options: _Options, report: Report) -> None:
+    """Have workers tune, and note what they tell."""
+    own = ("devices", "ray", "as_json", "worker")
+    arguments = workers.arguments_of(click.get_current_context(), without=own)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    found = targets.devices_of(devices, interpreted)
-    arguments = workers.arguments_of(context, without=("devices", "as_json", "worker"))
-    for name, event in workers.tune_on(found, arguments):
-        report.take(name, event)
+    if options.ray:
+        from safetune.cli.ray_workers import tune_on_ray
+
+        events = tune_on_ray(options.ray, arguments, interpreted)
+    else:
+        found = targets.devices_of(options.devices or "all", interpreted)
+        events = workers.tune_on(found, arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # what Ray prints
+        for name, event in events:
+            report.take(name, event)
 
 
 def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) -> None:

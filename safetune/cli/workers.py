@@ -7,6 +7,7 @@ drops out, and the others do its work.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -172,6 +173,21 @@ def arguments_of(context: click.Context, without: Sequence[str]) -> list[str]:
     return words
 
 
+def use_cores(number: int, count: int) -> None:
+    """Leave this process its part of the CPU cores: the `number`-th of `count`, from 0."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= 2 * count:
+        first, last = ((number + i) * len(cores) // count for i in (0, 1))
+        os.sched_setaffinity(0, cores[first:last])
+
+
+def use_cores_of_rank(number: int, count: int) -> None:
+    """Do the same in a process that its launcher has not bound to some cores."""
+    with contextlib.suppress(OSError):
+        if os.sched_getaffinity(0) == os.sched_getaffinity(1):
+            use_cores(number, count)
+
+
 def begin_worker(text: str, shard: Shard) -> Part:
     """Return the part of a worker, `2/4@SECONDS`, of a shard.
 
@@ -181,10 +197,7 @@ def begin_worker(text: str, shard: Shard) -> Part:
 
     numbers, _, since = text.partition("@")
     number, count = map(int, numbers.split("/"))
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= 2 * count:
-        first, last = ((number + i) * len(cores) // count for i in (-1, 0))
-        os.sched_setaffinity(0, cores[first:last])
+    use_cores(number - 1, count)
 
     def wait_for_parent() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock would stay held when this process exits

@@ -37,7 +37,13 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("JOB_COMPLETION_INDEX", ""),
 )
-_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
+#: The same of the processes of one node; Slurm's number is e.g. `8(x64)`.
+_LOCAL = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 #: How often to look again whether a process of this node has finished a key; the first and the
 #: longest pause after a key that another node tunes.
@@ -120,10 +126,17 @@ def parse(text: str, environment: Mapping[str, str]) -> Shard:
     raise TargetError(f"--shard {text!r} is not a shard; give e.g. 2/4, auto, or auto/4")
 
 
-def local_rank(environment: Mapping[str, str]) -> int:
-    """Return which of a node's processes this is by its launcher, 0 if that does not say."""
-    found = (environment.get(name, "") for name in _LOCAL_RANKS)
-    return next((int(text) for text in found if text.isdecimal()), 0)
+def on_node(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return which of a node's processes this is by its launcher, and their number.
+
+    The first of one where the launcher does not say.
+    """
+    for rank, ranks in _LOCAL:
+        index, number = environment.get(rank, ""), environment.get(ranks, "")
+        if index.isdecimal():
+            first = re.match("[0-9]+", number)
+            return int(index), max(int(first[0]) if first else 1, int(index) + 1)
+    return 0, 1
 
 
 def _rank(environment: Mapping[str, str], count: int) -> tuple[int, int]:

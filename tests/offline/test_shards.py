@@ -109,6 +109,9 @@ def test_what_is_not_a_shard_is_an_error_that_says_what_to_give(
         shards.parse(text, variables)
 
 
-def test_the_gpu_of_a_process_is_its_rank_on_its_node() -> None:
-    assert shards.local_rank({"SLURM_LOCALID": "3"}) == 3
-    assert shards.local_rank({}) == 0
+def test_the_place_of_a_process_on_its_node_is_its_launchers() -> None:
+    assert shards.on_node({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == (1, 4)
+    slurm = {"SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "8(x64)"}
+    assert shards.on_node(slurm) == (3, 8)
+    assert shards.on_node({"SLURM_LOCALID": "3"}) == (3, 4)
+    assert shards.on_node({}) == (0, 1)
