@@ -24,7 +24,7 @@ def print_plan(plan: Plan, left_out: Sequence[LeftOut], as_json: bool) -> None:
         sketch = each.sketch
         sizes = (each.configs, each.configs - len(each.new), len(each.new), len(each.binaries))
         share = "" if each.share is None else f"{each.share * 100:.3g} %"
-        time = "" if each.estimate_s is None else _about(each.estimate_s)
+        time = "" if each.estimate_s is None else about(each.estimate_s)
         table.add_row(sketch.kernel, sketch.shape, sketch.dtype, *map(str, sizes), share, time)
     console.print(table)
     console.print(plan_words(plan))
@@ -44,12 +44,12 @@ def plan_words(plan: Plan) -> str:
         parts.append(f"at most {counted(plan.compilations, 'compilation')}")
     if plan.new and plan.estimate_s is not None:
         least = "" if plan.is_estimated else "at least "
-        parts.append(f"{least}about {_about(plan.estimate_s)}, as in earlier tunings")
+        parts.append(f"{least}about {about(plan.estimate_s)}, as in earlier tunings")
     return "; ".join(parts)
 
 
-def _about(seconds: float) -> str:
-    """Return a length of time with one or two units."""
+def about(seconds: float) -> str:
+    """Return a length of time, with one unit or two."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
     minutes = round(seconds / 60)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from safetune.cli import targets, workers
+from safetune.cli.display import Display
 from safetune.cli.output import (
     echo,
     examples,
@@ -24,7 +24,6 @@ from safetune.cli.report import Report
 from safetune.cli.stored import check_writable
 from safetune.errors import Busy, NotExclusive, NoWorkingConfig, StoreError, TargetError
 from safetune.frozen import dataclass
-from safetune.miss.progress import Line
 
 if TYPE_CHECKING:
     from safetune.offline.plan import Plan, Planned, Sketch
@@ -277,24 +276,17 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
 
     turns = _turns(plan, part, options.force, report)
     ahead = compile_ahead(turns.own)
-    line = Line(hidden=options.as_json or not Console(stderr=True).is_terminal)
     report.begin(len(plan.tunings))
-    line.start()
-    try:
-        for number, turn in enumerate(turns, 1):
-            sketch = turn.item.sketch
-            line.begin(
-                f"{number}/{len(plan.tunings)} {sketch.kernel} {sketch.shape} {sketch.dtype}"
-            )
+    with Display(plan, hidden=options.as_json) as display:
+        for turn in turns:
+            display.begin(turn.item.sketch.words)
             budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
             try:
-                _tune(turn, ahead, options, line.observe, report, budget)
+                _tune(turn, ahead, options, display.observe, report, budget)
             except NotExclusive:
                 report.left += 1
             except Busy:
                 turns.put_back(turn)
-    finally:
-        line.stop()
 
 
 def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[Planned]:

@@ -1,0 +1,89 @@
+"""How far a sweep is: what the one line says, and that plain lines come without a terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+
+from safetune.cli.display import Display
+from safetune.outcome import Outcome, Timing, Verdict
+from safetune.tuning.requests import Progress
+
+SOON_S = 60.0
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plan(*new: int) -> Any:
+    """A plan of keys with these numbers of new configs."""
+    return SimpleNamespace(tunings=new, new=sum(new))
+
+
+def step(done: int, total: int, median_ms: float | None = None, block: int = 64) -> Progress:
+    timing = None if median_ms is None else Timing(median_ms, median_ms, median_ms, 5, "screen")
+    outcome = Outcome(Verdict.TIMEOUT if timing is None else Verdict.OK, timing=timing)
+    return Progress("add", "screen", triton.Config({"BLOCK": block}), outcome, done, total)
+
+
+def test_the_line_has_key_configs_failures_best_rate_and_time_left() -> None:
+    clock = Clock()
+    display = Display(plan(4, 8), hidden=True, clock=clock)
+    display.begin("add small float32")
+    clock.now += 1
+    assert display.text(", ") == "1/2 add small float32, 1 s", "nothing is known yet"
+    for done, median_ms in enumerate((3.0, None, 0.5, 2.0), 1):
+        display.observe(step(done, 4, median_ms, block=16 << done))
+    clock.now += 1
+
+    assert display.text(", ") == (
+        "1/2 add small float32, 4/4, 1 failed, best 0.5 ms, 2 s, 2 configs/s, about 4 s left"
+    )
+
+    display.begin("add large float32")
+    clock.now += 2
+    display.observe(step(4, 8, 7.0))
+    assert display.text(", ") == (
+        "2/2 add large float32, 4/8, 0 failed, best 7 ms, 2 s, 2 configs/s, about 2 s left"
+    )
+    display.observe(step(9, 8, 7.0))
+    assert "8/8" in display.text(", "), "those of the final were counted"
+    assert "about 0 s left" in display.text(", ")
+
+
+def test_without_a_terminal_there_are_plain_lines_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stderr", open(writer, "w", buffering=1))  # noqa: SIM115
+    with Display(plan(4), pauses_s=(0.01, 0.01)) as display:
+        display.begin("add small float32")
+        display.observe(step(1, 4, 2.0))
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        assert poll.poll(SOON_S * 1000), "no line came"
+        lines = os.read(reader, 65536).decode()
+    assert lines.startswith("safetune: 1/1 add small float32, 1/4, 0 failed, best 2 ms, ")
+    assert "\x1b" not in lines
+    sys.stderr.close()
+    os.close(reader)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_short_sweep_prints_nothing(capsys: pytest.CaptureFixture[str], hidden: bool) -> None:
+    with Display(plan(4), hidden=hidden) as display:
+        display.begin("add small float32")
+        display.observe(step(1, 4, 2.0))
+    assert capsys.readouterr().err == ""
