@@ -225,3 +225,12 @@ def test_every_extra_that_is_named_exists() -> None:
     for path in [*texts, ROOT / "README.md", ROOT / "pyproject.toml"]:
         named = re.findall(r"safetune\[([\w,]+)\]", path.read_text(encoding="utf-8"))
         assert {name for names in named for name in names.split(",")} <= extras, path
+
+
+def test_the_hook_for_other_repositories_runs_a_command() -> None:
+    from safetune.cli import main
+
+    hooks = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
+    (entry,) = re.findall(r"^  entry: safetune (\w+)$", hooks, re.MULTILINE)
+    paths = main.commands[entry].params[0]
+    assert (paths.param_type_name, paths.nargs) == ("argument", -1)  # pre-commit passes files
