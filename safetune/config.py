@@ -214,3 +214,8 @@ def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[An
         )
         for chosen in kept
     ]
+
+
+def tupled(names: Iterable[str] | None) -> Any:
+    """Return names that can be read more than once; None and a single string as they are."""
+    return names if names is None or isinstance(names, str) else tuple(names)

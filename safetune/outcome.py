@@ -58,6 +58,17 @@ CLEAN = frozenset(
     }
 )
 
+#: Verdicts of configs that crashed or hung.
+VIOLENT = frozenset(
+    {
+        Verdict.COMPILE_TIMEOUT,
+        Verdict.COMPILE_CRASH,
+        Verdict.ILLEGAL_ACCESS,
+        Verdict.TIMEOUT,
+        Verdict.DIED,
+    }
+)
+
 #: Verdicts that are not the config's fault and may pass: never stored.
 TRANSIENT = frozenset({Verdict.NO_MEMORY})
 
@@ -225,3 +236,11 @@ class Outcome:
         if self.verdict is Verdict.DIED and self.detail:
             return f"died({self.detail})"
         return self.verdict.value
+
+
+def duration(value: float) -> str:
+    """Return a time in milliseconds with three significant digits, in s, ms or us."""
+    rounded = float(f"{value:.3g}")
+    unit, ms = ("s", 1e3) if rounded >= 1e3 else ("ms", 1.0) if rounded >= 0.1 else ("us", 1e-3)
+    number = rounded / ms
+    return f"{number:.0f} {unit}" if number >= 1e3 else f"{number:.3g} {unit}"

@@ -60,7 +60,7 @@ class _Group(click.Group):
             _print_error(context, error, error.format_message())
             raise
         except KeyboardInterrupt:
-            echo("Interrupted; finished trials are stored.", err=True)
+            echo("Interrupted.", err=True)
             sys.exit(INTERRUPTED)
         except Exception as error:
             _print_error(context, error, describe(error))

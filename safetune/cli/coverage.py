@@ -19,7 +19,7 @@ from safetune.cli.output import (
 )
 from safetune.cli.stored import json_option, open_store
 from safetune.errors import TargetError
-from safetune.miss.progress import duration
+from safetune.outcome import duration
 from safetune.settings import Mode, Settings
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rich.text import Text
 from safetune.cli.output import echo
 from safetune.cli.plan import about
 from safetune.keys.encoding import visible
-from safetune.miss.progress import duration
+from safetune.outcome import duration
 
 if TYPE_CHECKING:
     from typing_extensions import Self

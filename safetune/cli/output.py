@@ -32,8 +32,7 @@ from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
 from safetune.messages import logger, prefix
-from safetune.miss.progress import duration
-from safetune.outcome import Mark, Outcome, Timing, Verdict
+from safetune.outcome import Mark, Outcome, Timing, Verdict, duration
 from safetune.store.local.store import AGREED, IMPORTED
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])

@@ -29,7 +29,7 @@ from safetune.cli.output import (
     stdout_console,
 )
 from safetune.errors import SafetuneError, StoreError, TargetError
-from safetune.miss.progress import duration
+from safetune.outcome import duration
 from safetune.settings import Settings, display_url, parse_size
 from safetune.store.records import StoredChoice
 

@@ -217,6 +217,7 @@ def _or_offline(abstract: Miss) -> str:
 
 def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:
     """Tune on the caller's data; an argument that has only a shape gets new memory."""
+    from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
 
     index = abstract.call.index
@@ -232,9 +233,10 @@ def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) ->
         raise MissingChoice(
             f"{request.key.kernel.name} cannot be tuned for {request.key}: {reason}"
         )
-    with reporting.observing(request.key.kernel.name) as observe:
-        result = tune(request, lookup.store, observe, phases=concrete.phases)
-    reporting.log_result(request, result)
+    with reporting.observing(request, lookup.store, concrete.phases) as tally:
+        budget = WaitBudget(tell=tally.wait_for)
+        result = tune(request, lookup.store, tally, wait_budget=budget, phases=concrete.phases)
+    reporting.tell_result(request, result)
     return result.choice
 
 

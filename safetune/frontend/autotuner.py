@@ -18,10 +18,10 @@ from triton.runtime.autotuner import Config
 
 from safetune import triton_internals
 from safetune.compilers import torch_compile
-from safetune.config import check_configs, check_functions, check_names, check_seconds
+from safetune.config import check_configs, check_functions, check_names, check_seconds, tupled
 from safetune.errors import InvalidSetting
 from safetune.frontend import observers
-from safetune.inputs.call import Hooks
+from safetune.inputs.call import Hooks, of_the_user
 from safetune.isolation import backend
 from safetune.keys.kernel_digest import base_function, is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport
@@ -90,8 +90,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     ) -> None:
         name = base_function(fn)[1].__name__
         configs = check_configs(name, configs, arg_names)
-        around = {"reset_to_zero": _once(reset_to_zero), "restore_value": _once(restore_value)}
-        check_names(name, arg_names, {**around, "scratch": (scratch := _once(scratch))})
+        around = {"reset_to_zero": tupled(reset_to_zero), "restore_value": tupled(restore_value)}
+        check_names(name, arg_names, {**around, "scratch": (scratch := tupled(scratch))})
         check_functions(name, {"reference": reference, "inputs": inputs, "proposer": proposer})
         self.budget, self.proposer = SearchBudget.parse(name, budget), proposer
         self.limits = Limits(compile_timeout_s, run_timeout_s)
@@ -116,6 +116,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.lazy_key = LazyKey(written, policy)
         if self.lazy_key.may_be_an_error:
             self.lazy_key.report(self)
+
+    def __repr__(self) -> str:
+        """Return the kernel's name, its key as written, its configs, and what is known of keys."""
+        return f"<safetune kernel {self.base_fn.__name__}, {self.lazy_key.written}, {self.states}>"
 
     def __copy__(self) -> Autotuner:
         """Return a tuner that shares the choices, and whose launches all go by Triton's path."""
@@ -168,6 +172,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     @cache.setter
     def cache(self, choices: Mapping[Any, Config]) -> None:
         self.states.replace_choices(choices)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Raise, as a launch needs a grid."""
+        raise TypeError(f"write {self.base_fn.__name__}[grid](...): a launch needs a grid")
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what launches on this grid: `kernel[grid](...)`."""
@@ -363,8 +371,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """What the user has put around a launch; Triton's own stand-ins for it stay here."""
         return replace(
             self._around,
-            pre_hook=_of_the_user(self.pre_hook),
-            post_hook=_of_the_user(self.post_hook),
+            pre_hook=of_the_user(self.pre_hook),
+            post_hook=of_the_user(self.post_hook),
             reset_to_zero=tuple(self.reset_to_zero),
             restore_value=tuple(self.restore_value),
         )
@@ -388,13 +396,3 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
 
 _run = Autotuner.run
-
-
-def _once(names: Iterable[str] | None) -> Any:
-    """Return names that can be read more than once; None and a single string as they are."""
-    return names if names is None or isinstance(names, str) else tuple(names)
-
-
-def _of_the_user(hook: Any) -> Any:
-    """Return a hook; None for one that Triton's constructor has set."""
-    return None if getattr(hook, "__module__", None) == Config.__module__ else hook

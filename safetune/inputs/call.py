@@ -198,3 +198,8 @@ def default_values(kernel: Any) -> dict[str, Any]:
     """Return the defaults of a kernel's parameters by name."""
     parameters = inspect.signature(base_function(kernel)[1]).parameters
     return {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+
+
+def of_the_user(hook: Any) -> Any:
+    """Return a hook; None for one that Triton's constructor has set."""
+    return None if getattr(hook, "__module__", None) == Config.__module__ else hook

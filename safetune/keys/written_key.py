@@ -44,6 +44,9 @@ class WrittenKey:
     kept: tuple[str, ...] = ()  # for another reason: a bucket, or SAFETUNE_KEEP
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"key={'auto' if self.names is None else [*self.names]!r}"
+
 
 def written_key(
     kernel: Any,

@@ -257,6 +257,16 @@ class KeyStates:
     def __iter__(self) -> Iterator[KeyState]:
         return iter(list(self._states.values()))
 
+    def __str__(self) -> str:
+        reasons = [decision.reason for state in self if (decision := state.decision())]
+        chosen = reasons.count(Reason.CHOICE)
+        without = f" and {len(reasons) - chosen} without" if len(reasons) > chosen else ""
+        configs = len(self.tuner.configs)
+        return (
+            f"{configs} config{'s' * (configs != 1)}, "
+            f"{chosen} key{'s' * (chosen != 1)} with a choice{without}"
+        )
+
     def clear(self) -> None:
         """Make every key untried."""
         for state in self:

@@ -251,9 +251,9 @@ class _Worker:
 def _tune(job: Job) -> None:
     request = job.request
     try:
-        with reporting.observing(request.key.kernel.name, quiet=True) as observe:
+        with reporting.observing(request, job.store, quiet=True) as tally:
             budget = WaitBudget(check=_worker.check)
-            result = tune(request, job.store, observe, bench=job.bench, wait_budget=budget)
+            result = tune(request, job.store, tally, bench=job.bench, wait_budget=budget)
     except NoWorkingConfig as error:
         if not error.transient:
             logger.warning("%s", error)

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -17,13 +19,90 @@ from triton.runtime.autotuner import Config
 from safetune.config import config_text
 from safetune.errors import DisputeWarning, TuningWarning
 from safetune.keys.kernel_digest import base_function
-from safetune.messages import logger, warn
+from safetune.messages import is_first_of_node, logger, tell, warn
+from safetune.outcome import VIOLENT, Verdict, duration
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.miss.tuner import Tuner
     from safetune.outcome import Outcome
-    from safetune.tuning.requests import Observer, Progress, TuningRequest, TuningResult
+    from safetune.store.local.store import Store
+    from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
+
+#: Without a terminal, seconds until a tuning tells how far it is, and between those lines.
+FIRST_S, EVERY_S = 10.0, 30.0
+
+#: The configs of one verdict that a line names.
+_MOST_NAMED = 5
+
+#: What a tuning does in those of its phases that are not named after a config.
+_DOING = {
+    "lookup": "looks for a choice",
+    "wait": "waits for its turn",
+    "transfer": "copies the arguments",
+    "resolve": "prepares the compilation",
+    "compile": "waits for the compiler",
+    "start": "waits for a measuring process",
+    "torch": "waits for a measuring process with torch",
+    "store": "stores the outcomes",
+}
+
+
+class Tally:
+    """An observer that knows how far a tuning is. Another thread may show it meanwhile.
+
+    Attributes:
+        done, total: configs tried in this tuning, and to be tried.
+        failed: the number of configs that failed.
+        best_ms: the best time so far; infinite before the first.
+        waits_for: the process that this one waits for, as text.
+    """
+
+    def __init__(
+        self,
+        request: TuningRequest,
+        phases: Phases | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.request, self._phases, self._clock = request, phases, clock
+        self.observers: list[Observer] = []
+        self.begun = clock()
+        self.done, self.total = 0, len(request.configs)
+        self.best_ms = math.inf
+        self.waits_for = self._step = ""
+        self._failed: set[str] = set()
+
+    def __call__(self, step: Progress) -> None:
+        """Count a step, and pass it on."""
+        self.done, self.total = step.done, step.total
+        self._step = step.doing
+        if step.outcome is not None and not step.outcome.ok:
+            self._failed.add(step.text)
+        if step.outcome is not None and step.outcome.timing is not None:
+            self.best_ms = min(self.best_ms, step.outcome.timing.median_ms)
+        for observe in self.observers:
+            observe(step)
+
+    def wait_for(self, what: str) -> None:
+        """Note which process is waited for; none if empty."""
+        self.waits_for = what
+
+    @property
+    def failed(self) -> int:
+        """The number of configs that failed."""
+        return len(self._failed)
+
+    @property
+    def seconds(self) -> float:
+        """The time since it began."""
+        return self._clock() - self.begun
+
+    @property
+    def doing(self) -> str:
+        """What the tuning does or waits for now."""
+        if self.waits_for:
+            return f"waits for {self.waits_for}"
+        return _DOING.get(self._phases.name if self._phases else "", "") or self._step
 
 
 def report(
@@ -61,8 +140,8 @@ def report(
 
 
 def report_result(tuner: Tuner, request: TuningRequest, result: TuningResult) -> None:
-    """Report a finished tuning: in the log, and as Triton's tuner does."""
-    log_result(request, result)
+    """Report a finished tuning: to the user, and as Triton's tuner does."""
+    tell_result(request, result)
     tuner.tuning_phases = dict(result.phases)
     phases = result.phases if result.measured else None
     report(tuner, request.readable_key, result.choice, timings_of(result.outcomes), phases)
@@ -94,24 +173,105 @@ def tunings_begun() -> int:
 
 
 @contextlib.contextmanager
-def observing(kernel: str, quiet: bool = False) -> Iterator[Observer]:
+def observing(
+    request: TuningRequest,
+    store: Store,
+    phases: Phases | None = None,
+    quiet: bool = False,
+    live: bool = True,
+) -> Iterator[Tally]:
     """Yield the observer of a tuning's steps.
 
-    It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output; otherwise it shows
-    a line on standard error if that is a terminal, unless `quiet`.
+    It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output. Otherwise it shows,
+    unless `quiet`, a live line on a terminal, and lines now and then elsewhere.
+
+    Args:
+        live: False where the caller prints the steps, and shows a line on a terminal, itself.
     """
     count_tuning()
-    if knobs.autotuning.print:
-        yield both(log_config, print_config)
-        return
-    if not quiet and _is_terminal(sys.stderr):
-        from safetune.miss import progress  # imports rich
+    tally = Tally(request, phases)
+    tally.observers.append(log_config)
+    shown = contextlib.nullcontext() if quiet else _shown(tally, live)
+    try:
+        with shown:
+            yield tally
+    except KeyboardInterrupt:
+        if not tally.waits_for:
+            tell(_interrupted(tally, store))
+        raise
 
-        if progress.can_move_cursor():
-            with progress.late_line(kernel) as show:
-                yield both(log_config, show)
-            return
-    yield log_config
+
+@contextlib.contextmanager
+def _shown(tally: Tally, live: bool) -> Iterator[None]:
+    shown: contextlib.AbstractContextManager[Observer | None] = contextlib.nullcontext()
+    if knobs.autotuning.print and live:
+        tally.observers.append(print_config)
+    elif logger.isEnabledFor(logging.WARNING):
+        shown = _line(tally, live) if _can_move_cursor() else lines(tally)
+    with shown as observe:
+        if observe is not None:
+            tally.observers.append(observe)
+        yield
+
+
+def _can_move_cursor() -> bool:
+    if not _is_terminal(sys.stderr):
+        return False
+    from safetune.miss import progress  # imports rich
+
+    return progress.can_move_cursor()
+
+
+def _line(tally: Tally, live: bool) -> contextlib.AbstractContextManager[Observer | None]:
+    from safetune.miss.progress import late_line
+
+    if not (live and is_first_of_node()):
+        return contextlib.nullcontext()
+    return late_line(tally.request.key.kernel.name, tally.total, lambda: tally.doing)
+
+
+@contextlib.contextmanager
+def lines(tally: Tally, ended: threading.Event | None = None) -> Iterator[None]:
+    """Tell how far a tuning is after `FIRST_S`, and then every `EVERY_S`: one process of a node."""
+    ended = ended or threading.Event()
+
+    def tell_now_and_then() -> None:
+        for pause_s in itertools.chain([FIRST_S], itertools.repeat(EVERY_S)):
+            if ended.wait(pause_s) or not is_first_of_node():
+                return
+            tell(how_far(tally))
+
+    thread = threading.Thread(target=tell_now_and_then, name="safetune-progress", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the process cannot start another thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def how_far(tally: Tally) -> str:
+    """Return how far a tuning is, as a line."""
+    request = tally.request
+    best = f", best {duration(tally.best_ms)}" if tally.best_ms < math.inf else ""
+    return (
+        f"tuning {request.key.kernel.name} for {request.key}: {tally.done}/{tally.total} configs, "
+        f"{tally.failed} failed{best}, {tally.seconds:.0f} s; {tally.doing}"
+    )
+
+
+def _interrupted(tally: Tally, store: Store) -> str:
+    name = f"{tally.request.key.kernel.name} for {tally.request.key}"
+    if not tally.done or store.path is None:
+        return f"interrupted; nothing is stored of {name}"
+    return (
+        f"interrupted; {tally.done} of {tally.total} configs of {name} are stored, and the next "
+        "tuning goes on from there"
+    )
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -120,16 +280,6 @@ def _is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
         return False
-
-
-def both(first: Observer, second: Observer) -> Observer:
-    """Return an observer that passes each step to both."""
-
-    def observe(step: Progress) -> None:
-        first(step)
-        second(step)
-
-    return observe
 
 
 def log_config(progress: Progress) -> None:
@@ -149,26 +299,49 @@ def log_config(progress: Progress) -> None:
         )
 
 
-def log_result(request: TuningRequest, result: TuningResult) -> None:
-    """Log a finished tuning, at INFO: its time, its choice, and how many configs failed and why.
+def tell_result(request: TuningRequest, result: TuningResult, shown: bool = False) -> None:
+    """Tell of a finished tuning: in the log at INFO, else in a line if it took long.
 
     The notes of the result are warnings, and so is a dispute.
+
+    Args:
+        shown: whether the caller shows the result.
     """
+    shown = shown or knobs.autotuning.print
     for note in result.notes:
         warn(f"{request.key.kernel.name}: {note}", TuningWarning)
     warn_of_dispute(request.key, result.stored.dispute)
-    counts = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
-    failures = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    logger.info(
-        "%s tuned for %s in %.2f s: %s; %d of %d configs measured%s",
-        request.key.kernel.name,
-        request.key,
-        result.seconds,
-        config_text(result.choice),
-        result.measured,
-        len(request.configs),
-        f", failed: {failures}" if failures else "",
+    took_long = result.seconds >= FIRST_S and is_first_of_node()
+    if logger.isEnabledFor(logging.INFO) or (took_long and not shown):
+        tell(_as_line(request, result))
+
+
+def _as_line(request: TuningRequest, result: TuningResult) -> str:
+    """Return a result as a line, which names the configs that crashed or hung."""
+    name, choice = request.key.kernel.name, config_text(result.choice)
+    if result.adopted:
+        return (
+            f"{name} has the choice of another process for {request.key} after "
+            f"{result.seconds:.2f} s: {choice}"
+        )
+    failed: dict[Verdict, list[str]] = {}
+    for config, outcome in result.outcomes:
+        if not outcome.ok:
+            failed.setdefault(outcome.verdict, []).append(config_text(config))
+    failures = ", ".join(_failures(verdict, configs) for verdict, configs in failed.items())
+    return (
+        f"{name} tuned for {request.key} in {result.seconds:.2f} s: {choice} "
+        f"({duration(result.stored.median_ms)}); {result.measured} of {len(request.configs)} "
+        f"configs measured{f', failed: {failures}' if failures else ''}"
     )
+
+
+def _failures(verdict: Verdict, configs: list[str]) -> str:
+    text = f"{len(configs)} {verdict.value}"
+    if verdict not in VIOLENT:
+        return text
+    more = f"; and {len(configs) - _MOST_NAMED} more" if len(configs) > _MOST_NAMED else ""
+    return f"{text} ({'; '.join(configs[:_MOST_NAMED])}{more})"
 
 
 def warn_of_dispute(key: TuningKey, dispute: str) -> None:

@@ -134,7 +134,10 @@ def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: 
     settings = Settings.current()
     known = state.decision(capture)
     if known is None or not (capture or known.retry is None or not known.retry.due(settings)):
-        return _find(tuner, state, args, kwargs, settings, capture)
+        try:
+            return _find(tuner, state, args, kwargs, settings, capture)
+        except KeyboardInterrupt as error:  # at which line of safetune says nothing to the user
+            raise error.with_traceback(None) from None
     return known.config
 
 
@@ -314,9 +317,9 @@ def _tune(
 
     tuner = miss.tuner
     try:
-        with reporting.observing(request.key.kernel.name) as observe:
-            budget = WaitBudget(settings.wait_s)
-            result = tune(request, store, observe, wait_budget=budget, phases=miss.phases)
+        with reporting.observing(request, store, miss.phases) as tally:
+            budget = WaitBudget(settings.wait_s, tell=tally.wait_for)
+            result = tune(request, store, tally, wait_budget=budget, phases=miss.phases)
     except (KernelNotTransferable, WorkerUnavailable, NoWorkingConfig) as error:
         if choice is not None:
             logger.info(
@@ -326,8 +329,9 @@ def _tune(
         if isinstance(error, NoWorkingConfig) and not error.transient:
             raise
         return retry.fall_back(state, request, candidates.fallback(request, store), error)
+    config = _adopt(state, result.choice, settings)  # first, as a warning may be an error
     reporting.report_result(tuner, request, result)
-    return _adopt(state, result.choice, settings)
+    return config
 
 
 def _adopt(state: KeyState, choice: Config, settings: Settings) -> Config:

@@ -165,9 +165,12 @@ def tune_task(
     """
     phases = Phases("lookup")
     request = request_for(task, force)
-    observe = reporting.both(reporting.log_config, observe)
-    result = tune(request, open_tuning_store(), observe, phases=phases, key_budget=key_budget)
-    reporting.log_result(request, result)
+    store = open_tuning_store()
+    with reporting.observing(request, store, phases, live=False) as tally:
+        tally.observers.append(observe)
+        budget = WaitBudget(tell=tally.wait_for)
+        result = tune(request, store, tally, None, budget, phases, key_budget)
+    reporting.tell_result(request, result, shown=True)
     return result
 
 

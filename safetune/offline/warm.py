@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +27,7 @@ from safetune.keys import tuning_key
 from safetune.keys.kernel_digest import base_function
 from safetune.keys.tuning_key import Device
 from safetune.launch.call_shape import heuristic_values, named_arguments
+from safetune.messages import logger
 from safetune.miss import candidates
 from safetune.miss.relaunch import Launched
 from safetune.miss.resolve import Miss, stored
@@ -39,8 +39,6 @@ from safetune.store.records import KeyRecord
 
 if TYPE_CHECKING:
     from safetune.isolation.backend import Backend
-
-logger = logging.getLogger("safetune")
 
 #: Where the config of a call is from.
 STORED, FALLBACK, ONLY = "stored", "fallback", "the only config"

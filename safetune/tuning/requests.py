@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from triton.runtime.autotuner import Config
 
-from safetune.config import config_digest
+from safetune.config import config_digest, config_text
 from safetune.errors import InvalidSetting, from_signal_handler
 from safetune.frozen import dataclass
 from safetune.inputs.call import Call, grid_of
@@ -177,6 +177,16 @@ class Progress:
     done: int
     total: int
 
+    @property
+    def text(self) -> str:
+        """The config as text."""
+        return config_text(self.config)
+
+    @property
+    def doing(self) -> str:
+        """What the tuning does, or did last, as text."""
+        return f"{'measures' if self.stage == 'screen' else 'compares'} {self.text}"
+
 
 class Phases:
     """Where the time of a tuning goes. One phase is open at every moment, so that all add up to the
@@ -209,6 +219,11 @@ class Phases:
         self._name, self._since = name, now
         return outer
 
+    @property
+    def name(self) -> str:
+        """The phase that is open now."""
+        return self._name
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase until now."""
         self.enter(self._name)
@@ -227,6 +242,7 @@ class TuningResult:
     measured: int  # how many configs were compiled or launched in this tuning
     phases: Mapping[str, float]  # seconds by phase, see `Phases`
     notes: tuple[str, ...] = ()  # sentences to report to the user
+    adopted: bool = False  # the choice is that of another process, which tuned meanwhile
 
     @property
     def seconds(self) -> float:

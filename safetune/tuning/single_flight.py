@@ -73,24 +73,30 @@ class WaitBudget:
     waited: Waited = waited  # counts against `seconds`: the waits of this process
     #: Tune a key only where no other node can tune it at the same time; else raise `NotExclusive`.
     exclusive: bool = False
+    #: Told which process is waited for, again at each try, and "" at the end.
+    tell: Callable[[str], None] = lambda process: None
 
-    def tries(self, name: str, first_s: float, most_s: float) -> Iterator[None]:
-        """Yield for each try to get what this name stands for, and wait between; raises `Busy`."""
-        for number, pause_s in enumerate(pauses(first_s, most_s)):
-            begin = time.monotonic()
-            yield
-            if number == 0:
-                logger.info("waiting for another process: %s", name)
-            self.check()
-            pause_s = min(pause_s, self.seconds - self.waited.seconds)
-            if pause_s <= 0:
-                raise Busy(
-                    "another process is still tuning, and this one has waited "
-                    f"{self.waited.seconds:.0f} s for others (SAFETUNE_WAIT)"
-                )
-            time.sleep(pause_s)
-            if self.seconds < math.inf:
-                self.waited.add(time.monotonic() - begin)
+    def tries(self, process: Callable[[], str], first_s: float, most_s: float) -> Iterator[None]:
+        """Yield for each try to get what another process has, and wait between; raises `Busy`."""
+        try:
+            for number, pause_s in enumerate(pauses(first_s, most_s)):
+                begin = time.monotonic()
+                yield
+                self.tell(other := process())
+                if number == 0:
+                    logger.info("waiting for %s", other)
+                self.check()
+                pause_s = min(pause_s, self.seconds - self.waited.seconds)
+                if pause_s <= 0:
+                    raise Busy(
+                        "another process is still tuning, and this one has waited "
+                        f"{self.waited.seconds:.0f} s for others (SAFETUNE_WAIT): {other}"
+                    )
+                time.sleep(pause_s)
+                if self.seconds < math.inf:
+                    self.waited.add(time.monotonic() - begin)
+        finally:
+            self.tell("")
 
 
 @dataclass
@@ -139,7 +145,8 @@ def elect_local(
     name = request.key.digest
     if name in _of_thread.names:
         raise Busy("its tuning has launched it again with the same key")
-    with _locked(store, name, budget, lambda: final_choice(request, store)) as choice:
+    doing = f"tunes {request.key.kernel.name} for {request.key}"
+    with _locked(store, name, doing, budget, lambda: final_choice(request, store)) as choice:
         yield choice
 
 
@@ -150,7 +157,7 @@ def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
     if name in _of_thread.names:  # a tuning within a tuning
         yield
         return
-    with _locked(store, name, budget, lambda: None):
+    with _locked(store, name, "compiles", budget, lambda: None):
         yield
 
 
@@ -194,20 +201,33 @@ def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> I
 
 @contextlib.contextmanager
 def _locked(
-    store: Store, name: str, budget: WaitBudget, chosen: Callable[[], ChoiceRecord | None]
+    store: Store,
+    name: str,
+    doing: str,
+    budget: WaitBudget,
+    chosen: Callable[[], ChoiceRecord | None],
 ) -> Iterator[ChoiceRecord | None]:
-    """Yield None with the name locked, or the choice, whichever comes first."""
+    """Yield None with the name locked, or the choice, whichever comes first.
+
+    Args:
+        doing: what a process does that has locked it.
+    """
     with contextlib.ExitStack() as held:
-        choice = None
-        if store.path is not None:  # other processes do not see a store in memory
-            for _ in budget.tries(name, *_PAUSES_S):
-                locked, choice = _try(store.path, name, chosen, held)
+        choice, path = None, store.path
+        if path is not None:  # other processes do not see a store in memory
+            for _ in budget.tries(lambda: _holder(path, name, doing), *_PAUSES_S):
+                locked, choice = _try(path, name, chosen, held)
                 if locked or choice is not None:
                     break
         if choice is None:
             _of_thread.names.add(name)
             held.callback(_of_thread.names.discard, name)
         yield choice
+
+
+def _holder(path: Path, name: str, doing: str) -> str:
+    pid = locks.holder(path, name)
+    return f"{f'process {pid}' if pid else 'another process'}, which {doing}"
 
 
 def _try(
@@ -254,7 +274,8 @@ def _elected(
     from safetune.store.shared.protocol import NoLease, space_of
 
     wanted = (space_of(request.key), request.key.digest, request.declared, again)
-    for _ in budget.tries(request.key.kernel.name, *_NODE_PAUSES_S):
+    other = f"another node, which tunes {request.key.kernel.name} for {request.key}"
+    for _ in budget.tries(lambda: other, *_NODE_PAUSES_S):
         lease, stored = shared.claim(*wanted)
         if stored is not None and _is_left(request, stored.choice):
             return Election(request, shared, stored.choice)

@@ -64,7 +64,7 @@ def tune(
         tuning = _recall(request, store, observe, phases)
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
-            return tuning.result(election.choice)
+            return replace(tuning.result(election.choice), adopted=True)
         if tuning.new:  # also those that an earlier tuning has timed and not judged
             _measure(tuning, bench, budget)
         choice = _store_choice(tuning, _best(tuning), election)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.miss.progress import duration
+from safetune.outcome import duration
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess

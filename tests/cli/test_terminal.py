@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safetune.miss.progress import duration
+from safetune.outcome import duration
 
 DEADLINE_S = 90.0
 
@@ -94,7 +94,7 @@ def test_the_live_line(
     process = start("tune", target, env=env, **outputs)
     fifo.pids()
 
-    line = terminal.wait_for("screen: BLOCK=64 ")
+    line = terminal.wait_for("measures BLOCK=64 ")
 
     assert line.startswith("1/1 slow_to_end vector ")
     assert " 3/4 " in line
@@ -135,7 +135,9 @@ def test_ctrl_c(
     targets: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While a config hangs: one line, exit code 130, nothing left running, no trial lost."""
+    """While a config hangs: a line on what is kept, exit code 130, nothing left running, no trial
+    lost.
+    """
     target = targets / "waiting.py"
     outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = start("tune", target, "--json", env=fifo.env, **outputs)
@@ -147,7 +149,13 @@ def test_ctrl_c(
 
     assert process.returncode == 130
     assert stdout == b""
-    assert stderr == b"Interrupted; finished trials are stored.\n"
+    kept_line, last = stderr.decode().splitlines()
+    assert re.fullmatch(
+        r"safetune: interrupted; \d of 4 configs of slow_to_end for .* are stored, and the next "
+        "tuning goes on from there",
+        kept_line,
+    )
+    assert last == "Interrupted."
     assert still_running(children) == []
     kept = safetune.json("show", "slow_to_end")
     assert [(trial["config"]["BLOCK"], trial["verdict"] == "not_judged") for trial in kept] == [

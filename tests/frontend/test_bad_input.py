@@ -94,6 +94,12 @@ class TestConfigs:
 
         assert not hasattr(kernel, "configs_timings")
 
+    def test_a_call_without_a_grid_says_how_to_launch(self) -> None:
+        kernel = safetune(configs=CONFIGS, key=["N"])(copy_kernel)
+        with pytest.raises(TypeError) as caught:
+            kernel(torch.zeros(8), torch.zeros(8), 8)
+        assert str(caught.value) == ("write copy_kernel[grid](...): a launch needs a grid")
+
     def test_configs_that_were_replaced_do_not_conflict(self, device: str) -> None:
         kernel = safetune(configs=CONFIGS, key=["N"])(copy_kernel)
         kernel.configs = [triton.Config({}, num_warps=2)]

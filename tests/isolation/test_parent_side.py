@@ -212,7 +212,10 @@ except KeyboardInterrupt:
 
         stdout, stderr = parent.communicate(timeout=60)
         assert tuple(stdout.splitlines()) == self.THEN, stderr
-        assert stderr == ""
+        assert stderr == (
+            "safetune: interrupted; 1 of 2 configs of copy_kernel for n=100 (float32) are stored, "
+            "and the next tuning goes on from there\n"
+        )
         assert parent.returncode == 0
         assert processes.gone(child, server)
         trials = records.trials()
@@ -223,7 +226,9 @@ except KeyboardInterrupt:
     def test_a_caller_that_ctrl_c_ends_leaves_one_traceback_and_no_process(
         self, script: Path, start: Any, fifo: Any, processes: Any, records: Any
     ) -> None:
-        """One traceback, the caller's; nothing of a child's and nothing from the exit."""
+        """One line of what is kept, and one traceback, the caller's, with none of the tuning's own
+        lines; nothing of a child's and nothing from the exit.
+        """
         parent = start(script, fifo.path, "uncaught")
         child, server = map(int, fifo.line().split())
 
@@ -232,7 +237,9 @@ except KeyboardInterrupt:
         stdout, stderr = parent.communicate(timeout=60)
         assert parent.returncode == -signal.SIGINT
         assert stdout == ""
+        assert stderr.startswith("safetune: interrupted; 1 of 2 configs of copy_kernel ")
         assert stderr.count("Traceback (most recent call last)") == 1, stderr
+        assert stderr.count("  File ") <= 9, stderr
         assert stderr.splitlines()[-1] == "KeyboardInterrupt"
         assert "ignored" not in stderr
         assert processes.gone(child, server)

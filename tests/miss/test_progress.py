@@ -5,16 +5,26 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import safetune
+from safetune.miss import reporting
+from safetune.miss.resolve import Miss
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+from safetune.tuning.requests import Phases, Progress, TuningRequest
+from safetune.tuning.tuner import tune
 from tests.cli.test_terminal import Terminal
 
 SOON_S = 60.0
@@ -31,13 +41,14 @@ def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
 
 gate, at_once = sys.argv[1:]
 if at_once == "True":
-    from safetune.miss import progress
-    progress.DELAY_S = 0.0
+    from safetune.miss import progress, reporting
+    progress.DELAY_S = reporting.FIRST_S = 0.0
+    reporting.EVERY_S = 0.02
 caller = os.getpid()
 
 def fail(arguments):
     if os.getpid() != caller:
-        raise ValueError("on purpose")
+        os.abort()
 
 def wait(arguments):
     if os.getpid() != caller and gate != "none":
@@ -86,7 +97,7 @@ def test_a_line_on_a_terminal_that_goes_again(run: Any, terminal: Terminal, tmp_
     os.mkfifo(gate)
     process = run({}, gate)
 
-    line = terminal.wait_for("safetune copy_kernel", "screen: BLOCK=64 ")
+    line = terminal.wait_for("safetune copy_kernel", "measures BLOCK=64 ")
 
     assert " 2/3 " in line
     assert " 1 failed " in line
@@ -105,19 +116,147 @@ def test_a_line_on_a_terminal_that_goes_again(run: Any, terminal: Terminal, tmp_
 
 @pytest.mark.parametrize(
     ("env", "changes"),
-    [
-        ({"FORCE_COLOR": "1"}, {"stderr": subprocess.PIPE}),
-        ({"TERM": "dumb"}, {}),
-        ({"SAFETUNE_MODE": "background"}, {}),
-    ],
-    ids=["a pipe", "a dumb terminal", "in the background"],
+    [({}, {"stderr": subprocess.PIPE}), ({"TERM": "dumb"}, {})],
+    ids=["a pipe", "a dumb terminal"],
 )
-def test_no_line(env: dict[str, str], changes: Any, run: Any, terminal: Terminal) -> None:
-    process = run(env, at_once=True, **changes)
+def test_lines_where_no_line_can_be_shown(
+    env: dict[str, str], changes: Any, run: Any, terminal: Terminal, tmp_path: Path
+) -> None:
+    """How far the tuning is, and at its end what came of it and which config crashed."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    process = run(env, gate, at_once=True, **changes)
+    if changes:
+        seen = iter(process.stderr.readline, "")
+        line = next(line for line in seen if "measures BLOCK=64 " in line)
+    else:
+        line = terminal.wait_for("2/3 configs", "measures BLOCK=64 ")
+    writer = os.open(gate, os.O_WRONLY)
+    gate.unlink()
+    gate.touch()
+    os.close(writer)
     _, stderr = process.communicate(timeout=SOON_S)
-    assert process.returncode == 0
     terminal.read_to_the_end()
-    assert (stderr or terminal._shown.decode()).splitlines() == ["the program goes on"]
+    *_, last, own = (stderr or "\n".join(terminal.lines)).split("\n")[:-1]
+
+    assert own == "the program goes on"
+    assert re.match(
+        r"safetune: tuning copy_kernel for n=100 \(float32\): 2/3 configs, 1 failed, best [\d.]+ "
+        r"[mu]?s, \d+ s; measures BLOCK=64 ",
+        line,
+    ), line
+    assert re.fullmatch(
+        r"safetune: copy_kernel tuned for n=100 \(float32\) in [\d.]+ s: BLOCK=\d+ num_warps=4 "
+        r"num_stages=3 \([\d.]+ [mu]?s\); 3 of 3 configs measured, failed: 1 died "
+        r"\(BLOCK=32 num_warps=4 num_stages=3\)",
+        last,
+    ), last
+
+
+class Ended(threading.Event):
+    """The end of a tuning that has a few lines before; it notes how long it is waited for."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+        self._lines = lines
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout or 0.0)
+        return len(self.waits) > self._lines
+
+
+@pytest.fixture
+def request_(copies: Any) -> TuningRequest:
+    """A tuning of two configs."""
+    arguments = (torch.zeros(100), torch.zeros(100), 100)
+    return Miss(copies(None, None).tuner, arguments, {"FLAG": 0, "grid": (1,)}).request()
+
+
+@pytest.mark.parametrize(
+    ("env", "speaks"),
+    [
+        ({}, True),
+        ({"SAFETUNE_LOG": "quiet"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, True),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, False),
+    ],
+    ids=["alone", "quiet", "the first rank of a node", "another rank"],
+)
+def test_which_process_tells_of_a_long_tuning(
+    env: dict[str, str],
+    speaks: bool,
+    request_: TuningRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    store = open_lookup(Settings.current()).store
+    result = tune(request_, store)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    Settings.current()
+    with reporting.lines(reporting.Tally(request_), Ended(1)):
+        pass
+    for seconds in (9.99, 10.0):
+        reporting.tell_result(request_, replace(result, phases={"measure": seconds}))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 * speaks, lines
+    assert not speaks or " in 10.00 s: BLOCK=" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "log", "begins"),
+    [({}, "", True), ({"quiet": True}, "", False), ({}, "quiet", False)],
+    ids=["in the way of the program", "in the background", "quiet"],
+)
+def test_which_tuning_tells_how_far_it_is(
+    options: dict[str, bool],
+    log: str,
+    begins: bool,
+    request_: TuningRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SAFETUNE_LOG", log)
+    store = open_lookup(Settings.current()).store
+    with reporting.observing(request_, store, **options):
+        threads = [thread.name for thread in threading.enumerate()]
+    assert ("safetune-progress" in threads) == begins
+
+
+def test_the_first_line_comes_after_ten_seconds_and_then_one_every_thirty(
+    request_: TuningRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an event in place of the clock: it says how long it is asked to wait."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    ended = Ended(3)
+    now = iter([0.0, 10.0, 40.0, 70.0])
+    with reporting.lines(reporting.Tally(request_, clock=lambda: next(now)), ended):
+        pass
+    assert ended.waits == [10.0, 30.0, 30.0, 30.0]
+    text = "safetune: tuning copy_kernel for n=100 (float32): 0/2 configs, 0 failed"
+    assert capsys.readouterr().err.splitlines() == [f"{text}, {s} s; " for s in (10, 40, 70)]
+
+
+def test_a_line_says_what_the_tuning_waits_for(request_: TuningRequest) -> None:
+    phases = Phases("lookup")
+    tally = reporting.Tally(request_, phases)
+    said = []
+    for phase in ("wait", "compile", "start", "measure"):
+        phases.enter(phase)
+        said.append(tally.doing)
+    tally(Progress("copy_kernel", "screen", request_.configs[1], None, 1, 2))
+    said.append(tally.doing)
+    tally.wait_for("process 7, which compiles")
+    said.append(tally.doing)
+    assert said == [
+        "waits for its turn",
+        "waits for the compiler",
+        "waits for a measuring process",
+        "",
+        "measures BLOCK=32 num_warps=4 num_stages=3",
+        "waits for process 7, which compiles",
+    ]
 
 
 def test_no_line_for_a_short_tuning(
@@ -176,7 +315,8 @@ def test_the_log(copies: Any, caplog: pytest.LogCaptureFixture) -> None:
     infos = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     (text,) = infos
     assert text.startswith("copy_kernel tuned for n=100 (float32) in ")
-    assert " s: BLOCK=32 num_warps=4 num_stages=3; 3 of 3 configs measured" in text
+    assert " s: BLOCK=32 num_warps=4 num_stages=3 (" in text
+    assert "s); 3 of 3 configs measured, " in text
     assert text.endswith("failed: 2 launch_error")
     debugs = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
     assert len(debugs) == 3
@@ -188,3 +328,37 @@ def test_the_log(copies: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="safetune")
     made(101)
     assert {r.levelno for r in caplog.records} == {logging.INFO}
+
+
+def test_a_choice_of_another_process_is_not_told_as_a_tuning(
+    request_: TuningRequest, copies: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_lookup(Settings.current()).store
+    tune(request_, store)
+    result = tune(request_, store)  # finds the choice when it has the lock
+    caplog.set_level(logging.INFO, logger="safetune")
+    reporting.tell_result(request_, result)
+    (text,) = caplog.messages
+    assert text.startswith(
+        "copy_kernel has the choice of another process for n=100 (float32) after 0.0"
+    )
+
+
+def test_a_kernel_says_its_key_its_configs_and_its_choices(
+    copies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = copies(None, None, key=["n", "FLAG"])
+    texts = [repr(made.tuner)]
+    made(100)
+    texts.append(repr(made.tuner))
+    monkeypatch.setenv("SAFETUNE_MODE", "frozen")
+    made(101)
+    texts.append(repr(made.tuner))
+    texts.append(repr(copies(None, key="auto").tuner))
+    kernel = "<safetune kernel copy_kernel, key="
+    assert texts == [
+        f"{kernel}['n', 'FLAG'], 2 configs, 0 keys with a choice>",
+        f"{kernel}['n', 'FLAG'], 2 configs, 1 key with a choice>",
+        f"{kernel}['n', 'FLAG'], 2 configs, 1 key with a choice and 1 without>",
+        f"{kernel}'auto', 1 config, 0 keys with a choice>",
+    ]

@@ -17,6 +17,8 @@ import errno
 import os
 import platform
 import random
+import struct
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +37,9 @@ Identity = tuple[int, int] | None
 
 #: Beside `safetune.db`: the file whose bytes are the locks of keys.
 KEY_LOCKS = ".keys.lock"
+
+#: `struct flock` of Linux: the kind of lock, what the start counts from, start, length, process.
+_FLOCK = "hhqqi"
 
 #: What `lockf` says of a byte that another process has locked.
 _LOCKED = (errno.EAGAIN, errno.EACCES)
@@ -70,7 +75,7 @@ def try_lock(database: Path, name: str) -> KeyLock | None:
         raise OSError(errno.ENOSYS, "this platform has no record locks")
     with _mutex:
         file = _opened(_path(database))
-        byte = int(encoding.digest(name)[:16], 16) >> 2
+        byte = _byte(name)
         if (file, byte) in _held:
             return None
         try:
@@ -81,6 +86,24 @@ def try_lock(database: Path, name: str) -> KeyLock | None:
             raise
         lock = _held[file, byte] = KeyLock(file, byte)
         return lock
+
+
+def holder(database: Path, name: str) -> int:
+    """Return the number of the process that has locked a name; 0 where that is not known."""
+    if fcntl is None or sys.platform != "linux":
+        return 0
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _byte(name), 1, 0)
+    with contextlib.suppress(OSError), _mutex:
+        file = _opened(_path(database))
+        if (file, _byte(name)) in _held:
+            return os.getpid()
+        answer = struct.unpack(_FLOCK, fcntl.fcntl(_descriptors[file], fcntl.F_GETLK, asked))
+        return 0 if answer[0] == fcntl.F_UNLCK else max(0, answer[-1])
+    return 0
+
+
+def _byte(name: str) -> int:
+    return int(encoding.digest(name)[:16], 16) >> 2
 
 
 def locked(database: Path | None, names: Iterable[str]) -> set[str]:

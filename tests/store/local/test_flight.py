@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import signal
 import sqlite3
 import struct
@@ -307,6 +308,25 @@ def test_two_tunings_that_want_each_others_key_end_with_the_wait(store: Store) -
         thread.join(60)
     assert len(ends) == 2
     assert "busy" in ends, "the other may have it after that"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another system does not say who has a lock")
+def test_a_wait_tells_which_process_it_waits_for(store: Store, other_process: Any) -> None:
+    """By its number, also in the log and where the wait is over; and that it waits no longer."""
+    wanted, told = request(), list[str]()
+    child = other_process(wanted.key.digest)
+    budget = WaitBudget(0.1, waited=Waited(), tell=told.append)
+    kernel = wanted.key.kernel.name
+    doing = f"process {child.pid}, which tunes {kernel} for {wanted.key}"
+    with pytest.raises(Busy, match=re.escape(doing)), elect_local(wanted, store, budget):
+        pass
+    assert (set(told[:-1]), told[-1]) == ({doing}, "")
+    assert locks.holder(store.path, wanted.key.digest) == child.pid
+    child.kill()
+    child.wait()
+    assert locks.holder(store.path, wanted.key.digest) == 0
+    with elect_local(wanted, store, budget):
+        assert locks.holder(store.path, wanted.key.digest) == os.getpid()
 
 
 def test_one_process_of_a_machine_compiles(store: Store, other_process: Any) -> None:
