@@ -343,7 +343,7 @@ class TestCommandLine:
         for name, command in main.commands.items():
             assert command.help, name
             for parameter in command.params:
-                if parameter.param_type_name == "option":
+                if parameter.param_type_name == "option" and not parameter.hidden:
                     assert getattr(parameter, "help", None), (name, parameter.name)
                     assert set(parameter.opts) <= rows, (name, parameter.opts)
 
