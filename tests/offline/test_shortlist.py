@@ -49,7 +49,7 @@ tables = st.lists(
 
 
 @given(tables, st.sampled_from([0.0, 0.006, 0.03]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_list_that_is_shorter_or_of_this_length_and_faster_keeps_all_keys(
     times: list[dict[str, float]], within: float
 ) -> None:

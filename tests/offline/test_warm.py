@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tests.conftest import FreshProcess
 
 PROGRAMS = Path(__file__).with_name("programs")
-KERNELS = PROGRAMS / "warm_kernels.py"
 COMPILED = {"TRITON_INTERPRET": None, "SAFETUNE_MODE": "frozen"}
 
 CHOSEN = [
@@ -38,14 +37,25 @@ def card(fresh_process: FreshProcess) -> Any:
     return run
 
 
+#: Each line of arguments is a command; what it prints is one document of a list.
+COMMANDS = """
+import json, sys
+from click.testing import CliRunner
+from safetune.cli import main
+results = [CliRunner().invoke(main, [*line.split(), "--json"]) for line in sys.argv[1:]]
+assert not any(result.exit_code for result in results), [r.stderr for r in results]
+print(json.dumps([json.loads(result.stdout) for result in results]))
+"""
+
+
 @pytest.fixture
 def warm(fresh_process: FreshProcess) -> Any:
-    """`safetune warm` in a process that has no GPU and interprets nothing."""
+    """`safetune warm …`, several in a process that has no GPU and interprets nothing."""
 
-    def run(*words: object, code: int = 0) -> Any:
-        main = "import sys; from safetune.cli import main; sys.argv[0] = 'safetune'; main()"
-        done = fresh_process(main, "warm", *words, "--json", env=COMPILED, cwd=PROGRAMS, warm=True)
-        assert done.returncode == code, done.stderr
+    def run(*lines: str) -> Any:
+        words = [f"warm {line}" for line in lines]
+        done = fresh_process(COMMANDS, *words, env=COMPILED, cwd=PROGRAMS, warm=True)
+        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     return run
@@ -56,25 +66,29 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
 ) -> None:
     card("store", SAFETUNE_MODE="tune", TRITON_CACHE_DIR=str(tmp_path))
 
-    declared = warm(KERNELS, "--dtype", "float16", "--device", "h100")
+    declared, recorded, again = warm(
+        "warm_kernels.py --dtype float16 --device h100",
+        "--recorded warm_kernels:fill",
+        "warm_kernels.py --dtype float16",
+    )
     assert [(c["call"], c["config"], c["origin"]) for c in declared["compiled"]] == CHOSEN
     assert {c["device"] for c in declared["compiled"]} == {"NVIDIA H100 80GB HBM3"}
     assert not any(c["error"] for c in declared["compiled"])
     assert declared["not_reached"] == {}
 
-    (call,) = warm("--recorded", "warm_kernels:fill")["compiled"]
+    (call,) = recorded["compiled"]
     assert (call["call"], call["origin"]) == ("N=20 float32", "fallback")
     assert not call["was_there"]
+    assert all(c["was_there"] for c in again["compiled"])
 
     found = {file.name.partition(".")[0] for file in triton_cache_dir.rglob("*.so")}
     assert "cuda_utils" in found, "what Triton's driver has a C compiler make is there, too"
 
-    first = card("launch")
+    first, loaded = card("launch")
     assert first["launched"] == ["add_one 4", "add_one 2", "fill 4"]
     assert first["compilations"] == [True, True, True], "each was found in the disk cache"
     assert len(first["hooks"]) == 3, "Triton calls this hook for what it finds there, too"
 
-    loaded = card("preload")
     assert loaded["launched"] == first["launched"]
     assert loaded["compilations"] == [True, True, True]
     assert loaded["hooks"] == [], "none after `preload`, as for a server that refuses compilations"

@@ -1,9 +1,10 @@
 """A card that is not there: launches go to a list, and everything before them is Triton's own.
 
-    python card.py store | launch | preload
+    python card.py store | launch
 
 `store` puts a choice for each workload into the store, as a tuning would, and records a call;
-`launch` and `preload` launch all of them, and print what Triton has told its hooks.
+`launch` launches all of them, then forgets all binaries, preloads them and launches again; it
+prints what Triton has told its hooks in both.
 """
 
 # ruff: noqa: E402
@@ -23,8 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import safetune
+from safetune import triton_compile
 from safetune.config import config_digest, config_record
 from safetune.isolation import backend
+from safetune.keys.kernel_digest import base_function
 from safetune.offline import tasks
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -84,17 +87,27 @@ def launch():
     warm_kernels.record_fill()
 
 
-compilations, hooks = [], []
-knobs.compilation.listener = lambda *, cache_hit, **_: compilations.append(cache_hit)
+def watched(*preloaded):
+    """Launch all, and return what was seen meanwhile."""
+    compilations, hooks = [], []
+    launched.clear()
+    knobs.compilation.listener = lambda *, cache_hit, **_: compilations.append(cache_hit)
+    loaded = safetune.preload(*preloaded, dtypes=["float16"]) if preloaded else 0
+    knobs.runtime.jit_post_compile_hook = lambda **event: hooks.append(event["fn"].name)
+    launch()
+    knobs.runtime.jit_post_compile_hook = None
+    found = {"compilations": compilations, "hooks": hooks, "launched": list(launched)}
+    return {**found, "loaded": loaded}
+
+
+kernels = (warm_kernels.add_one, warm_kernels.fill)
 if sys.argv[1] == "store":
     store()
     os.environ["SAFETUNE_MODE"] = "record"
     warm_kernels.record_fill()
 else:
-    loaded = 0
-    if sys.argv[1] == "preload":
-        loaded = safetune.preload(warm_kernels.add_one, warm_kernels.fill, dtypes=["float16"])
-    knobs.runtime.jit_post_compile_hook = lambda **event: hooks.append(event["fn"].name)
-    launch()
-    found = {"compilations": compilations, "hooks": hooks, "launched": launched, "loaded": loaded}
-    print(json.dumps(found))
+    first = watched()
+    for kernel in tasks.find_kernels(dict(enumerate(kernels))):
+        triton_compile.forget_binaries(base_function(kernel.tuner.fn)[0])
+        kernel.tuner.forget_launches()
+    print(json.dumps([first, watched(*kernels)]))
