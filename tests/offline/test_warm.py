@@ -43,8 +43,7 @@ import json, sys
 from click.testing import CliRunner
 from safetune.cli import main
 results = [CliRunner().invoke(main, [*line.split(), "--json"]) for line in sys.argv[1:]]
-assert not any(result.exit_code for result in results), [r.stderr for r in results]
-print(json.dumps([json.loads(result.stdout) for result in results]))
+print(json.dumps([{**json.loads(r.stdout), "code": r.exit_code} for r in results]))
 """
 
 
@@ -66,11 +65,13 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
 ) -> None:
     card("store", SAFETUNE_MODE="tune", TRITON_CACHE_DIR=str(tmp_path))
 
-    declared, recorded, again = warm(
+    declared, recorded, again, failed = warm(
         "warm_kernels.py --dtype float16 --device h100",
         "--recorded warm_kernels:fill",
         "warm_kernels.py --dtype float16",
+        "--recorded warm_kernels:broken",
     )
+    assert [each["code"] for each in (declared, recorded, again, failed)] == [0, 0, 0, 1]
     assert [(c["call"], c["config"], c["origin"]) for c in declared["compiled"]] == CHOSEN
     assert {c["device"] for c in declared["compiled"]} == {"NVIDIA H100 80GB HBM3"}
     assert not any(c["error"] for c in declared["compiled"])
@@ -80,6 +81,10 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
     assert (call["call"], call["origin"]) == ("N=20 float32", "fallback")
     assert not call["was_there"]
     assert all(c["was_there"] for c in again["compiled"])
+
+    (error,) = (c["error"] for c in failed["compiled"])
+    assert error.startswith("compile_error"), error
+    assert "too small" in error
 
     found = {file.name.partition(".")[0] for file in triton_cache_dir.rglob("*.so")}
     assert "cuda_utils" in found, "what Triton's driver has a C compiler make is there, too"

@@ -9,6 +9,7 @@ prints what Triton has told its hooks in both.
 
 # ruff: noqa: E402
 
+import contextlib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ import torch
 import warm_kernels
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
 import safetune
@@ -105,6 +107,8 @@ if sys.argv[1] == "store":
     store()
     os.environ["SAFETUNE_MODE"] = "record"
     warm_kernels.record_fill()
+    with contextlib.suppress(CompilationError):
+        warm_kernels.record_broken()
 else:
     first = watched()
     for kernel in tasks.find_kernels(dict(enumerate(kernels))):

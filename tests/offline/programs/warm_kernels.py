@@ -56,3 +56,14 @@ def fill(x, N, BLOCK: tl.constexpr):
 
 def record_fill(device="cpu"):
     fill[(1,)](torch.zeros(40, device=device)[3:], 20)
+
+
+@safetune(configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 16})], key=["N"])
+@triton.jit
+def broken(x, N, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK > 64, "too small")
+    tl.store(x + tl.arange(0, BLOCK), 1, mask=tl.arange(0, BLOCK) < N)
+
+
+def record_broken(device="cpu"):
+    broken[(1,)](torch.zeros(40, device=device), 20)
