@@ -55,10 +55,10 @@ def declared_digest(configs: Iterable[Config]) -> str:
 
 
 def config_text(config: Config) -> str:
-    """Return a config as text: its kwargs, then the options that are not defaults."""
+    """Return a config as text: its kwargs by name, then the options that are not defaults."""
     options = {name: getattr(config, name, None) for name in ("maxnreg", "ir_override")}
     parts = {
-        **config.kwargs,
+        **{name: config.kwargs[name] for name in sorted(config.kwargs)},
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         **({"num_ctas": config.num_ctas} if config.num_ctas != 1 else {}),

@@ -90,6 +90,7 @@ class Mark(str, Enum):
     OUTVOTED: of configs that disagree, the choice was made among others.
     SAME_AS: compiled to the same code as another config, which was run for both.
     SEARCHED: of a choice: it was made among some of the configs, because a budget ended the search.
+    FIRST: the first of the configs that were declared, which Triton would launch untuned.
     """
 
     CONTENDED = "contended"
@@ -99,6 +100,7 @@ class Mark(str, Enum):
     OUTVOTED = "outvoted"
     SAME_AS = "same_as"
     SEARCHED = "searched"
+    FIRST = "first"
 
     def of(self, reason: str) -> str:
         """Return this mark with a reason."""
@@ -111,7 +113,7 @@ class Mark(str, Enum):
 
 
 #: Marks that say nothing of the time.
-_OF_RESULTS = (Mark.UNOWNED, Mark.DISPUTED, Mark.OUTVOTED, Mark.SAME_AS)
+_OF_RESULTS = (Mark.UNOWNED, Mark.DISPUTED, Mark.OUTVOTED, Mark.SAME_AS, Mark.FIRST)
 
 
 @dataclass(frozen=True)

@@ -107,16 +107,20 @@ def main() -> None:
 
 # After the debug option, which is on each command.
 from safetune.cli import moving, stored  # noqa: E402
+from safetune.cli.clear import clear  # noqa: E402
 from safetune.cli.coverage import coverage_command  # noqa: E402
 from safetune.cli.doctor import doctor  # noqa: E402
 from safetune.cli.lint import lint_command  # noqa: E402
+from safetune.cli.listing import list_choices  # noqa: E402
 from safetune.cli.prune import prune_command  # noqa: E402
 from safetune.cli.run import run_command  # noqa: E402
+from safetune.cli.show import show  # noqa: E402
 from safetune.cli.tune import tune_command  # noqa: E402
 from safetune.cli.verify import verify_command  # noqa: E402
 from safetune.cli.warm import warm_command  # noqa: E402
 
 for _command in (
+    clear,
     coverage_command,
     doctor,
     prune_command,
@@ -125,7 +129,8 @@ for _command in (
     verify_command,
     warm_command,
     lint_command,
-    *(stored.list_choices, stored.show, stored.path, stored.stats, stored.clear, stored.gc),
+    *(list_choices, show, stored.path, stored.stats, stored.gc),
     *(moving.export, moving.import_, moving.merge, moving.pack),
 ):
     main.add_command(debug_option(_command))
+main.add_command(show, "explain")

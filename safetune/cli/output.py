@@ -16,7 +16,7 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,14 @@ from rich.table import Table
 from rich.text import Text
 
 from safetune.errors import PhantomKeyWarning, SafetuneError
-from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
 from safetune.messages import logger, prefix
-from safetune.outcome import Mark, Outcome, Timing, Verdict, duration
+from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.store import AGREED, IMPORTED
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _KERNELS = str(Path(_PACKAGE) / "kernels")
-
-#: (config as text, outcome, whether it is the choice)
-Row = tuple[str, Outcome, bool]
 
 #: Triton's compile errors begin with a location in the kernel's source and end with the reason.
 _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
@@ -141,19 +137,10 @@ def examples(*lines: str) -> str:
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """A choice without a trial in this store: it was made elsewhere."""
-
-    config: str
-    origin: str
-    median_ms: float
-
-    @property
-    def words(self) -> str:
-        """Where it is from, for people."""
-        known = {"": "no trial stored", IMPORTED: "imported", AGREED: "agreed on in sync()"}
-        return known.get(self.origin) or f"from {_DIGEST.sub('', self.origin)}"
+def source_words(origin: str) -> str:
+    """Return where a choice is from, for people; `origin` is as `Store.origin` returns it."""
+    known = {"": "measured here", IMPORTED: "imported", AGREED: "agreed on in sync()"}
+    return known.get(origin) or f"from {_DIGEST.sub('', origin)}"
 
 
 def stdout_console() -> Console:
@@ -173,31 +160,6 @@ class _Console(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)
-
-
-def print_outcomes(
-    console: Console, title: str, rows: Sequence[Row], elsewhere: Elsewhere | None = None
-) -> None:
-    """Print one row per config, the choice starred, and below the table the reasons of failures.
-
-    A choice that was made elsewhere is the first row.
-    """
-    best = min((o.timing.median_ms for _, o, _ in rows if o.ok and o.timing), default=0.0)
-    table = empty_table(title, "config", "verdict", "median", "p20-p80", "ratio")
-    if elsewhere is not None:
-        median = duration(elsewhere.median_ms)
-        table.add_row(f"* {elsewhere.config}", elsewhere.words, median, style="green")
-    for config, outcome, chosen in rows:
-        style = "green" if chosen else None if outcome.ok else "red"
-        name = f"* {config}" if chosen else f"  {config}"
-        label = outcome.label + " (disputed)" * outcome.marked(Mark.DISPUTED)
-        table.add_row(name, label, *_times(outcome, best), style=style)
-    console.print(table)
-    for config, outcome, chosen in rows:
-        if not outcome.ok and outcome.message:
-            console.print(f"  {config}: {_reason(outcome.message)}")
-        elif chosen and (dispute := Mark.DISPUTED.reason_in(outcome.marks)):
-            console.print(f"  {config}: its result is disputed: {dispute}")
 
 
 def empty_table(title: str, *headings: str) -> Table:
@@ -237,17 +199,29 @@ def outcome_in(data: Mapping[str, Any]) -> Outcome:
 _OPTIONS = {"num_warps": None, "num_stages": None, "num_ctas": 1, "maxnreg": None}
 
 
-def config_words(record: Mapping[str, Any]) -> str:
-    """Return a stored config as text: its kwargs, then its launch options."""
-    kwargs = {name: readable(record[name]) for name in record if name not in _OPTIONS}
+def readable_config(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return a stored config's kwargs by name, then its launch options, as people read them."""
+    kwargs = {name: record[name] for name in sorted(record) if name not in _OPTIONS}
     hooked = kwargs.pop("pre_hook", None) is not None
     options = {
         name: record[name]
         for name, default in _OPTIONS.items()
         if record.get(name, default) != default
     }
-    words = [f"{name}={value}" for name, value in (kwargs | options).items()]
-    return " ".join(words + ["with a pre_hook"] * hooked)
+    found = {name: str(readable(value)) for name, value in (kwargs | options).items()}
+    return found | ({"pre_hook": "yes"} if hooked else {})
+
+
+def config_words(record: Mapping[str, Any]) -> str:
+    """Return a stored config as text."""
+    return " ".join(f"{name}={value}" for name, value in readable_config(record).items())
+
+
+def readable_call(call: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a stored key by name, and the dtypes, as people read them."""
+    dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
+    values = {name: str(readable(value)) for name, value in call["values"]}
+    return values | ({"dtype": dtypes} if dtypes else {})
 
 
 def call_words(call: Mapping[str, Any]) -> str:
@@ -279,14 +253,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else noun + 's'}"
 
 
-def _reason(message: str) -> str:
+def one_reason(message: str) -> str:
+    """Return the line of a failure's message that says why."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if _TRITON_LOCATION.match(lines[0]) else lines[0]
-
-
-def _times(outcome: Outcome, best: float) -> tuple[str, str, str]:
-    timing = outcome.timing
-    if not outcome.ok or timing is None:
-        return "", "", ""
-    spread = f"{duration(timing.p20_ms)} - {duration(timing.p80_ms)}"
-    return duration(timing.median_ms), spread, f"{timing.median_ms / best:.2f}"

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from safetune.cli import workers
 from safetune.cli.output import (
-    Elsewhere,
-    Row,
+    config_words,
     counted,
     date,
     echo,
     outcome_data,
     print_json,
-    print_outcomes,
+    source_words,
     stdout_console,
 )
+from safetune.cli.trials import Row, Summary, failures, print_summary, print_trials
+from safetune.errors import NoWorkingConfig
+from safetune.outcome import Mark, Outcome
 
 if TYPE_CHECKING:
+    from triton import Config
+
     from safetune.offline.plan import Planned
     from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Turn
+    from safetune.offline.tasks import Task
     from safetune.tuning.requests import TuningResult
 
 OF_TITLE = ("kernel", "shape", "dtype")
@@ -31,10 +38,16 @@ class Report:
     """The finished tunings, printed at the end."""
 
     def __init__(
-        self, allow_disputed: bool, tell: Callable[[workers.Event], None] | None = None
+        self,
+        allow_disputed: bool,
+        everything: bool = False,
+        tell: Callable[[workers.Event], None] | None = None,
     ) -> None:
-        """Collect; a worker has a function that tells its parent."""
+        """Collect; with `everything`, print every config; a worker has a function that tells its
+        parent.
+        """
         self._allow_disputed = allow_disputed
+        self._everything = everything
         self._tell = tell
         self.tuned: list[workers.Tuned] = []
         self.left_out: list[LeftOut] = []
@@ -60,85 +73,139 @@ class Report:
         facts = self.tuned[-1][0]
         if len(self.tuned) > known or event["facts"]["measured"]:
             words = "  ".join(facts[each] for each in (*OF_TITLE, "choice") if facts[each])
-            echo(f"{len(self.tuned)}/{self._planned} {name}: {words}  ({_news(facts)})", err=True)
+            news = _news(facts) or f"{facts['measured']} measured"
+            echo(f"{len(self.tuned)}/{self._planned} {name}: {words}  ({news})", err=True)
 
-    def add(
+    def add(self, turn: Turn[Planned], result: TuningResult) -> None:
+        """Note a finished tuning, also of another shard."""
+        from safetune.config import config_record
+        from safetune.offline.tasks import open_tuning_store
+
+        stored, config = result.stored, config_record(result.choice)
+        facts: dict[str, Any] = {"choice": config_words(config), "disputed": stored.dispute}
+        facts |= {"created": stored.created, "phases": dict(result.phases)}
+        facts |= {"config": config, "median_ms": stored.median_ms}
+        facts["origin"] = open_tuning_store().origin(stored)
+        self._add(turn, facts, result.outcomes, result.measured, result.choice)
+
+    def add_failed(self, turn: Turn[Planned], task: Task, error: NoWorkingConfig) -> None:
+        """Note a tuning without a working config."""
+        from safetune.config import config_text
+
+        declared = {config_text(config): config for config in task.kernel.tuner.configs}
+        outcomes = [(declared[text], o) for text, o in error.outcomes if text in declared]
+        facts: dict[str, Any] = {"choice": None, "disputed": "", "created": None, "phases": {}}
+        self._add(turn, facts, outcomes, error.measured)
+
+    def _add(
         self,
         turn: Turn[Planned],
-        rows: list[Row],
+        facts: Mapping[str, Any],
+        outcomes: Iterable[tuple[Config, Outcome]],
         measured: int,
-        result: TuningResult | None = None,
+        choice: Config | None = None,
     ) -> None:
-        """Note a finished tuning; without a result no config works.
-
-        A shard notes its own, and what it has tuned; a worker all: the one that has tuned a key may
-        have died before it could tell.
+        """A shard notes its own, and what it has tuned; a worker all: the one that has tuned a key
+        may have died before it could tell.
         """
         if not (measured or turn.is_own or self._tell):
             return
-        from safetune.config import config_text
-        from safetune.offline.tasks import open_tuning_store
-
         sketch = turn.item.sketch
-        facts: dict[str, Any] = {name: getattr(sketch, name) for name in OF_TITLE}
-        facts |= {"device": sketch.request.key.device.name, "key": turn.item.key}
-        facts |= {"measured": measured, "choice": None, "disputed": ""}
-        facts["created"] = None if result is None else result.stored.created
-        facts["phases"] = {} if result is None else dict(result.phases)
-        elsewhere = None
-        if result is not None:
-            choice, stored = config_text(result.choice), result.stored
-            facts |= {"choice": choice, "disputed": stored.dispute}
-            if not any(chosen for _, _, chosen in rows):
-                origin = open_tuning_store().origin(stored)
-                elsewhere = Elsewhere(choice, origin, stored.median_ms)
-        self.tuned.append((facts, rows, elsewhere))
+        names = {name: getattr(sketch, name) for name in OF_TITLE}
+        names |= {"device": sketch.request.key.device.name, "key": turn.item.key}
+        of_turn = {**names, "measured": measured, **facts}
+        self.tuned.append((of_turn, list(_rows(outcomes, choice))))
         if self._tell is not None:
             self._tell(workers.event_of(self.tuned[-1]))
 
     def print(self, as_json: bool) -> int:
         """Print everything; return the exit code."""
-        tunings = [tuning for tuning, _, _ in self.tuned]
-        measured = sum(tuning["measured"] for tuning in tunings)
+        tunings = [tuning for tuning, _ in self.tuned]
         failed = sum(tuning["choice"] is None for tuning in tunings)
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
-        every_left_out: list[LeftOut | workers.LeftOut] = [*self.left_out, *self._told]
-        nothing = every_left_out and not tunings
-        code = 1 if failed or nothing or (disputed and not self._allow_disputed) else 0
-        if self._tell is not None:
-            return code
-        if as_json:
-            trials = [
-                {
-                    **{name: tuning[name] for name in OF_TITLE},
-                    "config": config,
-                    "chosen": chosen,
-                    **outcome_data(outcome),
-                }
-                for tuning, rows, _ in self.tuned
-                for config, outcome, chosen in rows
-            ]
-            left_out = [{"call": left.words, "reason": left.reason} for left in every_left_out]
-            data = {"measured": measured, "tunings": tunings, "trials": trials}
-            print_json({**data, "left_out": left_out})
-            return code
-        console = stdout_console()
-        alike = len({tuning["device"] for tuning in tunings}) == 1
-        for tuning, rows, elsewhere in self.tuned:
-            names = OF_TITLE if alike else (*OF_TITLE, "device")
-            title = "  ".join((*(tuning[name] for name in names), f"({_news(tuning)})"))
-            print_outcomes(console, title, rows, elsewhere)
-        already = sum(_is_already_tuned(tuning) for tuning in tunings)
+        left_out: list[LeftOut | workers.LeftOut] = [*self.left_out, *self._told]
+        nothing = left_out and not tunings
+        if self._tell is None and as_json:
+            print_json(self._data(left_out))
+        elif self._tell is None:
+            self._print(stdout_console(), failed, disputed)
+            for left in left_out:
+                echo(f"not tuned: {left.words}: {left.reason}")
+        return 1 if failed or nothing or (disputed and not self._allow_disputed) else 0
+
+    def _data(self, left_out: Iterable[LeftOut | workers.LeftOut]) -> dict[str, Any]:
+        trials = [
+            {
+                **{name: tuning[name] for name in OF_TITLE},
+                "config": config_words(row.config),
+                "chosen": row.chosen,
+                **outcome_data(row.outcome),
+            }
+            for tuning, rows in self.tuned
+            for row in rows
+        ]
+        return {
+            "measured": self._measured,
+            "tunings": [tuning for tuning, _ in self.tuned],
+            "trials": trials,
+            "left_out": [{"call": left.words, "reason": left.reason} for left in left_out],
+        }
+
+    @property
+    def _measured(self) -> int:
+        return sum(tuning["measured"] for tuning, _ in self.tuned)
+
+    def _print(self, console: Console, failed: int, disputed: int) -> None:
+        if self._everything:
+            for tuning, rows in self.tuned:
+                _print_all(console, tuning, rows)
+        else:
+            for kernel in dict.fromkeys(tuning["kernel"] for tuning, _ in self.tuned):
+                of_kernel = [each for each in self.tuned if each[0]["kernel"] == kernel]
+                devices = {tuning["device"] for tuning, _ in of_kernel}
+                names = ("shape", "dtype", "device")[: 2 + (len(devices) > 1)]
+                print_summary(console, kernel, [_summary(*each, names) for each in of_kernel])
+        verdicts = failures([row for _, rows in self.tuned for row in rows])
+        if verdicts:
+            causes = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+            hint = "" if self._everything else "; --all says why"
+            console.print(f"configs that failed: {causes}{hint}")
+        known = sum(_is_already_tuned(tuning) for tuning, _ in self.tuned)
         console.print(
-            f"{counted(len(tunings), 'tuning')}, {counted(measured, 'config')} measured"
-            + (f", {already} already tuned" if already else "")
+            f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
+            + (f", {known} already tuned (--force to measure again)" if known else "")
             + (f", {failed} without a working config" if failed else "")
             + (f", {disputed} with a disputed result" if disputed else "")
             + (f", {self.left} left to other shards" if self.left else "")
         )
-        for left in every_left_out:
-            console.print(f"not tuned: {left.words}: {left.reason}")
-        return code
+
+
+def _print_all(console: Console, tuning: Mapping[str, Any], rows: list[Row]) -> None:
+    note = _note(tuning, rows) or f"{tuning['measured']} measured"
+    names = "  ".join(tuning[name] for name in OF_TITLE)
+    console.print(f"{names}  ({note})", style="bold", soft_wrap=True)
+    if tuning["choice"] and not any(row.chosen for row in rows):
+        print_summary(console, "", [_summary(tuning, rows)])
+    print_trials(console, rows)
+
+
+def _summary(
+    tuning: Mapping[str, Any], rows: list[Row], names: Iterable[str] = OF_TITLE
+) -> Summary:
+    call = {name: str(tuning[name]) for name in names}
+    note = _note(tuning, rows)
+    if tuning["choice"] is None:
+        return Summary(call, rows, None, note=note)
+    return Summary(call, rows, tuning["config"], tuning["median_ms"], note)
+
+
+def _note(tuning: Mapping[str, Any], rows: list[Row]) -> str:
+    if tuning["choice"] is None:
+        return "no config works"
+    made_here = any(row.chosen for row in rows)
+    source = "" if made_here else source_words(tuning["origin"])
+    disputed = "disputed" if tuning["disputed"] else ""
+    return ", ".join(filter(None, (_news(tuning), source, disputed)))
 
 
 def _is_already_tuned(tuning: Mapping[str, Any]) -> bool:
@@ -146,7 +213,14 @@ def _is_already_tuned(tuning: Mapping[str, Any]) -> bool:
 
 
 def _news(tuning: Mapping[str, Any]) -> str:
-    """What this run did for a tuning."""
-    if not _is_already_tuned(tuning):
-        return f"{tuning['measured']} measured"
-    return f"already tuned {date(tuning['created'])}, --force to measure again"
+    """When it was tuned, if before this command."""
+    return f"already tuned {date(tuning['created'])}" if _is_already_tuned(tuning) else ""
+
+
+def _rows(outcomes: Iterable[tuple[Config, Outcome]], choice: Config | None) -> Iterator[Row]:
+    """Yield what is printed of outcomes, which are in the order of the declared configs."""
+    from safetune.config import config_record
+
+    for number, (config, outcome) in enumerate(outcomes):
+        marked = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (number == 0))
+        yield Row(config_record(config), marked, config is choice)

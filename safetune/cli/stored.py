@@ -1,4 +1,4 @@
-"""`safetune list`, `show`, `path`, `clear`, `stats` and `gc`: the contents of the store.
+"""`safetune path`, `stats` and `gc`, and how every command opens the store.
 
 No command here creates a database; where there is no file, the store is empty.
 """
@@ -6,7 +6,6 @@ No command here creates a database; where there is no file, the store is empty.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from dataclasses import asdict
 from importlib import metadata
@@ -15,34 +14,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli.output import (
-    Elsewhere,
-    call_words,
-    config_words,
     counted,
     echo,
-    empty_table,
     examples,
     moment,
-    outcome_data,
     print_json,
-    print_outcomes,
-    stdout_console,
 )
 from safetune.errors import SafetuneError, StoreError, TargetError
-from safetune.outcome import duration
 from safetune.settings import Settings, display_url, parse_size
-from safetune.store.records import StoredChoice
 
 if TYPE_CHECKING:
     from safetune.store.local.db_files import Location
     from safetune.store.local.store import Store
-    from safetune.store.records import TrialRecord
     from safetune.store.shared.files import Directory
 
 #: How many kernels an error names.
 _MOST_NAMES = 20
 
-_DAY_S = 86_400.0
+DAY_S = 86_400.0
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
@@ -60,73 +49,6 @@ def _kernel_names(_: click.Context, __: click.Parameter, incomplete: str) -> lis
 kernel_argument = click.argument("kernel", shell_complete=_kernel_names)
 
 
-@click.command("list", epilog=examples("safetune list", "safetune list --json"))
-@json_option
-def list_choices(as_json: bool) -> None:
-    """List the stored choices, one row per kernel, arguments and device."""
-    stored = open_store().choices()
-    if as_json:
-        print_json([_choice_data(entry) for entry in stored])
-        return
-    console = stdout_console()
-    if not stored:
-        console.print("No choice is stored yet; run `safetune tune` first.")
-    by_device = itertools.groupby(stored, lambda e: (e.key.kernel_name, e.key.device["name"]))
-    for (kernel, device), entries in by_device:
-        table = empty_table(f"{kernel}  on {device}", "arguments", "choice", "median")
-        for entry in entries:
-            table.add_row(
-                call_words(entry.key.call),
-                config_words(entry.choice.config) + " (disputed)" * bool(entry.choice.dispute),
-                duration(entry.choice.median_ms),
-            )
-        console.print(table)
-
-
-@click.command("show", epilog=examples("safetune show add_kernel"))
-@kernel_argument
-@json_option
-def show(kernel: str, as_json: bool) -> None:
-    """Show the verdict and the time of every config of KERNEL.
-
-    Prints one table per key. For a config that was tried more than once, it shows the last trial.
-    """
-    store = open_store()
-    choices = {entry.key.digest: entry.choice for entry in store.choices(kernel)}
-    stored = [(key, _latest(trials)) for key, trials in store.trials_of(kernel)]
-    if not stored:
-        raise _not_stored(kernel, store)
-    console, shown = stdout_console(), []
-    for key, trials in stored:
-        choice = choices.get(key.digest)
-        digest = choice and choice.config_digest
-        other = None
-        if choice is not None and digest not in {trial.config_digest for trial in trials}:
-            origin = store.origin(choice)
-            other = Elsewhere(config_words(choice.config), origin, choice.median_ms)
-            shown.append(
-                _choice_data(StoredChoice(key, choice)) | {"chosen": True, "origin": origin}
-            )
-        shown += [
-            {
-                "kernel": kernel,
-                "call": key.call,
-                "device": key.device,
-                "config": trial.config,
-                "generation": trial.generation,
-                "chosen": trial.config_digest == digest,
-                **outcome_data(trial.outcome),
-            }
-            for trial in trials
-        ]
-        if not as_json:
-            title = f"{kernel}  {call_words(key.call)}  on {key.device['name']}"
-            rows = [(config_words(t.config), t.outcome, t.config_digest == digest) for t in trials]
-            print_outcomes(console, title, rows, other)
-    if as_json:
-        print_json(shown)
-
-
 @click.command("path", epilog=examples("safetune path"))
 @json_option
 def path(as_json: bool) -> None:
@@ -141,23 +63,6 @@ def path(as_json: bool) -> None:
         echo(warning, err=True)
     if where.database is not None:
         echo(where.database)
-
-
-@click.command("clear", epilog=examples("safetune clear add_kernel"))
-@kernel_argument
-@json_option
-def clear(kernel: str, as_json: bool) -> None:
-    """Delete every trial and choice of KERNEL."""
-    store = open_store()
-    if kernel not in store.kernels():
-        raise _not_stored(kernel, store)
-    count = store.clear(kernel)
-    if shared := shared_directory():
-        shared.forget(kernel)
-    if as_json:
-        print_json({"kernel": kernel, "cleared": count})
-    else:
-        echo(f"cleared {counted(count, 'key')} of {kernel}")
 
 
 @click.command("gc", epilog=examples("safetune gc --older-than 180 --dry-run"))
@@ -195,7 +100,7 @@ def gc(
     if older_than is None and not dead_toolchains and max_size is None:
         raise click.UsageError("give --older-than, --dead-toolchains or --max-size")
     rule = Rule(
-        before=None if older_than is None else time.time() - older_than * _DAY_S,
+        before=None if older_than is None else time.time() - older_than * DAY_S,
         triton=metadata.version("triton") if dead_toolchains else None,
         most_bytes=None if max_size is None else parse_size("--max-size", max_size),
     )
@@ -206,6 +111,8 @@ def gc(
     parts = [counted(getattr(swept, f"{noun}s"), noun) for noun in ("key", "trial", "choice")]
     for count, noun in ((swept.calls, "recorded call"), (swept.files, "damaged database")):
         parts += [counted(count, noun)] * bool(count)
+    if swept.empty:
+        parts[0] += f" ({swept.empty} without a trial)"
     verb = "would delete" if dry_run else "deleted"
     size = "" if dry_run else f"; {swept.bytes_before} bytes before, {swept.bytes_after} now"
     echo(f"{verb} {', '.join(parts)}{size}")
@@ -293,22 +200,8 @@ def open_store(writes: bool = False) -> Store:
     return store
 
 
-def _latest(trials: list[TrialRecord]) -> list[TrialRecord]:
-    """The trial of the highest generation for each config, in the order of the first ones."""
-    ordered = sorted(trials, key=lambda trial: trial.generation)
-    return list({trial.config_digest: trial for trial in ordered}.values())
-
-
-def _choice_data(entry: StoredChoice) -> dict[str, Any]:
-    of_key, of_choice = vars(entry.key), vars(entry.choice)
-    return {
-        "kernel": entry.key.kernel_name,
-        **{name: of_key[name] for name in ("call", "device", "toolchain")},
-        **{n: of_choice[n] for n in ("config", "median_ms", "generation", "created", "marks")},
-    }
-
-
-def _not_stored(kernel: str, store: Store) -> TargetError:
+def not_stored(kernel: str, store: Store) -> TargetError:
+    """Return the error of a kernel that is not stored: it names those that are."""
     stored = store.kernels()
     more = f" and {len(stored) - _MOST_NAMES} more" if len(stored) > _MOST_NAMES else ""
     names = ", ".join(stored[:_MOST_NAMES]) + more

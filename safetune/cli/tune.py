@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     "--allow-disputed", is_flag=True, help="Exit with 0 though the result of a choice is disputed."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be measured, and measure nothing.")
+@click.option("--all", "everything", is_flag=True, help="Print every config, not only the choices.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def tune_command(**given: Any) -> None:
     """Tune the kernels of TARGET and store every outcome.
@@ -100,7 +101,8 @@ def tune_command(**given: Any) -> None:
     options = _Options(**given)
     part = _part(options)
     switched = targets.use_interpreter_without_gpu()
-    report = Report(options.allow_disputed, workers.printer() if options.worker else None)
+    tell = workers.printer() if options.worker else None
+    report = Report(options.allow_disputed, options.everything, tell)
     if (options.devices or options.ray) and not options.dry_run:
         _tune_elsewhere(options, report)
         sys.exit(report.print(options.as_json))
@@ -145,6 +147,7 @@ class _Options:
     zeros: bool
     allow_disputed: bool
     dry_run: bool
+    everything: bool
     as_json: bool
 
     def __post_init__(self) -> None:
@@ -316,7 +319,6 @@ def _tune(
     report: Report,
     budget: WaitBudget | None,
 ) -> None:
-    from safetune.config import config_text
     from safetune.offline.tasks import tune_task
 
     sketch = turn.item.sketch
@@ -326,11 +328,9 @@ def _tune(
     try:
         result = tune_task(task, observe, options.force, budget)
     except NoWorkingConfig as error:
-        failed = [(config, outcome, False) for config, outcome in error.outcomes]
-        report.add(turn, failed, error.measured)
+        report.add_failed(turn, task, error)
     else:
-        rows = [(config_text(c), o, c is result.choice) for c, o in result.outcomes]
-        report.add(turn, rows, result.measured, result)
+        report.add(turn, result)
 
 
 def _check_written() -> None:

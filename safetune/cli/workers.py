@@ -17,13 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from safetune.cli.output import Elsewhere, Row, echo, outcome_data, outcome_in
+from safetune.cli.output import echo, outcome_data, outcome_in
+from safetune.cli.trials import Row
 from safetune.errors import SafetuneError
 from safetune.frozen import dataclass
 
@@ -36,8 +36,8 @@ Event = dict[str, Any]
 _FINISHED = (0, 1)
 
 
-#: A finished tuning: facts, one row for each config, and a choice that was made elsewhere.
-Tuned = tuple[dict[str, Any], list[Row], "Elsewhere | None"]
+#: A finished tuning: facts, and one row for each config.
+Tuned = tuple[dict[str, Any], list[Row]]
 
 
 @dataclass(frozen=True)
@@ -221,16 +221,17 @@ def printer() -> Callable[[Event], None]:
 
 def event_of(tuned: Tuned) -> Event:
     """Return a finished tuning as an event."""
-    facts, rows, elsewhere = tuned
-    trials = [[config, outcome_data(outcome), chosen] for config, outcome, chosen in rows]
-    return {"facts": facts, "trials": trials, "elsewhere": elsewhere and asdict(elsewhere)}
+    facts, rows = tuned
+    trials = [[row.config, outcome_data(row.outcome), row.chosen] for row in rows]
+    return {"facts": facts, "trials": trials}
 
 
 def tuned_in(event: Event) -> Tuned:
     """Return the finished tuning in an event."""
-    rows = [(config, outcome_in(data), chosen) for config, data, chosen in event["trials"]]
-    elsewhere = event["elsewhere"]
-    return event["facts"], rows, Elsewhere(**elsewhere) if elsewhere else None
+    trials = event["trials"]
+    return event["facts"], [
+        Row(config, outcome_in(data), chosen) for config, data, chosen in trials
+    ]
 
 
 def merged(tuned: Sequence[Tuned], new: Tuned) -> list[Tuned]:
@@ -243,4 +244,4 @@ def merged(tuned: Sequence[Tuned], new: Tuned) -> list[Tuned]:
     others = [each for each in tuned if name(each[0]) != name(new[0])]
     best = max([*same, new], key=lambda each: each[0]["measured"])
     measured = sum(each[0]["measured"] for each in (*same, new))
-    return [*others, ({**best[0], "measured": measured}, *best[1:])]
+    return [*others, ({**best[0], "measured": measured}, best[1])]

@@ -139,15 +139,13 @@ class _Tuning:
             self.store.put_trial(*itertools.starmap(self._trial, outcomes.items()))
 
     def _trial(self, config: int, outcome: Outcome) -> TrialRecord:
+        outcome = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (config == 0))
         if outcome.ok and not outcome.judged:
             outcome = replace(outcome, verdict=Verdict.NOT_JUDGED)
+        key, record = self.request.key.digest, config_record(self.request.configs[config])
+        created = self.ended.get(config) or time.time()
         return TrialRecord(
-            key=self.request.key.digest,
-            config_digest=self.digests[config],
-            config=config_record(self.request.configs[config]),
-            generation=self.generation,
-            outcome=outcome,
-            created=self.ended.get(config) or time.time(),
+            key, self.digests[config], record, self.generation, outcome, created=created
         )
 
     def announce(self, config: int, stage: str, outcome: Outcome | None = None) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +77,61 @@ def targets() -> Path:
     return Path(__file__).with_name("targets")
 
 
+#: What a terminal does with its cursor, not what it shows.
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A pseudo-terminal wide enough for the whole line, and what was shown on it."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = pty.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        self._shown = b""
+
+    @property
+    def lines(self) -> list[str]:
+        text = CONTROL.sub("", self._shown.decode(errors="replace"))
+        return re.split(r"[\r\n]+", text)
+
+    def wait_for(self, *words: str) -> str:
+        """Return the first line shown, now or later, that has all the words."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for line in self.lines:
+                if all(word in line for word in words):
+                    return line
+            assert self._read(deadline), f"no line with {words} in:\n" + "\n".join(self.lines)
+
+    def type(self, text: bytes) -> None:
+        """Send what a user types."""
+        os.write(self._ours, text)
+
+    def read_to_the_end(self) -> None:
+        """Read until no process has the terminal open."""
+        os.close(self.theirs)
+        while self._read(time.monotonic() + DEADLINE_S):
+            pass
+
+    def _read(self, deadline: float) -> bool:
+        """Read some more; False at the end, or when nothing came until the deadline."""
+        poll = select.poll()
+        poll.register(self._ours, select.POLLIN)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return False
+        try:
+            data = os.read(self._ours, 65536)
+        except OSError:  # the other side is closed
+            return False
+        self._shown += data
+        return bool(data)
+
+
+@pytest.fixture
+def terminal() -> Terminal:
+    return Terminal()
+
+
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -79,13 +140,17 @@ def start() -> Iterator[Start]:
     """A function that starts `python -m safetune ...` in a session of its own."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def run(*words: object, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    def run(
+        *words: object, env: dict[str, str], terminal: int | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """With a `terminal`, it is standard input, output and error."""
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal) if terminal else {}
+        options = {"stdin": subprocess.DEVNULL, **streams, **options}
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         process = subprocess.Popen(
             [sys.executable, "-m", "safetune", *map(str, words)],
             env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             cwd="/",
-            stdin=subprocess.DEVNULL,
             start_new_session=True,
             **options,
         )

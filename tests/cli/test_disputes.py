@@ -28,7 +28,7 @@ def test_every_command_tells_of_a_disputed_choice(
     allowed = safetune("tune", target, "--allow-disputed")
     assert allowed.exit_code == 0
 
-    assert "(disputed)" in safetune("list").stdout
+    assert safetune("list").stdout.rstrip().endswith("  disputed")
     ((mark,),) = [entry["marks"] for entry in safetune.json("list")]
     assert mark == f"disputed: {REASON}"
     assert f"its result is disputed: {REASON}" in safetune("show", "scale").stdout

@@ -168,7 +168,7 @@ def test_lines_end_at_the_terminal_and_between_words(
     whole = safetune("doctor", "--quick").stdout
     if columns is None:  # not a terminal: a line for each check and each fix
         lines = [line for line in whole.splitlines() if not line.startswith(("ok ", "warn "))]
-        assert all(line.startswith("        -> ") for line in lines[:-1])
+        assert all(line.startswith("      -> ") for line in lines[:-1])
         return
     monkeypatch.setenv("COLUMNS", str(columns))
 

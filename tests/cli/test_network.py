@@ -86,7 +86,7 @@ def test_path_and_stats_say_where_the_database_and_the_shared_choices_are(
 
 
 def test_what_is_cleared_does_not_come_back(home: Path, run: Run) -> None:
-    assert run("clear", "add_kernel")["cleared"] == 1
+    assert run("clear", "add_kernel", "--yes")["cleared"] == 1
     assert run("list") == []
     assert not list(home.rglob("*.json"))
 
@@ -95,7 +95,7 @@ def test_what_is_imported_reaches_the_other_nodes(
     home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("export", str(tmp_path / "packs"))
-    run("clear", "add_kernel")
+    run("clear", "add_kernel", "--yes")
     assert run("import", str(tmp_path / "packs"))["new"] == 1
     (tmp_path / "another").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "another"))

@@ -63,7 +63,7 @@ def test_calls_are_tuned_as_they_were(
         if trials
     }
     store.close()
-    assert marks == {"scale": {"regenerated: x, factors"}, "gather": set()}
+    assert marks == {"scale": {"regenerated: x, factors", "first"}, "gather": {"first"}}
 
     again = safetune.json("tune", "--recorded", "--zeros", "recorded:gather_plain")
 
@@ -72,10 +72,13 @@ def test_calls_are_tuned_as_they_were(
 
     table = safetune("tune", "--recorded")
     assert table.exit_code == 0
-    assert "3 tunings, 0 configs measured, 3 already tuned\n" in table.stdout
+    assert (
+        "3 tunings, 0 configs measured, 3 already tuned (--force to measure again)\n"
+        in table.stdout
+    )
     assert "not tuned: inner for n=64 (float32): recorded:nested" in table.stdout
 
-    assert safetune.json("clear", "scale")["cleared"] == 2
+    assert safetune.json("clear", "scale", "--yes")["cleared"] == 2
     assert safetune.error("tune", "--recorded", "recorded:scale") == (
         "Error: no such call is recorded; run the program with SAFETUNE_MODE=record"
     )

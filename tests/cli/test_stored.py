@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,12 @@ DATABASE = "safetune.db"
 def tuned(safetune: Any, targets: Path) -> dict[str, Any]:
     """What `tune` said of `add_one` at two shapes and of another kernel."""
     return safetune.json("tune", targets / "add.py")
+
+
+def block_of(words: list[str], lines: list[str]) -> int:
+    """The BLOCK of a row, or of all rows of the table of `add_one`."""
+    shared = re.search(r"^all choices: BLOCK=(\d+) ", "\n".join(lines), re.MULTILINE)
+    return int(shared[1] if shared else words[1])
 
 
 @pytest.fixture(autouse=True)
@@ -92,23 +100,66 @@ class TestList:
             assert entry["device"]["name"]
             assert entry["toolchain"]["triton"]
 
-    def test_table(self, safetune: Any, tuned: dict[str, Any]) -> None:
-        """One table for a kernel and device; in a pipe no row is broken."""
+    def test_table(self, safetune: Any, tuned: dict[str, Any], targets: Path) -> None:
+        """One table for a kernel, told by its file and line; in a pipe no row is broken."""
         listed = safetune.json("list")
 
         lines = [line.strip() for line in safetune("list").stdout.splitlines() if line.strip()]
 
-        device = listed[0]["device"]["name"]
-        assert [line for line in lines if " on " in line] == [
-            f"add_one  on {device}",
-            f"kernel  on {device}",
-        ]
-        rows = [line.split() for line in lines if line.startswith("N=")]
-        assert [(row[0], row[2]) for row in rows] == [
-            (f"N={entry['call']['values'][0][1]}", f"BLOCK={entry['config']['BLOCK']}")
-            for entry in listed
-        ]
-        assert [row[1] for row in rows] == [t["dtype"] for t in tuned["tunings"][1:]] + ["float16"]
+        places = list(dict.fromkeys((e["kernel"], e["line"]) for e in listed))
+        titles = [line for line in lines if str(targets) in line]
+        assert titles == [f"{name}  {targets / 'add.py'}:{line}" for name, line in places]
+        first = lines[lines.index(titles[0]) + 2 :]
+        assert first[0] == "all: dtype=float32"
+        assert first[1].endswith("num_warps=4 num_stages=3")
+        today = time.strftime("%Y-%m-%d", time.localtime(listed[0]["created"]))
+        rows = [line.split() for line in lines if line.split()[0] in ("100", "300")]
+        for words, entry in zip(rows[:2], listed[:2], strict=True):
+            assert words[0] == str(entry["call"]["values"][0][1])
+            assert block_of(words, lines) == entry["config"]["BLOCK"]
+            assert words[-4:] == [*duration(entry["median_ms"]).split(), today, "here"]
+
+    def test_filters_and_order(
+        self, safetune: Any, tuned: dict[str, Any], targets: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "other.py").write_text((targets / "add.py").read_text())
+        safetune.json("tune", f"{tmp_path / 'other.py'}:add_one", "--shape", "large")
+
+        def listed(*options: str) -> list[tuple[str, int]]:
+            found = safetune.json("list", *options)
+            return [(entry["kernel"], entry["call"]["values"][0][1]) for entry in found]
+
+        everything = [("add_one", 100), ("add_one", 300), ("kernel", 100)]
+        assert listed() == everything, "kernels of one source are one kernel, in any file"
+        assert listed("--kernel", "kernel") == everything[2:]
+        assert listed("--file", "no_such.py") == []
+        assert listed("--device", "no such device") == []
+        assert listed("--device", safetune.json("list")[0]["device"]["name"].upper()) == everything
+        assert listed("--since", "2099-01-01") == []
+        assert listed("--disputed") == []
+        assert safetune("list", "--disputed").stdout == "No choice matches.\n"
+        times = [entry["median_ms"] for entry in safetune.json("list", "--sort", "time")]
+        assert times == sorted(times)
+        dates = [entry["created"] for entry in safetune.json("list", "--sort", "date")]
+        assert dates == sorted(dates, reverse=True)
+
+    def test_choices_in_packs_are_listed_where_the_store_has_none(
+        self,
+        safetune: Any,
+        tuned: dict[str, Any],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        safetune("export", tmp_path / "packs")
+        safetune("clear", "add_one", "--yes")
+        assert {entry["origin"] for entry in safetune.json("list")} == {"here"}
+        monkeypatch.setenv("SAFETUNE_PACKS", str(tmp_path / "packs"))
+
+        origins = [(entry["kernel"], entry["origin"]) for entry in safetune.json("list")]
+
+        pack = f"pack {tmp_path / 'packs'}"
+        assert origins == [("add_one", pack), ("add_one", pack), ("kernel", "here")]
+        assert f"in the {pack}" in safetune("show", "add_one", "--key", "N=100").stdout
 
     def test_imports_neither_torch_nor_triton(
         self, tuned: dict[str, Any], fresh_process: FreshProcess
@@ -146,30 +197,68 @@ class TestShow:
         assert safetune.json("list") == [], "there is no choice"
 
         shown = safetune.json("show", "add_one")
-        lines = safetune("show", "add_one").stdout.splitlines()
+        lines = safetune("show", "add_one").stdout.splitlines()  # all configs of the one key
 
         assert [(trial["config"]["BLOCK"], trial["label"]) for trial in shown] == [
             (48, shown[0]["verdict"]),
             (64, "died(SIGSEGV)"),
         ]
         assert not any(trial["chosen"] for trial in shown)
-        assert any("BLOCK=64" in line and "died(SIGSEGV)" in line for line in lines)
+        assert any(line.split()[0] == "64" and "died(SIGSEGV)" in line for line in lines if line)
+        assert "choice   no config works" in lines
         assert any("BLOCK=48" in line and "power of 2" in line for line in lines)
 
-    def test_table(self, safetune: Any, tuned: dict[str, Any]) -> None:
-        device = safetune.json("list")[0]["device"]["name"]
-        dtype = tuned["tunings"][1]["dtype"]
+    def test_a_summary_of_several_keys(self, safetune: Any, tuned: dict[str, Any]) -> None:
+        """A row for each: the choice, its time, and the gain over the first config."""
+        trials = [trial for trial in tuned["trials"] if trial["kernel"] == "add_one"]
 
-        lines = [line.rstrip() for line in safetune("show", "add_one").stdout.splitlines()]
+        lines = safetune("show", "add_one").stdout.splitlines()
 
-        titles = [line for line in lines if line.startswith("add_one")]
-        assert titles == [f"add_one  N={count} {dtype}  on {device}" for count in (100, 300)]
-        starred = [line.split()[1] for line in lines if line.strip().startswith("* ")]
-        assert starred == [
-            trial["config"].split()[0]
-            for trial in tuned["trials"]
-            if trial["chosen"] and trial["kernel"] == "add_one"
+        rows = [line.split() for line in lines if line.split()[:1] in (["100"], ["300"])]
+        assert len(rows) == 2
+        for words, (first, second) in zip(rows, (trials[:2], trials[2:]), strict=True):
+            chosen = first if first["chosen"] else second
+            best = chosen["timing"]["median_ms"]
+            assert f"BLOCK={block_of(words, lines)} " in chosen["config"]
+            assert " ".join(words[-4:-2]) == duration(best)
+            assert words[-2] == f"{first['timing']['median_ms'] / best:.2f}x", "over the first"
+        assert not any("*" in line for line in lines)
+
+    def test_everything_about_one_key(self, safetune: Any, tuned: dict[str, Any]) -> None:
+        (one,) = [t for t in safetune.json("list") if t["call"]["values"] == [["N", 300]]]
+        trials = [t for t in tuned["trials"] if (t["kernel"], t["shape"]) == ("add_one", "large")]
+
+        lines = safetune("show", "add_one", "--key", "N=300").stdout.splitlines()
+
+        facts = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
+        assert facts["key"] == "values N=300; dtypes x: float32"
+        assert facts["choice"] == (
+            f"BLOCK={one['config']['BLOCK']} num_warps=4 num_stages=3, {duration(one['median_ms'])}"
+        )
+        assert "measured here, generation 1" in facts["made"]
+        assert "times as fast as the first declared config" in facts["gain"]
+        (other,) = [trial for trial in trials if not trial["chosen"]]
+        assert facts["next"].startswith(f"{other['config']}, ")
+        assert facts["configs"] == "2: 2 timed"
+        heading = next(line for line in lines if "verdict" in line)
+        rows = lines[lines.index(heading) + 2 :]
+        assert [row.startswith("*") for row in rows] == [True, False], "the fastest first"
+        assert rows[0].split()[-1] == "1.00"
+        assert safetune("explain", "add_one", "--key", "N=300").stdout.splitlines() == lines
+
+    def test_python(self, safetune: Any, tuned: dict[str, Any]) -> None:
+        import triton
+
+        listed = [entry for entry in safetune.json("list") if entry["kernel"] == "add_one"]
+
+        source = safetune("show", "add_one", "--python").stdout
+
+        configs = eval(f"[{source}]", {"triton": triton})
+        assert [config.kwargs["BLOCK"] for config in configs] == [
+            entry["config"]["BLOCK"] for entry in listed
         ]
+        assert [(config.num_warps, config.num_stages) for config in configs] == [(4, 3)] * 2
+        assert source.startswith("# add_one for N=100 float32 on ")
 
     @pytest.mark.parametrize("way", ["imported", "shared"])
     def test_a_choice_that_was_made_elsewhere_has_its_time_and_where_it_is_from(
@@ -196,16 +285,18 @@ class TestShow:
             safetune("import", tmp_path / "packs")
 
         told = safetune(*shared).stdout
-        shown = safetune("show", "add_one").stdout
+        shown = safetune("show", "add_one", "--key", "N=100").stdout
 
         block = f"BLOCK={listed[0]['config']['BLOCK']}"
         source = "imported" if way == "imported" else f"from {url}"
-        for text in (told, shown):
-            (row,) = [r for r in text.splitlines() if r.strip().startswith("* ")][:1]
-            assert block in row
-            assert source in row
-            assert row.rstrip().endswith(duration(listed[0]["median_ms"]))
+        time = duration(listed[0]["median_ms"])
+        (row,) = [r for r in told.splitlines() if r.split()[:1] == ["small"]]
+        assert row.split()[2] == block.removeprefix("BLOCK=")
+        assert time in row
+        assert source in row
         assert "1 tuning, 0 configs measured" in told
+        assert f"{block} num_warps=4 num_stages=3, {time}" in shown
+        assert source in shown
         (data, *_) = safetune.json("show", "add_one")
         assert (data["chosen"], data["config"]) == (True, listed[0]["config"])
         assert data["origin"] == ("import" if way == "imported" else url)
@@ -230,16 +321,68 @@ class TestClear:
     def test_one_kernel_is_forgotten_and_measured_again(
         self, safetune: Any, tuned: dict[str, Any], targets: Path
     ) -> None:
-        result = safetune("clear", "add_one")
+        result = safetune("clear", "add_one", "--yes")
 
         assert (result.exit_code, result.stdout) == (0, "cleared 2 keys of add_one\n")
         assert [entry["kernel"] for entry in safetune.json("list")] == ["kernel"]
         again = safetune.json("tune", targets / "add.py")
         assert [tuning["measured"] for tuning in again["tunings"]] == [0, 2, 2]
 
+    def test_without_a_terminal_nothing_is_deleted_unless_yes_is_given(
+        self, safetune: Any, tuned: dict[str, Any]
+    ) -> None:
+        assert safetune.error("clear", "add_one") == (
+            "Error: give --yes to delete 2 keys of add_one"
+        )
+        assert len(safetune.json("list")) == 3
+
+    @pytest.mark.parametrize(("answer", "left"), [(b"n\n", 3), (b"y\n", 1)])
+    def test_a_terminal_is_asked(
+        self,
+        safetune: Any,
+        tuned: dict[str, Any],
+        targets: Path,
+        start: Any,
+        terminal: Any,
+        answer: bytes,
+        left: int,
+    ) -> None:
+        process = start("clear", "add_one", env={}, terminal=terminal.theirs)
+
+        terminal.wait_for("Delete them? [y/N]:")
+        (line,) = [line for line in terminal.lines if "add.py" in line]
+        terminal.type(answer)
+
+        assert process.wait(90) == (0 if left == 1 else 1)
+        assert line.strip().startswith(f"{targets / 'add.py'}: 2 keys on ")
+        assert len(safetune.json("list")) == left
+
+    def test_kernels_of_one_name_in_several_files(
+        self, safetune: Any, tuned: dict[str, Any], targets: Path, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "other.py"
+        other.write_text((targets / "add.py").read_text().replace("+ 1", "+ 2"))
+        safetune.json("tune", f"{other}:add_one", "--shape", "small")
+
+        message = safetune.error("clear", "add_one")
+        one = safetune("clear", "add_one", "--file", "other.py", "--yes")
+
+        assert message.startswith("Error: kernels of 2 files are named add_one: ")
+        assert f"{other}: 1 key on " in message
+        assert message.endswith("Choose one with --file, or give --yes to delete all of them")
+        assert one.stdout == "cleared 1 key of add_one\n"
+        assert {entry["file"] for entry in safetune.json("list")} == {str(targets / "add.py")}
+
+    def test_narrowed_by_device_and_age(self, safetune: Any, tuned: dict[str, Any]) -> None:
+        nothing = "Error: no key of add_one matches these options; `safetune show add_one`"
+
+        assert safetune.error("clear", "add_one", "--older-than", "1", "--yes") == nothing
+        assert safetune.error("clear", "add_one", "--device", "H100", "--yes") == nothing
+        assert safetune.json("clear", "add_one", "--older-than", "0", "--yes")["cleared"] == 2
+
     def test_json(self, safetune: Any, tuned: dict[str, Any]) -> None:
-        assert safetune.json("clear", "kernel") == {"kernel": "kernel", "cleared": 1}
-        assert safetune("clear", "add_one").stdout == "cleared 2 keys of add_one\n"
+        assert safetune.json("clear", "kernel", "--yes") == {"kernel": "kernel", "cleared": 1}
+        assert safetune("clear", "add_one", "--yes").stdout == "cleared 2 keys of add_one\n"
 
     def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
         assert safetune.error("clear", "add_two") == (

@@ -2,76 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
-import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from safetune.outcome import duration
 
+if TYPE_CHECKING:
+    from tests.cli.conftest import Terminal
+
 DEADLINE_S = 90.0
-
-#: What a terminal does with its cursor, not what it shows.
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-class Terminal:
-    """A pseudo-terminal wide enough for the whole line, and what was shown on it."""
-
-    def __init__(self) -> None:
-        self._ours, self.theirs = pty.openpty()
-        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
-        self._shown = b""
-
-    @property
-    def lines(self) -> list[str]:
-        text = CONTROL.sub("", self._shown.decode(errors="replace"))
-        return re.split(r"[\r\n]+", text)
-
-    def wait_for(self, *words: str) -> str:
-        """Return the first line shown, now or later, that has all the words."""
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            for line in self.lines:
-                if all(word in line for word in words):
-                    return line
-            assert self._read(deadline), f"no line with {words} in:\n" + "\n".join(self.lines)
-
-    def read_to_the_end(self) -> None:
-        """Read until no process has the terminal open."""
-        os.close(self.theirs)
-        while self._read(time.monotonic() + DEADLINE_S):
-            pass
-
-    def _read(self, deadline: float) -> bool:
-        """Read some more; False at the end, or when nothing came until the deadline."""
-        poll = select.poll()
-        poll.register(self._ours, select.POLLIN)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            return False
-        try:
-            data = os.read(self._ours, 65536)
-        except OSError:  # the other side is closed
-            return False
-        self._shown += data
-        return bool(data)
-
-
-@pytest.fixture
-def terminal() -> Terminal:
-    return Terminal()
 
 
 @pytest.fixture
@@ -107,8 +54,7 @@ def test_the_live_line(
     assert process.wait(DEADLINE_S) == 0
     terminal.read_to_the_end()
     shown = terminal.lines
-    last_live = max(number for number, each in enumerate(shown) if "failed" in each)
-    assert any("config" in each and "verdict" in each for each in shown[last_live:])
+    assert [each.split()[0] for each in shown if "over median" in each] == ["shape"]
     assert shown[-2:] == ["1 tuning, 4 configs measured", ""]
 
 

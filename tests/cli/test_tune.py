@@ -195,7 +195,7 @@ class TestOutput:
         target = str(targets / "faulty.py")
 
         as_json = safetune("tune", target, "--json")
-        as_table = safetune("tune", target)
+        as_table = safetune("tune", target, "--all")
 
         for result in (as_json, as_table):
             assert result.exit_code == 1
@@ -230,10 +230,10 @@ class TestOutput:
         again = safetune("tune", target)
 
         assert again.exit_code == 1
-        assert again.stdout.splitlines()[-1] == (
-            "1 tuning, 0 configs measured, 1 without a working config"
-        )
-        assert "died(SIGSEGV)" in again.stdout
+        *_, failed, last = again.stdout.splitlines()
+        assert last == "1 tuning, 0 configs measured, 1 without a working config"
+        assert "1 died(SIGSEGV)" in failed
+        assert failed.endswith("; --all says why")
 
     def test_force_measures_again_what_never_worked(self, safetune: Any, targets: Path) -> None:
         """Without a choice there was no generation to go on from, and nothing was measured."""
@@ -251,7 +251,7 @@ class TestOutput:
 
         result = safetune("tune", file)
 
-        assert "add_one  [red] of [/]  " in result.stdout
+        assert "[red] of [/]  " in result.stdout
 
 
 def check_json(data: dict[str, Any]) -> None:
@@ -280,32 +280,33 @@ def check_json(data: dict[str, Any]) -> None:
 
 def check_table(lines: list[str], data: dict[str, Any]) -> None:
     """The same as a table for people, from what is stored now."""
-    choice, dtype = data["tunings"][1]["choice"], data["tunings"][1]["dtype"]
-    assert lines[0] == f"add_one  hopeless  {dtype}  (0 measured)"
-    assert lines[-1] == (
-        "2 tunings, 0 configs measured, 1 already tuned, 1 without a working config"
-    )
+    dtype = data["tunings"][1]["dtype"]
+    choice = data["tunings"][1]["choice"].split()[0].removeprefix("BLOCK=")
+    assert lines[0] == f"add_one  hopeless  {dtype}  (no config works)"
     today = time.strftime("%Y-%m-%d", time.localtime(data["tunings"][1]["created"]))
-    title = f"add_one  mixed  {dtype}  (already tuned {today}, --force to measure again)"
-    table = lines[lines.index(title) :]
-    heading = next(line for line in table if "config" in line)
-    assert heading.split() == ["config", "verdict", "median", "p20-p80", "ratio"]
-    rows = {
-        line.split("BLOCK=")[1].split()[0]: line
-        for line in table
-        if " num_warps=4 " in line and ": " not in line
-    }
-    assert list(rows) == ["32", "48", "64", "128", "256"]
-    assert rows["64"].endswith("died(SIGSEGV)")
-    assert rows["128"].endswith("timeout")
-    starred = [line.split() for line in rows.values() if line.strip().startswith("* ")]
-    assert [(" ".join(words[1:4]), words[-1]) for words in starred] == [(choice, "1.00")]
-    slower = [row for row in (rows["32"], rows["256"]) if " * " not in f" {row.strip()}"]
-    assert len(slower) == 1
-    assert " ok " in slower[0]
-    assert slower[0].count(" ms") + slower[0].count(" us") == 3, "median, p20 and p80"
-    assert float(slower[0].split()[-1]) >= 1
-    assert "  BLOCK=64 num_warps=4 num_stages=3: the process ended with SIGSEGV" in table
+    assert lines[-1] == (
+        "2 tunings, 0 configs measured, 1 already tuned (--force to measure again), "
+        "1 without a working config"
+    )
+    assert lines[-2].startswith("configs that failed: ")
+    table = lines[lines.index(f"add_one  mixed  {dtype}  (already tuned {today})") :]
+    assert table[1] == "all configs: num_warps=4 num_stages=3"
+    heading = next(line for line in table if "verdict" in line)
+    assert heading.split()[-6:] == ["verdict", "median", "p20", "-", "p80", "ratio"]
+    rows = {line.replace("*", " ").split()[0]: line for line in table[4:9]}
+    assert list(rows)[2:] == ["48", "64", "128"], "those without a time, as they were declared"
+    assert {*list(rows)[:2]} == {"32", "256"}
+    assert next(iter(rows)) == choice, "the fastest first"
+    assert " died(SIGSEGV)" in rows["64"]
+    assert " timeout" in rows["128"]
+    starred = [name for name, line in rows.items() if line.startswith("*")]
+    assert starred == [choice]
+    assert rows[choice].endswith("1.00")
+    slower = rows[list(rows)[1]]
+    assert " ok " in slower
+    assert slower.count(" ms") + slower.count(" us") == 3, "median, p20 and p80"
+    assert float(slower.split()[-1]) >= 1
+    assert any(line.startswith("  BLOCK=64") and "ended with SIGSEGV" in line for line in table)
     assert any("BLOCK=48" in line and "power of 2" in line for line in table)
 
 

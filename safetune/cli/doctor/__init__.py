@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,6 +10,7 @@ import click
 from rich.console import Console
 
 from safetune.cli.doctor.report import Check, State, fail
+from safetune.cli.layout import print_fact
 from safetune.cli.output import counted, examples, print_json, stdout_console, typed
 from safetune.errors import InvalidSetting
 
@@ -60,25 +60,7 @@ def _results(checks: Iterable[Callable[[], Iterator[Check]]]) -> Iterator[Check]
 
 
 def _print(console: Console, check: Check) -> None:
-    style = _STYLES[check.state]
-    console.print(f"{check.state.value:<5} ", style=style, end="")
-    indent = " " * 6
-    lines = textwrap.wrap(
-        f"{check.name}: {check.found}",
-        console.width - 1,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    console.print("\n".join(lines)[len(indent) :], soft_wrap=True)
+    name = f"{check.state.value:<5} "
+    print_fact(console, name, f"{check.name}: {check.found}", _STYLES[check.state])
     if check.fix:
-        text = textwrap.fill(
-            check.fix,
-            console.width - 1,
-            initial_indent=indent + "  -> ",
-            subsequent_indent=indent + "     ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        console.print(text, soft_wrap=True)
+        print_fact(console, f"{' ' * len(name)}-> ", check.fix)

@@ -46,9 +46,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Swept:
-    """How much was deleted, or would have been: `files` are databases that had been moved aside."""
+    """How much was deleted, or would have been: `files` are databases that had been moved aside.
+
+    `empty` of the keys had no trial, choice or recorded call: nothing came of their tuning.
+    """
 
     keys: int
+    empty: int
     trials: int
     choices: int
     calls: int
@@ -73,7 +77,8 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
         locked = locks.locked(path, [key.digest for key in keys])
         idle = [key for key in keys if key.digest not in locked]
         size = _size(connection, "- freelist_count")
-        gone = [(key.digest,) for key in _matching(idle, rule, size)]
+        matching = list(_matching(idle, rule, size))
+        gone = [(key.digest,) for key in matching]
         trials, choices, calls = (
             sum(database.execute(_COUNT.format(table), key).fetchone()[0] for key in gone)
             for table in OF_KEY
@@ -88,7 +93,8 @@ def sweep(store: Store, rule: Rule, dry_run: bool) -> Swept:
             _shrink(connection)
         if gone:
             store.ask_again()
-    return Swept(len(gone), trials, choices, calls, len(files), before, _size(connection))
+    empty = sum(not key.rows for key in matching)
+    return Swept(len(gone), empty, trials, choices, calls, len(files), before, _size(connection))
 
 
 def stats(store: Store) -> dict[str, Any]:

@@ -246,13 +246,19 @@ class Store:
             found = connection.execute("SELECT DISTINCT name FROM key ORDER BY name").fetchall()
         return [str(name) for (name,) in found]
 
-    def clear(self, kernel_name: str) -> int:
-        """Delete a kernel's keys, trials and choices; return how many keys it had."""
+    def clear(self, kernel_name: str, digests: Collection[str] | None = None) -> int:
+        """Delete a kernel's keys, or those of some digests, with their trials and choices.
+
+        Return how many keys were deleted. With all keys go all recorded calls.
+        """
         name = (text(kernel_name),)
         with self.connection.transaction() as connection:
             keys = connection.execute("SELECT digest FROM key WHERE name = ?", name).fetchall()
+            if digests is None:
+                connection.execute("DELETE FROM call WHERE name = ?", name)
+            else:
+                keys = [(digest,) for (digest,) in keys if digest in digests]
             delete_keys(connection, keys)
-            connection.execute("DELETE FROM call WHERE name = ?", name)
         self.ask_again()
         return len(keys)
 

@@ -201,7 +201,7 @@ def _tuning_text(entries: Sequence[StoredChoice]) -> str:
     facts = {name: tuning[name] for name in ("toolchain", "declared")}
     facts |= schema.unknown_fields(tuning, schema.Tuning)
     lines = "".join(f"      {line},\n" for line in _fields(facts))
-    ordered = sorted(entries, key=lambda entry: _natural(entry.key.call))
+    ordered = sorted(entries, key=lambda entry: natural(entry.key.call))
     choices = ",\n".join(map(_choice_text, ordered))
     return f'    {{\n{lines}      "choices": [\n{choices}\n      ]\n    }}'
 
@@ -223,7 +223,7 @@ def _line(value: Any) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
-def _natural(call: dict[str, Any]) -> list[Any]:
+def natural(call: dict[str, Any]) -> list[Any]:
     """A total order in which 256 comes before 1024."""
     pairs = [pair for name in schema.CALL for pair in call[name]]
     return [*((str(name), _rank(value)) for name, value in pairs), ("", (9, encoding.dumps(call)))]

@@ -165,13 +165,15 @@ class Directory(RecordFiles):
         with self._failures("read"):
             return sorted(_namespace_entries(self._root))
 
-    def forget(self, kernel: str) -> None:
-        """Delete the records of a kernel; raises `StoreError`."""
+    def forget(self, kernel: str, keys: Set[str] | None = None) -> None:
+        """Delete the records of a kernel, or of its keys with some digests; raises `StoreError`."""
         for namespace in self.namespaces():
             with self._failures("write to"):
                 for name, path in self._listing(namespace, None).items():
                     found = self._read(path, namespace, name)
-                    if found is not None and found.key.kernel_name == kernel:
+                    if found is None or found.key.kernel_name != kernel:
+                        continue
+                    if keys is None or found.key.digest in keys:
                         path.unlink(missing_ok=True)
 
     def _path(self, namespace: str, file: str, key: str) -> Path:

@@ -1,0 +1,234 @@
+"""`safetune list`: the stored choices, and those in packs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from safetune.cli.layout import Column, print_fact, print_table, shared_and_columns, words
+from safetune.cli.output import (
+    date,
+    describe,
+    echo,
+    examples,
+    print_json,
+    readable_call,
+    readable_config,
+    stdout_console,
+)
+from safetune.cli.stored import json_option, open_store
+from safetune.errors import SafetuneError
+from safetune.frozen import dataclass
+from safetune.outcome import duration
+from safetune.settings import Settings
+from safetune.store.records import ChoiceRecord, KeyRecord
+
+if TYPE_CHECKING:
+    from safetune.store.local.store import Store
+
+#: The kernel's digest and the source file are cut to this.
+_DIGEST = 8
+
+#: In place of `Store.origin`, for a choice in a directory of SAFETUNEPACKS.
+PACK = "pack "
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A choice with its key, and where it is from, as `Store.origin` says it."""
+
+    key: KeyRecord
+    choice: ChoiceRecord
+    origin: str
+
+    @property
+    def short_source(self) -> str:
+        """Where it is from, in a word."""
+        if not self.origin:
+            return "here"
+        return {"sync()": "sync()", "import": "import"}.get(
+            self.origin, "pack" if self.origin.startswith(PACK) else "shared"
+        )
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which keys are shown; an empty text is in every name."""
+
+    device: str
+    file: str
+
+    def matches(self, key: KeyRecord) -> bool:
+        """Whether a key is on such a device, and its kernel in such a file."""
+        in_file = self.file in f"{key.kernel_file}:{key.kernel_line}"
+        return in_file and self.device.lower() in str(key.device["name"]).lower()
+
+
+def by_kernel(key: KeyRecord) -> Any:
+    """Return the place of a key among others: by kernel, then by its values."""
+    from safetune.store.packs.packs import natural
+
+    return key.kernel_name, key.kernel_file, key.kernel_line, natural(key.call)
+
+
+_SORTS: dict[str, Callable[[Entry], Any]] = {
+    "kernel": lambda entry: by_kernel(entry.key),
+    "time": lambda entry: entry.choice.median_ms,
+    "date": lambda entry: -entry.choice.created,
+}
+
+
+def filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that choose keys by their device and the kernel's file."""
+    device = click.option(
+        "--device", default="", metavar="TEXT", help="Only devices with TEXT in their names."
+    )
+    file = click.option(
+        "--file", default="", metavar="TEXT", help="Only kernels with TEXT in their file:line."
+    )
+    return device(file(command))
+
+
+@click.command(
+    "list",
+    epilog=examples("safetune list", "safetune list --device H100 --since 2026-11-01 --sort time"),
+)
+@click.option("--kernel", multiple=True, metavar="NAME", help="Only kernels of this name.")
+@filter_options
+@click.option(
+    "--since",
+    type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M"]),
+    help="Only choices made on this day or later.",
+)
+@click.option("--disputed", is_flag=True, help="Only choices whose result is disputed.")
+@click.option(
+    "--sort",
+    type=click.Choice(list(_SORTS)),
+    default="kernel",
+    show_default=True,
+    help="By kernel and file, by time, or the newest first.",
+)
+@json_option
+def list_choices(
+    kernel: tuple[str, ...],
+    device: str,
+    file: str,
+    since: datetime.datetime | None,
+    disputed: bool,
+    sort: str,
+    as_json: bool,
+) -> None:
+    """List the stored choices, one row per kernel, arguments and device.
+
+    Kernels of one name are told apart by file, line and digest. Choices in the directories of
+    SAFETUNEPACKS count too, where the store has no other for the key.
+    """
+    chosen, after = Filter(device, file), since.timestamp() if since else 0.0
+    entries = [
+        entry
+        for entry in entries_of(open_store())
+        if not kernel or entry.key.kernel_name in kernel
+        if chosen.matches(entry.key)
+        if entry.choice.created >= after
+        if not disputed or entry.choice.dispute
+    ]
+    entries.sort(key=_SORTS[sort])
+    if as_json:
+        print_json([choice_data(entry) for entry in entries])
+        return
+    console = stdout_console()
+    if not entries:
+        narrowed = bool(kernel or device or file or since or disputed)
+        hint = (
+            "No choice matches."
+            if narrowed
+            else "No choice is stored yet; run `safetune tune` first."
+        )
+        console.print(hint)
+    for group in _groups(entries):
+        _print_group(console, group)
+
+
+def entries_of(store: Store, kernel: str | None = None) -> list[Entry]:
+    """Return the stored choices, and those in packs for other keys."""
+    found = [Entry(e.key, e.choice, store.origin(e.choice)) for e in store.choices(kernel)]
+    known = {entry.key.digest for entry in found}
+    for each in _in_packs():
+        if each.key.digest not in known and kernel in (None, each.key.kernel_name):
+            known.add(each.key.digest)
+            found.append(each)
+    return found
+
+
+def _in_packs() -> Iterator[Entry]:
+    from safetune.store.packs import exchange
+
+    for directory in Settings.current().packs:
+        try:
+            collected = exchange.collect(directory)
+        except (SafetuneError, OSError) as error:
+            echo(f"Warning: packs are left out: {describe(error)}", err=True)
+            continue
+        for entry in collected.entries:
+            yield Entry(entry.key, entry.choice, f"{PACK}{directory}")
+
+
+def group_of(key: KeyRecord) -> tuple[str, ...]:
+    """Return what keys have in common that are printed in one table."""
+    toolchain = str(sorted(key.toolchain.items()))
+    return key.kernel_name, key.kernel_digest, key.device_digest, toolchain
+
+
+def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(group_of(entry.key), []).append(entry)
+    return list(groups.values())
+
+
+def _print_group(console: Console, group: Sequence[Entry]) -> None:
+    print_kernel(console, group[0].key)
+    calls = shared_and_columns([readable_call(entry.key.call) for entry in group])
+    configs = shared_and_columns([readable_config(entry.choice.config) for entry in group])
+    for shared, what in ((calls[0], "all"), (configs[0], "all choices")):
+        if shared:
+            print_fact(console, f"{what}: ", words(shared))
+    columns = [
+        *calls[1],
+        *configs[1],
+        Column("time", tuple(duration(entry.choice.median_ms) for entry in group)),
+        Column("made", tuple(date(entry.choice.created) for entry in group), spare=2),
+        Column("from", tuple(entry.short_source for entry in group), spare=1),
+        Column("", tuple("disputed" * bool(entry.choice.dispute) for entry in group)),
+    ]
+    print_table(console, columns)
+    console.print()
+
+
+def print_kernel(console: Console, key: KeyRecord) -> None:
+    """Print a kernel's name and place, and the device and toolchain of its keys."""
+    console.print(f"{key.kernel_name}  {_place(key)}", style="bold", soft_wrap=True)
+    toolchain, name = key.toolchain, str(key.device["name"])
+    target = [str(toolchain.get("target"))] * (toolchain.get("target") != name)
+    parts = [name, f"Triton {toolchain.get('triton')}", *target]
+    print_fact(console, "", f"{', '.join(parts)}, source {key.kernel_digest[:_DIGEST]}")
+
+
+def _place(key: KeyRecord) -> str:
+    return f"{key.kernel_file}:{key.kernel_line}" if key.kernel_file else "(file not known)"
+
+
+def choice_data(entry: Entry) -> dict[str, Any]:
+    """Return a choice as plain JSON data."""
+    of_key, of_choice = vars(entry.key), vars(entry.choice)
+    return {
+        "kernel": entry.key.kernel_name,
+        **{name: of_key[f"kernel_{name}"] for name in ("file", "line", "digest")},
+        **{name: of_key[name] for name in ("call", "device", "toolchain")},
+        **{n: of_choice[n] for n in ("config", "median_ms", "generation", "created", "marks")},
+        "origin": entry.origin or "here",
+    }

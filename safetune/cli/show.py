@@ -1,0 +1,221 @@
+"""`safetune show`, which is also `explain`: why a choice was made, and every trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from safetune.cli.layout import print_fact
+from safetune.cli.listing import (
+    PACK,
+    Entry,
+    Filter,
+    by_kernel,
+    choice_data,
+    entries_of,
+    filter_options,
+    group_of,
+    print_kernel,
+)
+from safetune.cli.output import (
+    call_words,
+    config_words,
+    counted,
+    echo,
+    examples,
+    moment,
+    outcome_data,
+    print_json,
+    readable_call,
+    source_words,
+    stdout_console,
+)
+from safetune.cli.python_text import python_config
+from safetune.cli.stored import json_option, kernel_argument, not_stored, open_store
+from safetune.cli.trials import Gain, Row, Summary, by_time, failures, print_summary, print_trials
+from safetune.errors import TargetError
+from safetune.frozen import dataclass
+from safetune.outcome import duration
+from safetune.store.records import KeyRecord, TrialRecord
+
+if TYPE_CHECKING:
+    from safetune.store.local.store import Store
+
+
+@click.command(
+    "show", epilog=examples("safetune show add_kernel", "safetune show add_kernel --all")
+)
+@kernel_argument
+@filter_options
+@click.option(
+    "--key", "parts", multiple=True, metavar="NAME=VALUE", help="Only keys with this value."
+)
+@click.option("--all", "everything", is_flag=True, help="Print every config of every key.")
+@click.option("--python", "as_python", is_flag=True, help="Print the choices as triton.Config.")
+@json_option
+def show(
+    kernel: str,
+    device: str,
+    file: str,
+    parts: tuple[str, ...],
+    everything: bool,
+    as_python: bool,
+    as_json: bool,
+) -> None:
+    """Explain the choices for KERNEL: the key, where each is from, its gain, the trials.
+
+    Prints a row for each key, and for a single key, or with --all, every config with its verdict
+    and its time. For a config that was tried more than once, it shows the last trial.
+    """
+    store = open_store()
+    stored = _keys(store, kernel)
+    keys = [
+        each
+        for each in stored
+        if Filter(device, file).matches(each.key)
+        if {*parts} <= {f"{n}={v}" for n, v in readable_call(each.key.call).items()}
+    ]
+    if not stored:
+        raise not_stored(kernel, store)
+    if not keys:
+        raise TargetError(f"no key of {kernel} matches these options; `safetune show {kernel}`")
+    if as_json:
+        print_json([row for key in keys for row in key.data()])
+        return
+    console = stdout_console()
+    if as_python:
+        for source in filter(None, (each.python() for each in keys)):
+            echo(source)
+    elif everything or len(keys) == 1:
+        for key in keys:
+            key.print(console)
+    else:
+        for group in _by_kernel(keys):
+            print_kernel(console, group[0].key)
+            print_summary(console, "", [key.summary() for key in group])
+        console.print(f"{counted(len(keys), 'key')}; --all prints every config, --key chooses")
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A key with the last trial of each of its configs, and its choice, if it has one."""
+
+    key: KeyRecord
+    trials: tuple[TrialRecord, ...]
+    entry: Entry | None
+
+    @property
+    def rows(self) -> list[Row]:
+        digest = self.entry and self.entry.choice.config_digest
+        return [Row(t.config, t.outcome, t.config_digest == digest) for t in self.trials]
+
+    def summary(self) -> Summary:
+        call, entry = readable_call(self.key.call), self.entry
+        if entry is None:
+            return Summary(call, self.rows, None, note="no config works")
+        note = entry.short_source if entry.origin else ""
+        note = ", ".join(filter(None, (note, "disputed" * bool(entry.choice.dispute))))
+        return Summary(call, self.rows, entry.choice.config, entry.choice.median_ms, note)
+
+    def data(self) -> Iterator[dict[str, Any]]:
+        """Yield the choice if it has no trial here, then the trials."""
+        key, entry, rows = self.key, self.entry, self.rows
+        of_key = {"kernel": key.kernel_name, "file": key.kernel_file, "line": key.kernel_line}
+        if entry is not None and not any(row.chosen for row in rows):
+            yield {**choice_data(entry), **of_key, "chosen": True, "origin": entry.origin}
+        for trial, row in zip(self.trials, rows, strict=True):
+            yield {
+                **of_key,
+                "call": key.call,
+                "device": key.device,
+                "config": trial.config,
+                "generation": trial.generation,
+                "created": trial.created,
+                "chosen": row.chosen,
+                **outcome_data(trial.outcome),
+            }
+
+    def python(self) -> str:
+        """Return the choice as source; empty without one."""
+        if self.entry is None:
+            return ""
+        choice, device = self.entry.choice, self.key.device["name"]
+        where = f"{call_words(self.key.call)} on {device}: {duration(choice.median_ms)}"
+        return f"# {self.key.kernel_name} for {where}\n{python_config(choice.config)}"
+
+    def print(self, console: Console) -> None:
+        """Print the key, the choice, where it is from, what it gains, and every config."""
+        print_kernel(console, self.key)
+        facts = {"key": _key_words(self.key.call)}
+        if self.entry is None:
+            facts["choice"] = "no config works"
+        else:
+            facts |= self._of_choice(self.entry)
+        causes = [f"{count} {verdict}" for verdict, count in failures(self.rows).items()]
+        if self.rows:
+            working = sum(row.ms is not None for row in self.rows)
+            facts["configs"] = f"{len(self.rows)}: {', '.join([f'{working} timed', *causes])}"
+        width = max(map(len, facts))
+        for name, text in facts.items():
+            print_fact(console, f"{name:<{width}}  ", text)
+        console.print()
+        print_trials(console, self.rows)
+
+    def _of_choice(self, entry: Entry) -> dict[str, str]:
+        choice = entry.choice
+        found = {"choice": f"{config_words(choice.config)}, {duration(choice.median_ms)}"}
+        made = any(row.chosen for row in self.rows)
+        source = source_words(entry.origin)
+        if entry.origin.startswith(PACK):
+            source = f"in the {entry.origin}"
+        elif not entry.origin and not made:
+            source = "no trial stored"
+        found["made"] = f"{moment(choice.created)}, {source}, generation {choice.generation}"
+        gain = Gain.of(self.rows, choice.median_ms)
+        over = {"the first declared config": gain.over_first, "the median": gain.over_median}
+        gains = [f"{r[:-1]} times as fast as {what}" for what, r in over.items() if r[-1:] == "x"]
+        if gains:
+            found["gain"] = ", ".join(gains)
+        others = [row for row in by_time(self.rows) if not row.chosen and row.ms is not None]
+        if others and others[0].ms:
+            ratio = others[0].ms / choice.median_ms
+            found["next"] = f"{config_words(others[0].config)}, {ratio:.2f} times the time"
+        if choice.dispute:
+            found["disputed"] = choice.dispute
+        return found
+
+
+def _key_words(call: Mapping[str, Any]) -> str:
+    """Return a key with the class of each part: a value, or the dtype of an argument."""
+    values = [f"{name}={value}" for name, value in readable_call({**call, "dtypes": []}).items()]
+    dtypes = [f"{name}: {dtype}" for name, dtype in call["dtypes"]]
+    options = [f"{name}={value}" for name, value in call["options"]]
+    parts = (("values", values), ("dtypes", dtypes), ("launch options", options))
+    return "; ".join(f"{name} {', '.join(each)}" for name, each in parts if each) or "empty"
+
+
+def _keys(store: Store, kernel: str) -> list[_Key]:
+    entries = {entry.key.digest: entry for entry in entries_of(store, kernel)}
+    found = [
+        _Key(key, tuple(_latest(trials)), entries.pop(key.digest, None))
+        for key, trials in store.trials_of(kernel)
+    ]
+    found += [_Key(entry.key, (), entry) for entry in entries.values()]
+    return sorted(found, key=lambda each: by_kernel(each.key))
+
+
+def _by_kernel(keys: Iterable[_Key]) -> list[list[_Key]]:
+    """Return the keys of each kernel on one device and toolchain, in their order."""
+    groups: dict[tuple[str, ...], list[_Key]] = {}
+    for each in keys:
+        groups.setdefault(group_of(each.key), []).append(each)
+    return list(groups.values())
+
+
+def _latest(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The trial of the highest generation for each config, in the order of the first ones."""
+    ordered = sorted(trials, key=lambda trial: trial.generation)
+    return list({trial.config_digest: trial for trial in ordered}.values())
