@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from safetune.miss.sync import sync
     from safetune.offline.warm import preload
     from safetune.outcome import Outcome, Timing, Verdict
+    from safetune.settings import configure
     from safetune.tuning.search import History, Neighbour, Proposer, Trial
     from safetune.workload import Workload
 
@@ -61,6 +62,7 @@ __all__ = [
     "WorkloadError",
     "__version__",
     "autotune",
+    "configure",
     "graph",
     "install",
     "preload",
@@ -83,6 +85,7 @@ _HOMES = {
     "Verdict": "outcome",
     "Workload": "workload",
     "autotune": "frontend.decorator",
+    "configure": "settings",
     "graph": "integrations.graph",
     "install": "integrations.install",
     "preload": "offline.warm",

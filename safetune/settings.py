@@ -213,25 +213,45 @@ class Settings:
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size())
+        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), _mode)
         if found.log_level != _log_level_set:
             _set_log_level(found.log_level)
         return found
 
 
-#: All that the settings depend on, beside torch.distributed.
+#: The mode without SAFETUNE_MODE.
+_mode = Mode.TUNE
+
+
+def configure(*, mode: str) -> None:
+    """Set the mode of this process where SAFETUNE_MODE is not set: a library does for its users.
+
+    It holds for launches whose config is not decided yet, of all kernels; the last call counts.
+
+    Args:
+        mode: as SAFETUNE_MODE. With `off`, a launch uses the first config that pruning leaves, and
+            nothing is looked up, stored or started.
+
+    Raises:
+        InvalidSetting: there is no such mode.
+    """
+    global _mode
+    _mode = parse_choice(Mode, "mode", mode)
+
+
+#: All that the settings depend on, beside torch.distributed and `configure`.
 _READ = (*sorted(VARIABLES), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOME", "XDG_CACHE_HOME")
 
 
 @functools.lru_cache(maxsize=16)
-def _settings(values: tuple[str | None, ...], ranks: int) -> Settings:
+def _settings(values: tuple[str | None, ...], ranks: int, mode: Mode) -> Settings:
     """Return the settings for the values of `_READ`: a library has hundreds of tuners."""
     _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
     given = {name: value for name, value in zip(_READ, values, strict=True) if value}
     get = given.get
     world_size = max(_number(given, "WORLD_SIZE", 1), ranks)
     return Settings(
-        mode=parse_choice(Mode, "SAFETUNE_MODE", get("SAFETUNE_MODE", "tune")),
+        mode=parse_choice(Mode, "SAFETUNE_MODE", get("SAFETUNE_MODE", mode.value)),
         phantom=parse_choice(PhantomPolicy, "SAFETUNE_PHANTOM", get("SAFETUNE_PHANTOM", "drop")),
         cache_dir=_directory(get("SAFETUNE_CACHE_DIR") or _default_cache_dir()),
         world_size=world_size,
