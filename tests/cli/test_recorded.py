@@ -103,6 +103,22 @@ def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: 
     assert "scale" not in {left["call"].split()[0] for left in again["left_out"]}, "it has choices"
 
 
+@pytest.mark.full
+def test_the_whole_way_from_recorded_calls_to_packs_that_cover_them(
+    fresh_process: FreshProcess,
+) -> None:
+    """As the example shows it, with a SIGKILL in the middle of the tuning."""
+    example = Path(__file__).resolve().parents[2] / "docs/examples/record_to_frozen.py"
+
+    done = fresh_process(example, timeout_s=600.0)
+
+    assert done.returncode == 0, done.stderr
+    before, after = (line for line in done.stdout.splitlines() if line.split()[:1] == ["all"])
+    assert before.rstrip().endswith("100 % / 100 %"), "all calls have nothing"
+    assert after.rstrip().endswith("100 % / 100 %   0 % / 0 %   0 % / 0 %"), "all are in the pack"
+    assert "keys were tuned already" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,0 +1,166 @@
+"""From a program's own calls to a pack that covers all of them: record, tune, pack, run frozen.
+
+    python docs/examples/record_to_frozen.py                    # on a GPU, or in the interpreter
+    python docs/examples/record_to_frozen.py --fla --devices all  # two layers of FLA, on all GPUs
+
+The tuning is killed in the middle, and goes on. Everything is written to a temporary directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+from safetune import safetune
+
+BLOCKS = [triton.Config({"BLOCK": size}) for size in (16, 32, 64, 128)]
+
+
+@safetune(configs=BLOCKS, key=["columns"])
+@triton.jit
+def scale_rows(x, weight, columns, BLOCK: tl.constexpr):
+    """Divide each row by its root mean square."""
+    row = x + tl.program_id(0) * columns
+    total = 0.0
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        value = tl.load(row + offsets, mask=offsets < columns, other=0.0)
+        total += tl.sum(value * value)
+    factor = 1.0 / tl.sqrt(total / columns + 1e-5)
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < columns
+        value = tl.load(row + offsets, mask=mask) * factor
+        tl.store(row + offsets, value * tl.load(weight + offsets, mask=mask), mask=mask)
+
+
+@safetune(configs=BLOCKS, key=["columns"])
+@triton.jit
+def sum_sequences(x, offsets, sums, columns, BLOCK: tl.constexpr):
+    """Add up the rows of each sequence: sequence i is the rows offsets[i] to offsets[i + 1]."""
+    sequence = tl.program_id(0)
+    columns_here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns_here < columns
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in range(tl.load(offsets + sequence), tl.load(offsets + sequence + 1)):
+        total += tl.load(x + row * columns + columns_here, mask=mask)
+    tl.store(sums + sequence * columns + columns_here, total, mask=mask)
+
+
+def two_layers() -> None:
+    """Run a model of two layers, of 48 and 80 columns, three times."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    offsets = torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32, device=device)
+    for _ in range(3):
+        for columns in (48, 80):
+            x = torch.randn(12, columns, device=device)
+            sums = torch.empty(4, columns, device=device)
+            scale_rows[(12,)](x, torch.ones(columns, device=device), columns)
+            grid = lambda meta, n=columns: (4, triton.cdiv(n, meta["BLOCK"]))  # noqa: E731
+            sum_sequences[grid](x, offsets, sums, columns)
+            assert torch.allclose(sums[2], x[3:10].sum(0), atol=1e-4)
+
+
+def two_layers_of_fla() -> None:
+    """Run two layers of gated linear attention, forward and backward, three times."""
+    import fla.layers
+
+    layer = {"hidden_size": 512, "num_heads": 4}
+    layers = [fla.layers.GatedLinearAttention(**layer, layer_idx=index) for index in range(2)]
+    model = torch.nn.ModuleList(layers).to("cuda", torch.bfloat16)
+    for _ in range(3):
+        x = torch.randn(2, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for each in model:
+            x, *_ = each(x)
+        x.float().sum().backward()
+
+
+def safetune_command(*words: str, env: dict[str, str]) -> str:
+    """Run `safetune ...` and return what it printed; its messages go on to standard error."""
+    command = [sys.executable, "-m", "safetune", *words]
+    return subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def stored(database: Path, table: str) -> int:
+    """Return the number of rows, 0 where there is no table yet."""
+    try:
+        with sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True) as connection:
+            return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+    except sqlite3.OperationalError:
+        return 0
+
+
+def tune_with_a_kill(words: list[str], database: Path, env: dict[str, str]) -> None:
+    """Tune, be killed after half of the keys, and tune again what is missing."""
+    keys = stored(database, "call")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "safetune", "tune", *words], env=env, stdout=subprocess.DEVNULL
+    )
+    while process.poll() is None and stored(database, "choice") < max(1, keys // 2):
+        time.sleep(0.02)
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept, choices = stored(database, "trial"), stored(database, "choice")
+    print(f"killed with {choices} of {keys} keys tuned, and {kept} trials stored")
+    done = json.loads(safetune_command("tune", *words, "--json", env=env))
+    already = sum(not tuning["measured"] for tuning in done["tunings"])
+    print(f"again: {already} keys were tuned already, {done['measured']} configs measured")
+    assert already >= choices
+
+
+def whole_way(folder: Path, options: argparse.Namespace) -> None:
+    """Record, say what is covered, tune, pack, run frozen, and say again what is covered."""
+    database, packs = folder / "recording" / "safetune.db", folder / "packs"
+    program = [sys.executable, __file__, "--run", *(["--fla"] if options.fla else [])]
+    env = {**os.environ, "SAFETUNE_CACHE_DIR": str(database.parent), "SAFETUNE_INSTALL": "1"}
+    print("record")
+    subprocess.run(program, env={**env, "SAFETUNE_MODE": "record"}, check=True)
+    print(safetune_command("coverage", env=env))
+    target = [] if options.fla else [__file__]
+    devices = ["--devices", options.devices] if options.devices else []
+    print("tune")
+    tune_with_a_kill([*target, "--recorded", *devices], database, env)
+    safetune_command("pack", str(packs), env=env)
+    serving = {**env, "SAFETUNE_CACHE_DIR": str(folder / "serving"), "SAFETUNE_PACKS": str(packs)}
+    print("run frozen, with the packs alone")
+    frozen = subprocess.run(
+        program,
+        env={**serving, "SAFETUNE_MODE": "frozen"},
+        check=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "has no choice" not in frozen.stderr, frozen.stderr
+    print(safetune_command("coverage", "--calls", str(database), env=serving))
+    text = safetune_command("coverage", "--calls", str(database), "--json", env=serving)
+    assert json.loads(text)["by_calls"]["pack"] == 1.0, text
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--fla", action="store_true", help="two layers of flash-linear-attention")
+    parser.add_argument("--devices", help="the GPUs to tune on: all, or e.g. 0,1")
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        (two_layers_of_fla if given.fla else two_layers)()
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            whole_way(Path(name), given)
