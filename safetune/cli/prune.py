@@ -101,14 +101,11 @@ def _found(target: str, within: float, lists: int, device: str | None) -> _Prune
         if device is None or device.lower() in str(key.device["name"]).lower()
     ]
     newest = shortlist.of_newest(stored, name, digest)
-    configs = {trial.config_digest: trial.config for _, trials in newest for trial in trials}
-    if kernel is not None:
-        configs = _declared(kernel, configs)
+    tried = {trial.config_digest: trial.config for _, trials in newest for trial in trials}
+    configs = tried if kernel is None else _declared(kernel, tried)
     keys = shortlist.measured_keys(newest, shares.times_ms(store.calls()), configs)
     if not keys:
         raise TargetError(f"no config of {name} has worked for a stored key")
-    untried = configs.keys() - {config for key in keys for config in key.times}
-    failed = untried & {trial.config_digest for _, trials in newest for trial in trials}
     found = shortlist.shortest(keys, within, lists)
     return _Pruned(
         kernel=kernel,
@@ -117,7 +114,8 @@ def _found(target: str, within: float, lists: int, device: str | None) -> _Prune
         configs=configs,
         keys=keys,
         found=found,
-        untried=frozenset(untried - failed),
+        untried=frozenset(configs.keys() - tried.keys()),
+        undeclared=len(tried.keys() - configs.keys()),
         held_out=shortlist.held_out(keys, within, lists),
     )
 
@@ -143,7 +141,10 @@ def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Pruned:
-    """A shorter list and what it rests on; `untried` configs have no trial, and stay."""
+    """A shorter list and what it rests on.
+
+    `untried` configs have no trial, and stay; `undeclared` ones have some, and are not in the list.
+    """
 
     kernel: OfflineKernel | None
     name: str
@@ -152,6 +153,7 @@ class _Pruned:
     keys: Sequence[Measured]
     found: Shortlist
     untried: frozenset[str]
+    undeclared: int
     held_out: Cost | None
 
     @property
@@ -203,6 +205,7 @@ class _Pruned:
             "declared": len(self.configs),
             "kept": [self.configs[config] for config in self.kept],
             "dropped": [{"config": self.configs[c], "won": won} for c, won in dropped.items()],
+            "not_declared": self.undeclared,
             "never_tried": [self.configs[config] for config in self.untried],
             "shortest": self.found.proven,
             "keys": len(self.keys),
@@ -225,6 +228,11 @@ class _Pruned:
         console.print(f"slower than with all configs: {_words(self.cost())}")
         if self.held_out is not None:
             console.print(f"on keys that the list was not made from: {_words(self.held_out)}")
+        if self.undeclared:
+            console.print(
+                f"{counted(self.undeclared, 'config')} with trials are not in the list as it is "
+                "here: does it depend on the device?"
+            )
         if not self.found.proven:
             console.print("The time for the search was up: a shorter list may do.")
         wins = shortlist.wins(self.keys)

@@ -69,6 +69,18 @@ def install(keep: Iterable[str] = ()) -> Installation:
     return installation
 
 
+def launched_in_place_of(kernel: Any) -> Any:
+    """Return the tuner of safetune that launches in place of one of Triton's; None without one."""
+    import triton.runtime.autotuner as triton_autotuner
+
+    from safetune.integrations import shadow_tuner
+
+    if _installation is None or not isinstance(kernel, triton_autotuner.Autotuner):
+        return None
+    shadow = shadow_tuner.shadow_of(_installation, kernel, triton_autotuner.Autotuner)
+    return shadow and shadow.tuner
+
+
 def _replacement(installation: Installation, stock: Callable[..., Any]) -> Callable[..., Any]:
     from safetune.frontend.decorator import safetune
     from safetune.integrations import shadow_tuner

@@ -75,7 +75,7 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
 
     @functools.wraps(run)
     def reached_run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        shadow = None if isinstance(self, ours) else _shadow(installation, self, stock)
+        shadow = None if isinstance(self, ours) else shadow_of(installation, self, stock)
         if shadow is None:
             return run(self, *args, **kwargs)
         if len(self.configs) == 1:
@@ -108,7 +108,7 @@ def leave(kernel: Any) -> Any:
     return kernel
 
 
-def _shadow(installation: Installation, kernel: Any, stock: type[Any]) -> Shadow | None:
+def shadow_of(installation: Installation, kernel: Any, stock: type[Any]) -> Shadow | None:
     """Return a tuner's shadow, made at its first launch; None for a tuner left to Triton."""
     shadow = kernel.__dict__.get(_ATTRIBUTE)
     if shadow is False:

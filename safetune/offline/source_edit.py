@@ -46,8 +46,8 @@ def diff(function: FunctionType, declared: Sequence[Config], kept: Collection[st
 def config_source(config: Config, function: FunctionType, callee: str = "triton.Config") -> str:
     """Return a config as Python source; raises `TargetError` for a hook without a name."""
     words = [repr(config.kwargs), f"num_warps={config.num_warps}"]
-    words += [f"num_stages={config.num_stages}"]
-    for name, default in (("num_ctas", 1), ("maxnreg", None), ("ir_override", None)):
+    defaults = {"num_stages": 3, "num_ctas": 1, "maxnreg": None, "ir_override": None}
+    for name, default in defaults.items():
         if (value := getattr(config, name, default)) != default:
             words.append(f"{name}={value!r}")
     if config.pre_hook is not None:

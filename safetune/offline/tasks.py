@@ -16,6 +16,7 @@ from triton.runtime.autotuner import Heuristics
 from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
 from safetune.frontend.autotuner import Autotuner
 from safetune.frozen import dataclass
+from safetune.integrations import install
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting
@@ -61,12 +62,17 @@ class Task:
 
 
 def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
-    """Return the kernels under @safetune in a module, without duplicates, in their order."""
+    """Return the kernels under @safetune in a module, without duplicates, in their order.
+
+    After `safetune.install()` also those under a library's own subclass of Triton's tuner.
+    """
     found: dict[int, OfflineKernel] = {}
     for value in namespace.values():
         inner = value
         while isinstance(inner, Heuristics):
             inner = inner.fn
+        if not isinstance(inner, Autotuner):
+            inner = install.launched_in_place_of(inner)
         if isinstance(inner, Autotuner):
             found.setdefault(id(inner), OfflineKernel(inner.base_fn.__name__, inner, value))
     return list(found.values())

@@ -131,6 +131,21 @@ def test_the_diff_of_the_source_leaves_the_short_list(source: str, safetune: Any
     assert "for block in" not in edited
 
 
+def test_a_list_that_is_another_one_here_is_noticed(
+    source: str, safetune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is the same, and its configs depend on something else."""
+    assert safetune.json("prune", source)["not_declared"] == 0
+    changed = SOURCE.replace("(32, 64, 128, 256, 512)", "(64, 128, 512)")
+    Path("other.py").write_text(changed, encoding="utf-8")
+    found = safetune.json("prune", "other.py:fill")
+    assert found["not_declared"] == 2
+    assert blocks(found["kept"]) == [64, 128, 512]
+    assert "2 configs with trials are not in the list as it is here" in (
+        safetune("prune", "other.py:fill").stdout
+    )
+
+
 def test_a_stored_kernel_has_no_source_to_change(source: str, safetune: Any) -> None:
     found = safetune.json("prune", "fill")
     assert sorted(blocks(found["kept"])) == [32, 128], "its list is what was tried"

@@ -125,6 +125,21 @@ class TestReached:
         assert report[0] == "1 kernels, 3 launches: 1 tunings, 0 keys looked up, 2 hits"
         assert set(report[1:]) <= {DROPPED}
 
+    def test_offline_commands_find_the_tuner_that_launches_in_its_place(self, run: Run) -> None:
+        printed, _ = run(
+            "from lib import *\n"
+            "from safetune.offline.tasks import find_kernels\n"
+            "library = {'k': known(), 'again': triton.heuristics({})(known(cls=Autotuner))}\n"
+            "print(find_kernels(library))\n"
+            "import safetune; safetune.install()\n"
+            "(first, second), (same, _) = find_kernels(library), find_kernels(library)\n"
+            "print(first.name, first.outer is library['k'], second.outer is library['again'])\n"
+            "print(first.tuner is same.tuner, first.tuner is not second.tuner)\n"
+            "add(library['k'])\n"
+            "print(len(first.tuner.cache))\n"
+        )
+        assert printed == ["[]", "add_kernel True True", "True True", "1"]
+
     def test_a_second_process_looks_up(self, run: Run) -> None:
         code = START + "add(known(), times=2)"
         run(code)
