@@ -43,7 +43,7 @@ LAYERS: list[list[str]] = [
     ["frontend"],
     ["offline", "integrations", "verify", "lint"],
     ["safetune"],  # the package's own __init__: the public names
-    ["kernels", "integrations.site"],
+    ["kernels", "integrations.site", "pytest_plugin"],
     ["cli"],
     ["__main__"],
 ]

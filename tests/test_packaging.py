@@ -126,11 +126,13 @@ def test_every_package_comes_from_the_install(
         assert Path(file).is_relative_to(home), f"{name} comes from {file}"
 
 
-def test_no_top_level_name_but_safetune(installed: tuple[str, Path, dict[str, Any]]) -> None:
+def test_the_only_top_level_names_are_safetune_and_the_plugin_of_pytest(
+    installed: tuple[str, Path, dict[str, Any]],
+) -> None:
     """A top-level `kernels` would overwrite Hugging Face's files in the same environment."""
     how, _, report = installed
     first_parts = {Path(file).parts[0] for file in report["files"]}
-    expected = {"safetune"} if how != "editable" else set()
+    expected = {"safetune", "safetune_pytest"} if how != "editable" else set()
     names = {
         part
         for part in first_parts
@@ -140,6 +142,31 @@ def test_no_top_level_name_but_safetune(installed: tuple[str, Path, dict[str, An
     assert names == expected
     for spec in report["top_level"].values():
         assert "/safetune" not in spec
+
+
+def test_the_examples_can_be_copied_from_any_install(
+    installed: tuple[str, Path, dict[str, Any]],
+) -> None:
+    how, environment, _ = installed
+    copy = environment.parent / f"examples of {how}"
+    command = [f"{environment}/bin/python", "-m", "safetune", "demo", "--copy", str(copy)]
+    _checked(command, cwd=environment.parent)
+    wanted = {file.name for file in (ROOT / "docs" / "examples").iterdir() if file.is_file()}
+    assert {file.name for file in copy.iterdir()} == wanted
+
+
+def test_pytest_finds_the_fixtures_and_imports_nothing_of_safetune(
+    installed: tuple[str, Path, dict[str, Any]],
+) -> None:
+    _, environment, _ = installed
+    test = environment.parent / "test_project.py"
+    test.write_text(
+        "import sys\n"
+        "def test_without(): assert not {'safetune', 'triton', 'torch'} & set(sys.modules)\n"
+        "def test_with(safetune_off, safetune_store): assert not safetune_store.exists()\n"
+    )
+    options = ["-q", "-p", "no:cacheprovider", str(test)]
+    assert "2 passed" in _checked([f"{environment}/bin/python", "-m", "pytest", *options]).stdout
 
 
 def test_typing_marker_and_licence_are_there(

@@ -89,7 +89,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 @click.group(
     cls=_Group,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=examples("safetune tune my_kernels.py", "safetune list", "safetune show my_kernel"),
+    epilog=examples("safetune demo", "safetune tune my_kernels.py", "safetune show my_kernel"),
 )
 @debug_option
 @click.option(
@@ -109,6 +109,7 @@ def main() -> None:
 from safetune.cli import moving, stored  # noqa: E402
 from safetune.cli.clear import clear  # noqa: E402
 from safetune.cli.coverage import coverage_command  # noqa: E402
+from safetune.cli.demo import demo  # noqa: E402
 from safetune.cli.doctor import doctor  # noqa: E402
 from safetune.cli.lint import lint_command  # noqa: E402
 from safetune.cli.listing import list_choices  # noqa: E402
@@ -122,6 +123,7 @@ from safetune.cli.warm import warm_command  # noqa: E402
 for _command in (
     clear,
     coverage_command,
+    demo,
     doctor,
     prune_command,
     run_command,

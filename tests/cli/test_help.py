@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ def test_h_is_help_and_ends_with_examples_that_can_be_run_as_they_are(
         main.commands[name].make_context(name, options, parent=above)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "demo")])
 def test_every_command_has_json_for_a_usage_error_too(safetune: Any, name: str) -> None:
     result = safetune(name, "--json", "--no-such-option")
 
@@ -73,6 +74,28 @@ def test_an_error_after_the_json_does_not_add_to_it(
     assert result.exit_code == 2
     assert json.loads(result.stdout)
     assert "ZeroDivisionError" in result.stderr
+
+
+def test_the_examples_are_copied_to_a_new_directory_only(safetune: Any, tmp_path: Path) -> None:
+    there = tmp_path / "examples"
+
+    copied = safetune("demo", "--copy", there).stdout.splitlines()
+
+    assert str(there / "faulty.py") in copied
+    assert [str(file) for file in sorted(there.iterdir())] == copied
+    assert safetune.error("demo", "--copy", there) == (
+        f"Error: {there} exists; give a new directory"
+    )
+
+
+@pytest.mark.full
+def test_the_demo_shows_what_it_is_meant_to_show(start: Any) -> None:
+    process = start("demo", env={"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE)
+
+    output, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 0, output.decode()
+    assert b"The crash and the hang cost one config each; nothing was measured twice." in output
 
 
 def test_the_versions(safetune: Any) -> None:
