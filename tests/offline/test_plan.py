@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
+import triton.experimental.gluon._runtime  # which cannot be imported once TRITON_INTERPRET changes
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from safetune import Workload, safetune
+from safetune.inputs.compile_spec import CallerSpecs
 from safetune.offline import plan, tasks
+from safetune.outcome import Binary
 from safetune.store.local.store import Store
+from safetune.tuning.bench import LaunchBench
 from tests.backends import FakeBackend, launching_on
+from tests.conftest import stop_servers
 
 pytestmark = pytest.mark.internals
 
 TARGET = GPUTarget("cuda", 90, 32)
+TIMEOUT_S = 60.0
 PROPERTIES = {"multiprocessor_count": 132, "max_shared_mem": 232448}
 
 
@@ -109,3 +118,27 @@ def test_each_kernel_has_its_own() -> None:
 def test_a_search_compiles_nothing_ahead() -> None:
     """Which configs it measures is not known yet."""
     assert plan.compile_ahead(planned(100, 320, budget=1).tunings) == {}
+
+
+def test_a_later_key_finds_compiled_what_an_earlier_one_had_time_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Really compiled for sm_90, by the compilers of the first key. Nothing is launched."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    stop_servers()
+    first, later = (each.sketch for each in planned(100, 320).tunings)
+    request = tasks.request_for(later.make())
+    specs = CallerSpecs(request.call, most_shared=request.most_shared)
+    (ahead,) = plan.compile_ahead(planned(100, 320).tunings).values()
+
+    with LaunchBench(tasks.request_for(replace(first.make(), ahead=ahead))) as bench:
+        assert not any(isinstance(specs.spec_of(config), Binary) for config in request.configs)
+        ready = list(bench.compiled([0, 1], TIMEOUT_S))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(isinstance(specs.spec_of(config), Binary) for config in request.configs):
+            assert time.monotonic() < deadline, "the later key was never compiled"
+
+    assert sorted((each.config, each.failure) for each in ready) == [(0, None), (1, None)]
+    assert not ahead
+    stop_servers()
