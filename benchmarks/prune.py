@@ -1,6 +1,6 @@
 """How much shorter FLA's lists of configs can be, and what that costs on keys that were not used.
 
-Each key of a few of FLA's kernels is tuned under `safetune.install()`, for as long as `--seconds`
+Each key of a few of FLA's kernels is tuned under `safetune.install()`, for as long as `--budget`
 allows; a row has the time of every config that works. The figures are those of `safetune prune`,
 with the default `--within`: how short a list becomes, and how much slower than with all configs the
 keys are that each list was not made from, five parts in turn.
@@ -37,6 +37,8 @@ def figures(rows: Sequence[Row]) -> Figures:
     found: Figures = {}
     for name in dict.fromkeys(row["kernel"] for row in rows):
         keys = [measured(row) for row in rows if row["kernel"] == name]
+        if len(keys) < 2:
+            continue
         declared = max(row["declared"] for row in rows if row["kernel"] == name)
         found |= {f"{name}_keys": len(keys), f"{name}_configs": declared}
         for words, lists in (("shortest", 1), ("third", _lists_of_a_third(keys, declared))):
@@ -49,7 +51,7 @@ def figures(rows: Sequence[Row]) -> Figures:
                 f"{name}_{words}_slower_worst": held_out.worst - 1,
                 f"{name}_{words}_failed": held_out.failed,
             }
-    for words in ("shortest", "third"):
+    for words in ("shortest", "third") if found else ():
         means = [1 + v for n, v in found.items() if n.endswith(f"{words}_slower_mean")]
         worst = [value for n, value in found.items() if n.endswith(f"{words}_slower_worst")]
         found |= {
@@ -146,7 +148,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     begin = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for function, width, kind in interleaved(options.kernels):
-        if time.monotonic() - begin > options.seconds:
+        if time.monotonic() - begin > options.budget:
             break
         try:
             function(width, kind, options.tokens, device)
@@ -181,15 +183,15 @@ def stored(names: Sequence[str]) -> list[Row]:
 def main() -> None:
     """Tune, and save the rows and the figures."""
     parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--seconds", type=float, default=75.0)
+    parser.add_argument("--budget", type=float, default=75.0, metavar="SECONDS")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=list(KERNELS))
-    parser.add_argument("--store", help="keep the store here; where it has trials, tune no more")
+    parser.add_argument("--store", help="keep the store here, and go on with what it has")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="prune-") as scratch:
         os.environ["SAFETUNE_CACHE_DIR"] = options.store or scratch
         result = recording.begin("prune")
-        result.rows = stored(options.kernels) or run(options)
+        result.rows = run(options)
         solver = importlib.util.find_spec("scipy") is not None  # else they are computed elsewhere
         path = result.save(recording.output_folder(options), figures if solver else lambda _: {})
     print(recording.figures_table(result, path))

@@ -6,6 +6,7 @@
 #   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up, store
 #   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
 #   OUT=results benchmarks/run_on_gpu.sh sweep         a tuning of 1,920 configs
+#   OUT=results benchmarks/run_on_gpu.sh prune         FLA's lists of configs, shorter; needs fla-core
 #   OUT=results benchmarks/run_on_gpu.sh norms         the shipped kernels; Liger and FLA beside them
 #   OUT=results benchmarks/run_on_gpu.sh norms_small   the same on few rows, beside torch.compile
 #   OUT=results benchmarks/run_on_gpu.sh unmodified    FLA's layers; needs fla-core
@@ -27,10 +28,10 @@ root=$PWD
 mode=${1:-checks}
 case $mode in
     checks | integrations | bench) ;;
-    tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | install_time | norms | norms_small | unmodified) ;;
+    tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | prune | install_time | norms | norms_small | unmodified) ;;
     *)
         echo "usage: $0 [checks | integrations | bench |" \
-            "(tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | install_time | norms | norms_small | unmodified) [OPTION...]]" >&2
+            "(tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | prune | install_time | norms | norms_small | unmodified) [OPTION...]]" >&2
         exit 2
         ;;
 esac
