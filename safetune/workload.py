@@ -18,6 +18,8 @@ class Workload:
         grid: as in `kernel[grid](...)`: a tuple, or a function of the arguments.
         args, kwargs: those of the launch, without the names that the configs set.
         outputs: for `safetune verify`, arguments of which every element must be written.
+        allow: for `safetune verify`, arguments in which several programs may access an element, as
+            in a histogram that only needs to be about right.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Workload:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Sequence[str] = ()
+    allow: Sequence[str] = ()
 
 
 WorkloadFunction = Callable[..., Iterable[Workload]]

@@ -8,6 +8,7 @@ import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -61,8 +62,9 @@ def verify_command(
 ) -> None:
     """Check that no two programs of a kernel write the same element.
 
-    TARGET is package.module[:kernel] or file.py[:kernel]. Runs every config on every workload in
-    Triton's interpreter, on the CPU. Exits with 1 if there is a finding.
+    TARGET is package.module[:kernel], file.py[:kernel] or a directory. Runs every config on every
+    workload in Triton's interpreter, on the CPU. Does not check that results are right, or that
+    configs agree: `safetune tune` compares them. Exits with 1 if there is a finding.
     """
     targets.use_interpreter_without_gpu()
     left_out: list[str] = []
@@ -149,7 +151,8 @@ def _verify_all(
 
 def _rows(task: Task, row: Callable[..., _Row]) -> Iterator[_Row]:
     from safetune.config import config_text
-    from safetune.verify.overlap import check_overlap, configs_for
+    from safetune.launch.call_shape import named_arguments
+    from safetune.verify.overlap import check_overlap, configs_for, interpreted_as
 
     kernel, workload = task.kernel.outer, task.workload
     configs, error = _tried(configs_for, kernel, workload.args, workload.kwargs)
@@ -157,9 +160,19 @@ def _rows(task: Task, row: Callable[..., _Row]) -> Iterator[_Row]:
         yield row(error=error)
         return
     check = functools.partial(_tried, check_overlap, kernel, workload.grid, *workload.args)
-    options = {"outputs": workload.outputs, **workload.kwargs}
+    options = {"outputs": workload.outputs, "allow": workload.allow, **workload.kwargs}
+    named = named_arguments(kernel.arg_names, workload.args, workload.kwargs)
+    known: dict[str, Any] = {}
     for config in configs:
-        yield row(config_text(config), *check(config=config, **options))
+        seen, _ = _tried(interpreted_as, kernel, workload.grid, named, config)
+        if seen and seen in known:
+            report = known[seen]
+            yield row(config_text(config), report and replace(report, config=config_text(config)))
+            continue
+        found = check(config=config, **options)
+        if seen and not found[1]:
+            known[seen] = found[0]
+        yield row(config_text(config), *found)
 
 
 def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
@@ -200,7 +213,10 @@ def _print(verified: Sequence[_Row]) -> None:
     reports = [row.report for row in verified if row.report is not None]
     found = sum(not report.ok for report in reports)
     missing = sum(bool(row.error) for row in verified)
+    launches = "1 launch" if len(reports) == 1 else f"{len(reports)} launches"
     console.print(
-        f"{len(reports)} launches checked, {found} with findings"
+        f"{launches} checked for elements that several programs write, and for writes outside of "
+        f"arguments: {found} with findings"
         + (f"; {missing} not checked" if missing else "")
+        + ". Results were not compared: `safetune tune` does that."
     )

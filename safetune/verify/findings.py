@@ -22,7 +22,7 @@ def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[F
         *_outside(memory, watch),
         *(_gap(memory, watch, number) for number in range(len(memory.regions))),
         *(_clash(clash, name, view, watch) for clash in CLASHES for name, view in groups),
-        *(_unwritten(name, view, watch) for name, view in groups if _is_of(name, outputs)),
+        *(_unwritten(name, view, watch) for name, view in groups if is_of(name, outputs)),
     )
     return tuple(finding for finding in found if finding is not None)
 
@@ -32,12 +32,13 @@ def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Wr
     found = []
     for name, view in _groups(memory.views):
         written = int(_elements(view, watch, _is_written(watch.times[view.region])).sum())
-        if written or _is_of(name, outputs):
+        if written or is_of(name, outputs):
             found.append(Written(name, view.elements, written))
     return tuple(found)
 
 
-def _is_of(name: str, outputs: Sequence[str]) -> bool:
+def is_of(name: str, outputs: Sequence[str]) -> bool:
+    """Whether one of the arguments of a view is among others."""
     return not set(name.split(", ")).isdisjoint(outputs)
 
 

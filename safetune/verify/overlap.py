@@ -18,17 +18,17 @@ from safetune.errors import InvalidConfig, InvalidSetting
 from safetune.inputs.call import default_values, grid_sizes
 from safetune.keys.kernel_digest import base_function
 from safetune.launch.call_shape import heuristic_values, named_arguments, pruned_configs
-from safetune.verify.findings import findings_of, written_by
+from safetune.verify.findings import findings_of, is_of, written_by
 from safetune.verify.instruments import Instruments
 from safetune.verify.interpretation import interpret, is_jit
 from safetune.verify.memory import Memory
 from safetune.verify.report import OverlapReport
-from safetune.verify.watch import Watch
+from safetune.verify.watch import CLASHES, Watch
 
 #: The default of `timeout_s`: seconds that a launch may take in the interpreter.
 TIMEOUT_S = 600.0
 
-_OPTIONS = ("config", "outputs", "reachable", "timeout_s")
+_OPTIONS = ("config", "outputs", "allow", "reachable", "timeout_s")
 
 
 def check_overlap(
@@ -38,6 +38,7 @@ def check_overlap(
     *args: Any,
     config: Config | None = None,
     outputs: Sequence[str] = (),
+    allow: Sequence[str] = (),
     reachable: Sequence[Any] = (),
     timeout_s: float = TIMEOUT_S,
     **kwargs: Any,
@@ -54,6 +55,8 @@ def check_overlap(
             copied to the CPU.
         config: the config of a tuner to run; optional if the tuner has only one config.
         outputs: names of arguments of which every element must be written.
+        allow: names of arguments in which several programs may access an element. That is a note
+            then, not a finding; accesses outside of them are findings all the same.
         reachable: tensors that the kernel accesses by addresses that it reads from memory.
         timeout_s: seconds in the interpreter.
 
@@ -81,17 +84,20 @@ def check_overlap(
     x, y, z = (*grid_sizes(grid(values) if callable(grid) else grid), 1, 1)[:3]
     sizes = (x, y, z)
     watch = Watch(memory, sizes, timeout_s)
-    _check_outputs(function.__name__, outputs, memory)
+    _check_tensors(function.__name__, memory, outputs=outputs, allow=allow)
     addressed = {name: memory.addressed(value) for name, value in copies.items()}
     interpret(function, addressed, sizes, lambda builder: Instruments(watch, builder).methods())
     idle = sorted(set(range(math.prod(sizes))) - watch.storing) if watch.storing else []
+    found = findings_of(memory, watch, outputs)
+    allowed = [each for each in found if each.kind in CLASHES and is_of(each.argument, allow)]
     return OverlapReport(
         kernel=function.__name__,
         config=text,
         grid=sizes,
-        findings=findings_of(memory, watch, outputs),
+        findings=tuple(finding for finding in found if finding not in allowed),
         written=written_by(memory, watch, outputs),
         idle_programs=tuple(watch.ids(program) for program in idle),
+        allowed=tuple(allowed),
     )
 
 
@@ -169,11 +175,25 @@ def _check_names(kernel: Any, names: Iterable[str]) -> None:
         )
 
 
-def _check_outputs(kernel: str, outputs: Sequence[str], memory: Memory) -> None:
+def _check_tensors(kernel: str, memory: Memory, **given: Sequence[str]) -> None:
     names = [view.name for view in memory.views]
-    unknown = [name for name in outputs if name not in names]
-    if isinstance(outputs, str) or unknown:
-        raise InvalidSetting(
-            f"outputs={outputs!r} must be a list of tensor arguments of {kernel}, which are "
-            f"{', '.join(names)}"
-        )
+    for option, wanted in given.items():
+        if isinstance(wanted, str) or any(name not in names for name in wanted):
+            raise InvalidSetting(
+                f"{option}={wanted!r} must be a list of tensor arguments of {kernel}, which are "
+                f"{', '.join(names)}"
+            )
+
+
+def interpreted_as(kernel: Any, grid: Any, workload: Mapping[str, Any], config: Config) -> str:
+    """Return what the interpreter sees of a config: two with one text run alike, whatever their
+    launch options. Empty for a config that nothing is known to be like: a hook or a heuristic may
+    read all of it.
+    """
+    parameters = kernel.arg_names
+    if not isinstance(kernel, Autotuner) or not is_jit(kernel.fn) or config.pre_hook is not None:
+        return ""
+    seen = {name: value for name, value in config.all_kwargs().items() if name in parameters}
+    values = {**default_values(kernel), **workload, **config.all_kwargs()}
+    sizes = grid_sizes(grid(values) if callable(grid) else grid)
+    return repr((sorted(seen.items()), tuple(sizes)))

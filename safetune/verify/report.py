@@ -110,6 +110,7 @@ class OverlapReport:
     findings: tuple[Finding, ...]
     written: tuple[Written, ...]  # the arguments that were written, or are in `outputs`
     idle_programs: tuple[Program, ...]  # programs that wrote nothing, which may be right
+    allowed: tuple[Finding, ...] = ()  # accesses of several programs that `allow` names
 
     @property
     def ok(self) -> bool:
@@ -148,6 +149,7 @@ class OverlapReport:
             for item in self.written
             if item.written < item.elements and item.argument not in unwritten
         ]
+        notes += [f"allowed: {str(finding).splitlines()[0]}" for finding in self.allowed]
         if math.prod(self.grid) and not any(item.written for item in self.written):
             notes.append("no argument is written")
         if idle := len(self.idle_programs):

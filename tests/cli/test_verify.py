@@ -103,7 +103,8 @@ class TestNotChecked:
 
         assert result.exit_code == 1
         lines = [line.rstrip() for line in result.stdout.splitlines()]
-        assert lines[-1] == "1 launches checked, 0 with findings; 2 not checked"
+        assert lines[-1].startswith("1 launch checked for elements that several programs write")
+        assert ": 0 with findings; 2 not checked. Results were not compared" in lines[-1]
         assert f"    OSError: broken prune ({unchecked}:16)" in lines
         row = next(line for line in lines if line.startswith("  all configs "))
         assert row.split() == ["all", "configs", "not", "checked"]
@@ -169,10 +170,71 @@ class TestTables:
         assert "    x: 1 element stored by several programs" in lines
         assert "        [63] programs 0, 1 at overlapping.py:26" in lines
         assert "x: 12 of 16 elements" not in result.stdout
-        assert lines[-1] == "3 launches checked, 1 with findings; 1 not checked"
+        assert lines[-1].startswith("3 launches checked ")
+        assert ": 1 with findings; 1 not checked. " in lines[-1]
 
     def test_all_is_well(self, safetune: Any, targets: Path) -> None:
         result = safetune("verify", f"{targets / 'add.py'}:add_one")
 
         assert result.exit_code == 0
-        assert result.stdout.splitlines()[-1] == "4 launches checked, 0 with findings"
+        assert ": 0 with findings. " in result.stdout.splitlines()[-1]
+
+
+COUNTING = """
+import torch, triton, triton.language as tl
+from safetune import Workload, safetune
+
+WARPS = (1, 2, 4)
+CONFIGS = [triton.Config({"BLOCK": n}, num_warps=warps) for n in (16, 32) for warps in WARPS]
+
+@safetune(configs=CONFIGS, key=["N"])
+@triton.jit
+def count(x, total, N, BLOCK: tl.constexpr):
+    tl.device_print("ran", BLOCK)
+    tl.store(x + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) < N)
+    tl.store(total, N)
+
+@count.workload(dtypes=["float32"])
+def one(device, dtype):
+    x, total = torch.zeros(64, device=device, dtype=dtype), torch.zeros(1, device=device)
+    yield Workload("apart", (1,), (x, total, 64))
+    yield Workload("twice", (2,), (x, total, 64), allow=ALLOW)
+"""
+
+
+class TestWorkload:
+    @pytest.fixture
+    def counting(self, tmp_path: Path) -> Any:
+        def write(allow: list[str]) -> Path:
+            file = tmp_path / f"counting_{len(allow)}.py"
+            file.write_text(COUNTING.replace("ALLOW", repr(allow)))
+            return file
+
+        return write
+
+    def test_configs_that_the_interpreter_runs_alike_run_once(
+        self, safetune: Any, counting: Any
+    ) -> None:
+        result = safetune("verify", counting([]), "--shape", "apart", "--json")
+
+        launches = json.loads(result.stdout)["launches"]
+        assert [one["verdict"] for one in launches] == ["ok"] * 6
+        assert len({one["config"] for one in launches}) == 6
+        assert [one["report"]["config"] for one in launches] == [one["config"] for one in launches]
+        assert result.stderr.count("ran") == 2
+
+    def test_accesses_that_a_workload_allows_are_notes(self, safetune: Any, counting: Any) -> None:
+        some = safetune("verify", counting(["total"]), "--shape", "twice", "--json")
+        every = safetune("verify", counting(["total", "x"]), "--shape", "twice")
+
+        found = json.loads(some.stdout)["launches"][0]["report"]
+        assert [finding["argument"] for finding in found["findings"]] == ["x"]
+        assert [finding["argument"] for finding in found["allowed"]] == ["total"]
+        assert (some.exit_code, every.exit_code) == (1, 0)
+        assert "allowed: x: 16 elements stored by several programs" in every.stdout
+
+    def test_an_argument_that_is_allowed_has_to_be_one(self, safetune: Any, counting: Any) -> None:
+        result = safetune("verify", counting(["y"]), "--shape", "twice")
+
+        assert result.exit_code == 1
+        assert "allow=['y'] must be a list of tensor arguments of count" in result.stdout
