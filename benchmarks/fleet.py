@@ -305,7 +305,10 @@ def case_rows(case: str, options: argparse.Namespace) -> list[Row]:
     """Run a case on a store of its own."""
     import psycopg  # noqa: F401 - before the forks
 
+    from safetune.offline import shards  # noqa: F401
+    from safetune.store import lookup  # noqa: F401
     from safetune.store.shared import layer, lease_files, postgres  # noqa: F401
+    from safetune.tuning import single_flight  # noqa: F401
 
     with tempfile.TemporaryDirectory(prefix="fleet-") as name:
         folder = Path(name)
@@ -326,13 +329,14 @@ def main() -> None:
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=8, help="of each node")
-    parser.add_argument("--keys", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=10.0, help="the mean of a tuning")
+    parser.add_argument("--keys", type=int, default=1024)
+    parser.add_argument("--seconds", type=float, default=40.0, help="the mean of a tuning")
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     options = parser.parse_args()
     result = recording.begin("fleet")
     if not options.fresh:
         recording.resume(result, [options.out])
-    for case in recording.parts_to_run(CASES, result.rows, options, PART_S):
+    for case in recording.parts_to_run(options.cases, result.rows, options, PART_S):
         print(case, flush=True)
         result.rows += case_rows(case, options)
         result.save(options.out, figures)

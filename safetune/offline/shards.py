@@ -194,10 +194,12 @@ class Part:
 class Turns(Generic[Item]):
     """Yields each turn until it was tuned or is left, with pauses while others tune all of them.
 
+    What other shards have done is not yielded.
+
     Args:
         state: of an item.
         again: all is tuned again, and only the state tells what other processes have done already.
-            What is done is not yielded.
+            Nothing of that is yielded.
     """
 
     def __init__(
@@ -216,13 +218,14 @@ class Turns(Generic[Item]):
         self._random = random.SystemRandom()
 
     def __iter__(self) -> Iterator[Turn[Item]]:
-        while self._untried or self._busy:
-            untried, busy = len(self._untried), len(self._busy)
-            turn = self._next()
-            if not (self._again and self._state(turn.item) is State.DONE):
+        while self._untried:
+            turn, busy = self._untried.pop(), len(self._busy)
+            if not (self._may_be_over(turn) and self._state(turn.item) is State.DONE):
                 yield turn
-            if len(self._untried) < untried and len(self._busy) == busy:
-                self._pauses = pauses(*_PAUSES_S)
+                if len(self._busy) == busy:
+                    self._pauses = pauses(*_PAUSES_S)
+        while (found := self._next()) is not None:
+            yield found
 
     @property
     def own(self) -> list[Item]:
@@ -235,13 +238,22 @@ class Turns(Generic[Item]):
         if self._state(turn.item) is State.FREE:
             self._sleep(next(self._pauses))
 
-    def _next(self) -> Turn[Item]:
+    def _next(self) -> Turn[Item] | None:
         while True:
-            states = [self._state(turn.item) for turn in self._busy]
-            if State.DONE in states:
-                return self._busy.pop(states.index(State.DONE))
-            if self._untried:
-                return self._untried.pop()
-            if free := [n for n, state in enumerate(states) if state is State.FREE]:
-                return self._busy.pop(self._random.choice(free))
+            found = [(turn, self._state(turn.item)) for turn in self._busy]
+            found = [
+                (turn, state)
+                for turn, state in found
+                if not (state is State.DONE and self._may_be_over(turn))
+            ]
+            self._busy = [turn for turn, _ in found]
+            if not found:
+                return None
+            for wanted in (State.DONE, State.FREE):
+                if ready := [n for n, (_, state) in enumerate(found) if state is wanted]:
+                    return self._busy.pop(self._random.choice(ready))
             self._sleep(_LOOK_S)
+
+    def _may_be_over(self, turn: Turn[Item]) -> bool:
+        """Whether there is nothing to do or to report for an item that is done."""
+        return self._again or turn.is_of_shards

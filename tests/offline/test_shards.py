@@ -74,6 +74,18 @@ def test_pauses_grow_while_other_nodes_have_all_that_is_left() -> None:
     assert pauses.slept[-1] > 4 * pauses.slept[0]
 
 
+def test_what_others_have_done_is_not_yielded() -> None:
+    """The items of other shards never, and where all is tuned again none that is done already."""
+    states = {0: State.DONE, 1: State.DONE, 2: State.DONE, 3: State.FREE}
+
+    def yielded(again: bool) -> list[int]:
+        turns = Turns(Shard(0, 2).order(range(4)), states.__getitem__, again=again)
+        return [turn.item for turn in turns]
+
+    assert yielded(again=False) == [0, 2, 3]
+    assert yielded(again=True) == [3]
+
+
 @pytest.mark.parametrize(
     ("variables", "text", "shard"),
     [
