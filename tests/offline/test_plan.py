@@ -140,5 +140,4 @@ def test_a_later_key_finds_compiled_what_an_earlier_one_had_time_for(
             assert time.monotonic() < deadline, "the later key was never compiled"
 
     assert sorted((each.config, each.failure) for each in ready) == [(0, None), (1, None)]
-    assert not ahead
     stop_servers()
