@@ -44,7 +44,7 @@ expect "safetune 0." safetune --version
 cd "$work"
 
 step "demo"
-expect "nothing was measured twice" python "$checkout/docs/examples/demo.py"
+expect "nothing was measured twice" safetune demo
 
 step "a kernel of one's own"
 cat >own.py <<'PYTHON'

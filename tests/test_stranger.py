@@ -22,7 +22,7 @@ def test_the_path_of_a_stranger() -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 
