@@ -192,6 +192,8 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
         before = "" if measured else f" (stored results; `safetune clear {kernel}` deletes them)"
         super().__init__(
             f"none of the {len(self.outcomes)} configs of {kernel} works for {key}{before}:\n{rows}"
+            f"\n`safetune show {kernel}` prints whole messages; "
+            'isolation="inline" runs the configs in this process, for a debugger'
         )
 
 

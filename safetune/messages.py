@@ -107,6 +107,11 @@ def _of_launcher(column: int) -> int | None:
     return None
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return `1 key`, `2 keys`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def tell(text: str) -> None:
     """Say a line of progress: in the log where it takes INFO, else on standard error.
 

@@ -73,13 +73,11 @@ class Display:
 
     def observe(self, step: Progress) -> None:
         """Note a step of the tuning."""
-        from safetune.config import config_text
-
-        config, outcome = config_text(step.config), step.outcome
+        outcome = step.outcome
         self._done, self._total = min(step.done, step.total), step.total
-        self._step = f"{step.stage}: {config}"
+        self._step = step.doing
         if outcome is not None and not outcome.ok:
-            self._failed.add(config)
+            self._failed.add(step.text)
         if outcome is not None and outcome.timing is not None:
             self._best_ms = min(self._best_ms, outcome.timing.median_ms)
 

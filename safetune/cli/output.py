@@ -30,6 +30,7 @@ from rich.text import Text
 from safetune.errors import PhantomKeyWarning, SafetuneError
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
+from safetune.messages import counted as counted
 from safetune.messages import logger, prefix
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.store import AGREED, IMPORTED
@@ -246,11 +247,6 @@ def _local(seconds: float) -> time.struct_time:
 
     # A row that another program wrote may say 1e300.
     return time.localtime(max(0, min(seconds, LAST_SECOND)))
-
-
-def counted(count: int, noun: str) -> str:
-    """Return `1 key`, `2 keys`."""
-    return f"{count} {noun if count == 1 else noun + 's'}"
 
 
 def one_reason(message: str) -> str:

@@ -17,7 +17,7 @@ from safetune.frozen import dataclass
 from safetune.isolation import backend, measuring_child
 from safetune.launch import scratch_memory
 from safetune.launch.key_state import CapturedMiss
-from safetune.messages import logger, warn
+from safetune.messages import counted, logger, warn
 from safetune.miss import reporting, under_capture
 
 
@@ -49,8 +49,9 @@ class CaptureReport:
         keys = "; ".join(f"{each.kernel} for {each.key}" for each in self.misses)
         which = f" ({keys})" if keys else ""
         return (
-            f"{self.graph}: {len(self.misses)} keys without a choice{which}, "
-            f"{self.tunings} tunings, {self.scratch_allocations} allocations of scratch memory"
+            f"{self.graph}: {counted(len(self.misses), 'key')} without a choice{which}, "
+            f"{counted(self.tunings, 'tuning')}, "
+            f"{counted(self.scratch_allocations, 'allocation')} of scratch memory"
         )
 
 

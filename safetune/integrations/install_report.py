@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from safetune.frontend.observers import Observer
-from safetune.messages import prefix
+from safetune.messages import counted, prefix
 
 
 class Installation(Observer):
@@ -63,8 +63,9 @@ class Installation(Observer):
         fallbacks = min(looked_up, _fallbacks())
         without = f" ({fallbacks} without a choice)" if fallbacks else ""
         lines = [
-            f"safetune: {len(kernels)} kernels, {self.launches} launches: {tunings} tunings, "
-            f"{looked_up} keys looked up{without}, {self.launches - self.misses} hits"
+            f"safetune: {counted(len(kernels), 'kernel')}, "
+            f"{counted(self.launches, 'launch', 'launches')}: {tunings} tuned, "
+            f"{looked_up} looked up{without}, {self.launches - self.misses} known"
         ]
         keys = [key for tuner in self.tuners if (key := tuner.lazy_key.known) is not None]
         dropped = {key.kernel: ", ".join(key.dropped) for key in keys if key.dropped}

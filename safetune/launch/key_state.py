@@ -19,7 +19,7 @@ from triton.runtime.autotuner import Config
 from safetune import forks
 from safetune.config import config_text
 from safetune.frozen import dataclass
-from safetune.messages import logger
+from safetune.messages import counted, logger
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
@@ -261,11 +261,8 @@ class KeyStates:
         reasons = [decision.reason for state in self if (decision := state.decision())]
         chosen = reasons.count(Reason.CHOICE)
         without = f" and {len(reasons) - chosen} without" if len(reasons) > chosen else ""
-        configs = len(self.tuner.configs)
-        return (
-            f"{configs} config{'s' * (configs != 1)}, "
-            f"{chosen} key{'s' * (chosen != 1)} with a choice{without}"
-        )
+        configs = counted(len(self.tuner.configs), "config")
+        return f"{configs}, {counted(chosen, 'key')} with a choice{without}"
 
     def clear(self) -> None:
         """Make every key untried."""

@@ -174,26 +174,18 @@ def tunings_begun() -> int:
 
 @contextlib.contextmanager
 def observing(
-    request: TuningRequest,
-    store: Store,
-    phases: Phases | None = None,
-    quiet: bool = False,
-    live: bool = True,
+    request: TuningRequest, store: Store, phases: Phases | None = None, quiet: bool = False
 ) -> Iterator[Tally]:
     """Yield the observer of a tuning's steps.
 
-    It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output. Otherwise it shows,
-    unless `quiet`, a live line on a terminal, and lines now and then elsewhere.
-
-    Args:
-        live: False where the caller prints the steps, and shows a line on a terminal, itself.
+    It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output. Otherwise it shows a
+    live line on a terminal, and lines now and then elsewhere, unless `quiet`.
     """
     count_tuning()
     tally = Tally(request, phases)
     tally.observers.append(log_config)
-    shown = contextlib.nullcontext() if quiet else _shown(tally, live)
     try:
-        with shown:
+        with contextlib.nullcontext() if quiet else _shown(tally):
             yield tally
     except KeyboardInterrupt:
         if not tally.waits_for:
@@ -201,33 +193,19 @@ def observing(
         raise
 
 
-@contextlib.contextmanager
-def _shown(tally: Tally, live: bool) -> Iterator[None]:
-    shown: contextlib.AbstractContextManager[Observer | None] = contextlib.nullcontext()
-    if knobs.autotuning.print and live:
+def _shown(tally: Tally) -> contextlib.AbstractContextManager[None]:
+    if knobs.autotuning.print:
         tally.observers.append(print_config)
-    elif logger.isEnabledFor(logging.WARNING):
-        shown = _line(tally, live) if _can_move_cursor() else lines(tally)
-    with shown as observe:
-        if observe is not None:
-            tally.observers.append(observe)
-        yield
-
-
-def _can_move_cursor() -> bool:
-    if not _is_terminal(sys.stderr):
-        return False
-    from safetune.miss import progress  # imports rich
-
-    return progress.can_move_cursor()
-
-
-def _line(tally: Tally, live: bool) -> contextlib.AbstractContextManager[Observer | None]:
-    from safetune.miss.progress import late_line
-
-    if not (live and is_first_of_node()):
         return contextlib.nullcontext()
-    return late_line(tally.request.key.kernel.name, tally.total, lambda: tally.doing)
+    if not logger.isEnabledFor(logging.WARNING):
+        return contextlib.nullcontext()
+    if _is_terminal(sys.stderr):
+        from safetune.miss import progress  # imports rich
+
+        if progress.can_move_cursor():
+            first = is_first_of_node()
+            return progress.late_line(lambda: how_far(tally)) if first else contextlib.nullcontext()
+    return lines(tally)
 
 
 @contextlib.contextmanager

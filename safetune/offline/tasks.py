@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import reprlib
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -172,12 +173,16 @@ def tune_task(
     phases = Phases("lookup")
     request = request_for(task, force)
     store = open_tuning_store()
-    with reporting.observing(request, store, phases, live=False) as tally:
+    with reporting.observing(request, store, phases, quiet=True) as tally:
         tally.observers.append(observe)
         budget = WaitBudget(tell=tally.wait_for)
         result = tune(request, store, tally, None, budget, phases, key_budget)
     reporting.tell_result(request, result, shown=True)
     return result
+
+
+#: The characters of a wrong workload that a message shows: it may be a tensor.
+_MOST_SHOWN = 40
 
 
 def _yielded(
@@ -188,11 +193,20 @@ def _yielded(
     name = f"the workload {function.__name__} of {kernel.name}"
     names: set[str] = set()
     try:
-        for workload in function(device, dtype):
+        inspect.signature(function).bind(device, dtype)
+    except TypeError as error:
+        raise WorkloadError(
+            f"{name} cannot be called with a torch device and a torch dtype: {error} ({location})"
+        ) from None
+    try:
+        workloads = function(device, dtype)
+        if not isinstance(workloads, Iterable):
+            workloads = [workloads]
+        for workload in workloads:
             if not isinstance(workload, Workload):
                 raise WorkloadError(
-                    f"{name} yielded {workload!r}; it must yield safetune.Workload(name, grid, "
-                    f"args, kwargs) ({location})"
+                    f"{name} gave {reprlib.repr(workload)[:_MOST_SHOWN]}; it must yield "
+                    f"safetune.Workload(name, grid, args, kwargs) ({location})"
                 )
             if workload.name in names:
                 raise WorkloadError(

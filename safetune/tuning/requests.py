@@ -264,8 +264,10 @@ def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
     reads: set[str] = set()
     for index, config in enumerate(configs):
         try:
-            _check_complete(call, config)
-            grid, seen = grid_of(call, config)
+            missing = _missing(call, config)
+            grid, seen = ((), set()) if missing else grid_of(call, config)
+            if missing:
+                failures[index] = _failed(f"the call does not pass {missing}", "TypeError")
         except Exception as error:
             if from_signal_handler(error):
                 raise
@@ -283,13 +285,12 @@ def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
     return Grids(tuple(sizes), failures, frozenset(reads))
 
 
-def _check_complete(call: Call, config: Config) -> None:
-    """Raise `TypeError` where no launch could bind all of the kernel's parameters."""
+def _missing(call: Call, config: Config) -> str:
+    """Return the parameters of the kernel that no launch could bind, as text."""
     given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
     parameters = inspect.signature(base_function(call.kernel)[1]).parameters.values()
-    missing = [each.name for each in parameters if each.default is each.empty]
-    if missing := [name for name in missing if name not in given]:
-        raise TypeError(f"the call does not pass {', '.join(missing)}")
+    needed = [each.name for each in parameters if each.default is each.empty]
+    return ", ".join(name for name in needed if name not in given)
 
 
 def _is_empty(grid: tuple[int, ...]) -> bool:

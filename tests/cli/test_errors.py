@@ -240,7 +240,7 @@ class TestWorkload:
         message = safetune.error("tune", file)
 
         assert message.startswith(
-            "Error: the workload sizes of add_one yielded 'a launch'; it must yield "
+            "Error: the workload sizes of add_one gave 'a launch'; it must yield "
             "safetune.Workload(name, grid, args, kwargs)"
         )
         line = line_of(file, "def sizes")  # or its decorator's, one above
@@ -257,14 +257,32 @@ class TestWorkload:
             "Error: the workload sizes of add_one yielded two workloads named 'same'; give each a "
         )
 
-    def test_a_workload_that_is_not_a_generator_is_an_error(
-        self, safetune: Any, file: Path, broken: Any
+    @pytest.mark.parametrize(
+        ("body", "given"),
+        [("return None", "None"), ("yield 'a', torch.zeros(1000)", "('a', tensor([")],
+    )
+    def test_it_gives_something_else_which_is_cut(
+        self, safetune: Any, file: Path, broken: Any, body: str, given: str
     ) -> None:
-        broken("return None")
+        broken(body)
 
-        assert safetune.error("tune", file).startswith(
-            "Error: the workload sizes of add_one raised TypeError: 'NoneType' object is not "
+        message = safetune.error("tune", file)
+
+        assert message.startswith(f"Error: the workload sizes of add_one gave {given}")
+        assert len(message) < 300, "a tensor has thousands of characters"
+        assert str(file) in message
+
+    def test_it_takes_other_arguments(self, safetune: Any, file: Path) -> None:
+        """The place is the workload's, not where safetune calls it."""
+        file.write_text(f"{KERNEL}@add_one.workload\ndef sizes(device):\n    yield\n")
+
+        message = safetune.error("tune", file)
+
+        assert message.startswith(
+            "Error: the workload sizes of add_one cannot be called with a torch device and a torch "
+            "dtype: too many positional arguments"
         )
+        assert str(file) in message
 
     def test_it_yields_nothing(self, safetune: Any, file: Path) -> None:
         file.write_text(f"{KERNEL}@add_one.workload\ndef sizes(device, dtype):\n    return []\n")

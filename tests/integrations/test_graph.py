@@ -107,7 +107,7 @@ class TestExceptions:
             warnings.simplefilter("error")
             _watched(watch, fail)
         assert len(watch.report.misses) == 1
-        assert "decode: 1 keys without a choice" in caplog.text
+        assert "decode: 1 key without a choice" in caplog.text
 
     def test_the_body_s_comes_through_where_the_capture_cannot_be_ended(
         self, caplog: pytest.LogCaptureFixture

@@ -92,7 +92,7 @@ class TestInstall:
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [OURS] * 4
         assert reports(done.stderr) == [
-            "safetune: 4 kernels, 12 launches: 1 tunings, 3 keys looked up, 8 hits",
+            "safetune: 4 kernels, 12 launches: 1 tuned, 3 looked up, 8 known",
             "safetune: key names dropped, as nothing reads them: add_kernel (UNREAD)",
         ]
 
@@ -133,7 +133,7 @@ class TestInstall:
         code = "import safetune; safetune.install(); import lib; lib.add(times=2)"
         fresh_process(code, cwd=library(), warm=True)
         done = fresh_process(code, cwd=library(), warm=True)
-        assert "2 launches: 0 tunings, 1 keys looked up, 1 hits" in done.stderr
+        assert "2 launches: 0 tuned, 1 looked up, 1 known" in done.stderr
 
     def test_a_key_without_a_choice_is_reported_as_such(
         self, library: Callable[..., Path], fresh_process: FreshProcess
@@ -141,7 +141,7 @@ class TestInstall:
         """Regression: a frozen program reported its fallbacks as keys that were looked up."""
         code = "import safetune; safetune.install(); import lib; lib.add(times=2)"
         done = fresh_process(code, cwd=library(), env={"SAFETUNE_MODE": "frozen"})
-        assert "0 tunings, 1 keys looked up (1 without a choice), 1 hits" in done.stderr
+        assert "0 tuned, 1 looked up (1 without a choice), 1 known" in done.stderr
 
     def test_torch_s_own_tuners_stay_triton_s(
         self, library: Callable[..., Path], fresh_process: FreshProcess
@@ -257,8 +257,8 @@ def test_every_process_reports_its_own_launches(
     done = fresh_process(RUN, "run", here / "train.py", method, cwd=here)
     assert done.returncode == 0, done.stderr
     assert [line for line in reports(done.stderr) if "kernels" in line] == [
-        "safetune: 1 kernels, 3 launches: 1 tunings, 0 keys looked up, 2 hits",
-        "safetune: 1 kernels, 2 launches: 1 tunings, 0 keys looked up, 1 hits",
+        "safetune: 1 kernel, 3 launches: 1 tuned, 0 looked up, 2 known",
+        "safetune: 1 kernel, 2 launches: 1 tuned, 0 looked up, 1 known",
     ]
 
 
@@ -429,7 +429,7 @@ class TestRun:
         done = fresh_process(RUN, "run", *launcher, here / "train.py", cwd=here)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"rank 0 {OURS}", f"rank 1 {OURS}"]
-        assert len([line for line in reports(done.stderr) if "1 kernels" in line]) == 2
+        assert len([line for line in reports(done.stderr) if "1 kernel" in line]) == 2
 
     def test_a_sitecustomize_that_was_there_still_runs(
         self, library: Callable[..., Path], fresh_process: FreshProcess, tmp_path: Path

@@ -122,7 +122,7 @@ class TestReached:
             "print(len(tuner.configs_timings))\n"
         )
         assert printed == ["(50, 7, 'torch.float32', 'torch.float32') True", "2"]
-        assert report[0] == "1 kernels, 3 launches: 1 tunings, 0 keys looked up, 2 hits"
+        assert report[0] == "1 kernel, 3 launches: 1 tuned, 0 looked up, 2 known"
         assert set(report[1:]) <= {DROPPED}
 
     def test_offline_commands_find_the_tuner_that_launches_in_its_place(self, run: Run) -> None:
@@ -144,7 +144,7 @@ class TestReached:
         code = START + "add(known(), times=2)"
         run(code)
         _, report = run(code)
-        assert report[0] == "1 kernels, 2 launches: 0 tunings, 1 keys looked up, 1 hits"
+        assert report[0] == "1 kernel, 2 launches: 0 tuned, 1 looked up, 1 known"
 
     def test_the_settings_are_the_tuner_s(self, run: Run) -> None:
         """A library's stand-ins for Triton's hooks are not a user's hooks; None is not a tensor."""
@@ -162,7 +162,7 @@ class TestReached:
         )
         assert printed[0] == "('out',) ('extra',) None"
         assert printed[1].startswith("True BLOCK: 32")
-        assert report[0] == "1 kernels, 2 launches: 1 tunings, 1 keys looked up, 0 hits"
+        assert report[0] == "1 kernel, 2 launches: 1 tuned, 1 looked up, 0 known"
 
     def test_settings_that_change_later(self, run: Run) -> None:
         """As under Triton, whose `run` reads them anew at each launch."""
@@ -177,7 +177,7 @@ class TestReached:
             "print(kernel.best_config.kwargs, len(kernel.cache))\n"
         )
         assert printed == ["{'BLOCK': 32} 0", "{'BLOCK': 64} 0"]
-        assert report[0] == "1 kernels, 4 launches: 0 tunings, 0 keys looked up, 4 hits"
+        assert report[0] == "1 kernel, 4 launches: 0 tuned, 0 looked up, 4 known"
 
     def test_a_copy_a_pickle_and_an_emptied_cache(self, run: Run) -> None:
         printed, report = run(
@@ -192,7 +192,7 @@ class TestReached:
             "kernel.cache.clear(); add(kernel); print(len(kernel.cache))\n"
         )
         assert printed == ["{'BLOCK': 16}", "[]", "1"]
-        assert report[0] == "1 kernels, 4 launches: 1 tunings, 0 keys looked up, 3 hits"
+        assert report[0] == "1 kernel, 4 launches: 1 tuned, 0 looked up, 3 known"
 
     def test_a_fallback_is_never_in_the_library_s_cache(self, run: Run) -> None:
         """It stayed there for good, while the choice of the background tuning was launched."""
@@ -240,7 +240,7 @@ class TestLeft:
         )
         assert printed == ["True", "True"]
         assert report == [
-            "1 kernels, 1 launches: 1 tunings, 0 keys looked up, 0 hits",
+            "1 kernel, 1 launch: 1 tuned, 0 looked up, 0 known",
             DROPPED,
             "launched with configs of its own cache: add_kernel (3)",
         ]
