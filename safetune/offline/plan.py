@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import field, replace
@@ -63,8 +64,10 @@ class Planned:
 
     @property
     def configs(self) -> int:
-        """How many configs pruning leaves."""
-        return len(self.sketch.request.configs)
+        """How many configs pruning leaves, at most those of the budget."""
+        request = self.sketch.request
+        most = None if request.budget is None else request.budget.configs
+        return min(len(request.configs), most or sys.maxsize)
 
     @property
     def binaries(self) -> set[Hashable]:

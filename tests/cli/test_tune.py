@@ -186,6 +186,33 @@ class TestOptions:
         assert len(seen) == processes if isolation == "worker" else len(seen) >= processes
 
 
+class TestBudget:
+    def test_it_is_planned_and_kept_for_each_key_and_a_larger_one_goes_on(
+        self, safetune: Any, add: str
+    ) -> None:
+        command = ("tune", f"{add}:add_one", "--shape", "large")
+        first = safetune.json(*command, "--budget", "1")
+        assert (first["measured"], len(first["trials"])) == (1, 1)
+        assert safetune.json(*command, "--budget", "1")["measured"] == 0
+        planned = [
+            safetune.json(*command, "--dry-run", *budget)["tunings"][0]
+            for budget in (("--budget", "1"), ("--budget", "9"), ())
+        ]
+        assert [(each["configs"], each["to_measure"]) for each in planned] == [
+            *((1, 0), (2, 1), (2, 1)),
+        ]
+        rest = safetune.json(*command)
+        assert len(rest["trials"]) == CONFIGS
+        assert safetune.json(*command)["measured"] == 0
+
+    def test_another_value_is_refused_before_anything_is_tuned(
+        self, safetune: Any, add: str
+    ) -> None:
+        result = safetune("tune", add, "--budget", "5 minutes")
+        assert result.exit_code == 2
+        assert "budget='5 minutes' of safetune tune is neither a number of" in result.stderr
+
+
 class TestOutput:
     def test_good_and_bad_configs(
         self, safetune: Any, targets: Path, monkeypatch: pytest.MonkeyPatch
