@@ -1,66 +1,89 @@
 """How good a choice is after a search of some configs, replayed on stored trials without a GPU.
 
-`search_trials` has measured every config of some spaces for several keys. For every key, strategy
-and budget, SEEDS searches see the times that a tuning would have seen; of the best they have found,
-the one that was fastest in the long measurement is the choice, as the final rounds of a tuning
-decide. Its regret is how much slower it is than the best config of the whole list.
+`search_trials` has measured every config of a space for several keys, and the searches see those
+times: random subsets of the list, the forest, and the forest with the trials of the two nearest
+keys. The regret of a search is how much slower its best config is than the best of all; the final
+rounds of a tuning are not replayed.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import heapq
 import math
 import random
+import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import recording
 import search_trials
+from recording import Figures, Row
 
 SEEDS = 200
-BUDGETS = (32, 100)
-STRATEGIES = ("random", "forest", "forest_neighbours")
+SEARCHES = (
+    *(("random", 32), ("random", 100)),
+    *(("forest", 32), ("forest", 100)),
+    ("forest_neighbours", 32),
+)
 NEIGHBOURS = 2
+#: Regrets are stored as whole numbers of this, and none above the second.
+UNIT, MOST = 1e-4, 10_000_000
+#: What the searches for one key are expected to take, on one core.
+KEY_S = 300.0
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return the median and the 90th percentile over all keys and seeds of a space."""
+    regrets: dict[str, list[int]] = {}
+    for row in rows:
+        name = f"{row['space']}_{row['strategy']}_{row['budget']}"
+        regrets.setdefault(name, []).extend(row["regrets"])
+    found: Figures = {}
+    for name, values in regrets.items():
+        found[f"{name}_median"] = round(statistics.median(values) * UNIT, 6)
+        found[f"{name}_p90"] = round(sorted(values)[int(0.9 * len(values))] * UNIT, 6)
+    return found
 
 
 @dataclass(frozen=True)
 class Key:
-    """The stored trials of one key: what a search sees of each config, and its time in truth."""
+    """The stored trials of one key."""
 
-    name: str
-    values: tuple[int, ...]
-    seen: tuple[float | None, ...]
-    truth: tuple[float, ...]
+    name: str  # `M=64`
+    times: tuple[float | None, ...]  # of each config; None where it failed
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Key:
-        """Return the key of an entry in a space's file; a config that failed takes for ever."""
-        seen = [
-            time_ms if verdict == "ok" else None
-            for time_ms, verdict in zip(stored["median_ms"], stored["verdicts"], strict=True)
-        ]
-        pairs = zip(seen, stored["long_ms"], strict=True)
-        truth = tuple(math.inf if s is None else s if long is None else long for s, long in pairs)
-        return cls(stored["name"], tuple(stored["values"]), tuple(seen), truth)
+        """Return the key of an entry in a space's file."""
+        pairs = zip(stored["median_ms"], stored["verdicts"], strict=True)
+        times = tuple(time_ms if verdict == "ok" else None for time_ms, verdict in pairs)
+        return cls(stored["name"], times)
+
+    @property
+    def best(self) -> int:
+        """The fastest config."""
+        works = {index: ms for index, ms in enumerate(self.times) if ms is not None}
+        return min(works, key=works.__getitem__)
+
+    @property
+    def value(self) -> int:
+        """The value of the one name in which keys differ."""
+        return int(self.name.partition("=")[2])
 
     def regret(self, tried: Sequence[int]) -> float:
-        """Return how much slower the choice among these configs is than the best of all."""
-        from safetune.tuning.race import FINAL_RATIO, MAX_FINALISTS
-
-        times = {index: time_ms for index in tried if (time_ms := self.seen[index]) is not None}
-        if not times:
-            return math.inf
-        limit = FINAL_RATIO * min(times.values())
-        near = [index for index, time_ms in times.items() if time_ms <= limit]
-        finalists = heapq.nsmallest(MAX_FINALISTS, near, key=times.__getitem__)
-        return min(self.truth[index] for index in finalists) / min(self.truth) - 1.0
+        """Return how much slower the best of these configs is than the best of all."""
+        best, found = self.times[self.best], [self.times[index] for index in tried]
+        works = [time_ms for time_ms in found if time_ms is not None]
+        return min(works) / best - 1.0 if works and best else math.inf
 
     def distance(self, other: Key) -> float:
         """Return how far two keys are apart, as `safetune` says it of their values."""
-        pairs = zip(self.values, other.values, strict=True)
-        return sum(abs(math.log2(1 + one) - math.log2(1 + two)) for one, two in pairs)
+        return abs(math.log2(1 + self.value) - math.log2(1 + other.value))
 
 
 @functools.cache
@@ -90,14 +113,14 @@ def start(path: Path, name: str, neighbours: int) -> Any:
     nearest = sorted((k for k in keys.values() if k is not key), key=key.distance)[:neighbours]
     known = tuple(
         Neighbour(
-            values=dict(enumerate(other.values)),
+            values={"value": other.value},
             distance=key.distance(other),
-            choice=configs[min(range(len(configs)), key=other.truth.__getitem__)],
-            trials=tuple(map(Trial, configs, other.seen)),
+            choice=configs[other.best],
+            trials=tuple(map(Trial, configs, other.times)),
         )
         for other in nearest
     )
-    return History(path.stem, dict(enumerate(key.values)), {}, {}, configs, (), known)
+    return History(path.stem, {"value": key.value}, {}, {}, configs, (), known)
 
 
 @functools.cache
@@ -121,7 +144,7 @@ def search(path: Path, name: str, strategy: str, seed: int, budget: int) -> list
     asked, times = Search(history, proposer, _near(path)), dict[int, float | None]()
     _, keys = space(path)
     while batch := asked.ask(times, budget - len(times)) if len(times) < budget else []:
-        times |= {index: keys[name].seen[index] for index in batch}
+        times |= {index: keys[name].times[index] for index in batch}
     return list(times)
 
 
@@ -130,3 +153,54 @@ def _near(path: Path) -> Any:
     from safetune.tuning.search import one_step
 
     return one_step(space(path)[0])
+
+
+def regret(path: Path, name: str, strategy: str, budget: int, seed: int) -> int:
+    """Return the regret of one search, in units."""
+    found = space(path)[1][name].regret(search(path, name, strategy, seed, budget))
+    return round(min(found / UNIT, MOST))
+
+
+def run_part(path: Path, name: str, seeds: int, pool: ProcessPoolExecutor) -> list[Row]:
+    """Return the regrets of all searches for one key."""
+    rows = []
+    for strategy, budget in SEARCHES:
+        one = functools.partial(regret, path, name, strategy, budget)
+        count = SEEDS if strategy == "random" else seeds
+        found = list(pool.map(one, range(count), chunksize=max(1, count // 16)))
+        row = {"part": f"{path.name} {name}", "space": path.name.partition(".")[0]}
+        rows.append({**row, "strategy": strategy, "budget": budget, "regrets": found})
+    return rows
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--trials", type=Path, default=recording.RESULTS, metavar="DIR")
+    parser.add_argument("--device", default="NVIDIA_H100_80GB_HBM3", help="a folder in it")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of each key; random: always 200")
+    parser.add_argument("--workers", type=int, default=1)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Search every key of every space that has trials."""
+    options = parse()
+    paths = sorted((options.trials / options.device / "search_trials").glob("*.json.gz"))
+    parts = {f"{path.name} {name}": (path, name) for path in paths for name in space(path)[1]}
+    versions = {**recording.versions(), "scikit-learn": metadata.version("scikit-learn")}
+    result = recording.Result(
+        "search_replay", options.device, versions, recording.commit(), recording.command()
+    )
+    if not options.fresh:
+        recording.resume(result, [options.out])
+    with ProcessPoolExecutor(options.workers) as pool:
+        for part in recording.parts_to_run(parts, result.rows, options, KEY_S / options.workers):
+            result.rows += run_part(*parts[part], options.seeds, pool)
+            result.save(options.out, figures)
+    path = result.save(options.out, figures)
+    print(recording.figures_table(result, path))
+
+
+if __name__ == "__main__":
+    main()

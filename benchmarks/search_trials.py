@@ -1,21 +1,19 @@
 """Every trial of the spaces that ways of searching are compared on: `search_replay` reads them.
 
 For each key all configs are tuned, from an empty store; the times are those that a search would
-have seen. The LONG best are then timed again, long and in turns: how good a config is in truth.
-A space is one file, `<out>/<device>/search_trials/<space>.json.gz`, which grows key by key; the
-script goes on where it ended. The first key of a space compiles (matmul: about 80 s on an H100 with
-16 cores), a further one of matmul takes 15 to 30 s, one of another space 5 to 10 s.
+have seen, and those of the best are of the final rounds. A space is one file,
+`<out>/<device>/search_trials/<space>.json.gz`, which grows key by key; the script goes on where it
+ended. The first key of a space compiles (matmul: 61 s on an H100 with 16 cores), a further one of
+matmul takes 13 to 29 s.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gzip
 import json
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,15 +24,11 @@ import recording
 import tuners
 
 if TYPE_CHECKING:
-    from choice_problems import Problem, Work
+    from choice_problems import Problem
 
 ERROR_LIMIT = 2e-2
-#: The long measurement: LONG configs in turns, ROUND_LAUNCHES each from a cold L2.
-LONG = 48
-ROUNDS = 8
-ROUND_LAUNCHES = 8
 #: What the first key of a space is expected to take.
-FIRST_KEY_S = 150.0
+FIRST_KEY_S = 90.0
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -109,32 +103,14 @@ def measure(problem: Problem, configs: Sequence[Any]) -> dict[str, Any]:
         ),
         "verdicts": [each.verdict.value for each in ordered],
         "median_ms": [_short(time_ms) for time_ms in times],
-        "long_ms": _long(work, problem.kernel, configs, times),
     }
-
-
-def _long(
-    work: Work, kernel: Any, configs: Sequence[Any], times: Sequence[float | None]
-) -> list[float | None]:
-    """Return the time of each of the best configs in a long measurement; None for the others."""
-    known = [index for index, time_ms in enumerate(times) if time_ms is not None]
-    best = sorted(known, key=lambda index: times[index] or 0.0)[:LONG]
-    tried = recording.interpreted()
-    samples: dict[int, list[float]] = {index: [] for index in best}
-    for turn in range(1 if tried else ROUNDS):
-        cut = turn * len(best) // ROUNDS
-        for index in (*best[cut:], *best[:cut]):
-            launch = functools.partial(work.launch, kernel, **configs[index].all_kwargs())
-            samples[index] += device_time.timed(launch, 1 if tried else ROUND_LAUNCHES)
-    long = {index: statistics.median(found) for index, found in samples.items()}
-    return [_short(long.get(index)) for index in range(len(configs))]
 
 
 def _short(time_ms: float | None) -> float | None:
     return None if time_ms is None else float(f"{time_ms:.5g}")
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("spaces", nargs="*", metavar="SPACE", help="default: every space")
@@ -145,7 +121,7 @@ def parse() -> argparse.Namespace:
         help="compile caches, store and finished trials, for the next part",
     )
     parser.add_argument("--configs", type=int, help="at most, for a trial run")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = ["tuning_time", "launch_overhead", "choice_quality", "startup", "store", "unmodified"]
-SCRIPTS += ["argument_size", "first_tuning", "install_time", "sweep"]
+SCRIPTS += ["argument_size", "first_tuning", "install_time", "sweep", "search_replay"]
 RESULTS = sorted((BENCHMARKS / "results").glob("*/*.json"))
 
 
@@ -118,6 +119,59 @@ def test_sweep_figures() -> None:
         "sweeps": 2.0,
     }
     assert importlib.import_module("sweep").figures([]) == {"sweeps": 0.0}
+
+
+def searched(strategy: str, budget: int, *regrets: int) -> dict[str, Any]:
+    row = {"part": "matmul.json.gz M=64", "space": "matmul", "strategy": strategy}
+    return {**row, "budget": budget, "regrets": list(regrets)}
+
+
+SEARCH_ROWS = [
+    searched("random", 100, *range(1000)),
+    searched("forest", 100, 0, 0, 200, 930),
+    searched("forest", 100, 0, 0, 0, 0, 0, 450),
+    searched("forest_neighbours", 32, 0, 39),
+]
+
+
+def test_search_replay_figures() -> None:
+    """Over all keys and seeds together, in fractions of the best time."""
+    assert importlib.import_module("search_replay").figures(SEARCH_ROWS) == {
+        "matmul_random_100_median": 0.04995,
+        "matmul_random_100_p90": 0.09,
+        "matmul_forest_100_median": 0.0,
+        "matmul_forest_100_p90": 0.093,
+        "matmul_forest_neighbours_32_median": 0.00195,
+        "matmul_forest_neighbours_32_p90": 0.0039,
+    }
+
+
+def test_a_replayed_search_sees_the_stored_times_and_its_regret_is_to_the_best(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("sklearn")
+    replay = importlib.import_module("search_replay")
+    configs = [{"BM": 16 << i, "BN": 16 << j, "num_warps": 4} for i in range(6) for j in range(6)]
+    valley = [1.0 + abs(i - 3) + abs(j - 2) for i in range(6) for j in range(6)]
+    keys = [
+        {
+            "name": f"M={m}",
+            "median_ms": [None if i == 5 else m * ms for i, ms in enumerate(valley)],
+            "verdicts": ["out_of_resources" if i == 5 else "ok" for i in range(36)],
+        }
+        for m in (64, 128, 1024)
+    ]
+    path = tmp_path / "small.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"configs": configs, "keys": keys}).encode()))
+    _, found = replay.space(path)
+    assert found["M=64"].best == 3 * 6 + 2
+    assert found["M=64"].regret([0, 5]) == 5.0
+    assert found["M=64"].regret([5]) == float("inf")
+    for strategy, budget in (("random", 36), ("forest", 20), ("forest_neighbours", 3)):
+        assert len(replay.search(path, "M=64", strategy, 0, budget)) == budget
+        assert replay.regret(path, "M=64", strategy, budget, 0) == 0, strategy
+    nearest = replay.start(path, "M=64", 2).neighbours
+    assert [round(each.distance) for each in nearest] == [1, 4]
 
 
 def test_the_sweep_has_1920_configs() -> None:
@@ -744,6 +798,7 @@ SAMPLE_ROWS = {
         for row in first_tuning("add", count, tuner, state, 2.0)
     ],
     "sweep": SWEEP_ROWS,
+    "search_replay": SEARCH_ROWS,
     "choice_quality": CHOICE_ROWS,
     "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sklearn.ensemble import ExtraTreesRegressor
+import sklearn
+from sklearn.tree import ExtraTreeRegressor
 
-from safetune.tuning.search import BATCH, History, Neighbour
+from safetune.tuning.search import BATCH, History, Neighbour, one_step
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,8 +21,13 @@ if TYPE_CHECKING:
 
 #: The share of a budget that is measured before the first forest is grown, and its limits.
 _INITIAL_SHARE, _LEAST, _MOST = 0.25, 8, 24
-#: A config that fails counts as this many times slower than the best, and so does a slower one.
+#: No forest is grown on fewer configs that work.
+_FEWEST = 3
+#: A slower config counts as this many times slower than the best, and so does one that fails.
 _SLOWEST = 8.0
+#: What is added to the logarithm of a config's time if most trees say that it fails: a forest of
+#: its own says it, because the best configs are often beside those that need too much memory.
+_FAILS = 10.0
 _TREES = 60
 #: How much of the trees' disagreement a promising config is given.
 _OPTIMISM = 1.0
@@ -35,7 +42,7 @@ class Forest:
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
-        self._features: tuple[Any, Floats] | None = None
+        self._of_configs: tuple[Any, Floats, dict[int, list[int]]] | None = None
         self._prior: tuple[Any, Floats | None] | None = None
 
     def propose(self, history: History, remaining: int) -> Sequence[Config]:
@@ -49,29 +56,36 @@ class Forest:
             return []
         draw = np.random.default_rng(self._seed + len(tried))
         features, prior = self.features(configs), self.prior(history)
-        works = [time_ms for time_ms in tried.values() if time_ms is not None]
+        known = sum(time_ms is not None for time_ms in tried.values())
         initial = int(min(max(_INITIAL_SHARE * (len(tried) + remaining), _LEAST), _MOST))
-        if prior is None and (len(tried) < initial or not works):
+        if prior is None and (len(tried) < initial or known < _FEWEST):
             count = min(remaining, max(initial - len(tried), _LEAST))
             return [configs[i] for i in _spread(features, list(tried), left, count, draw)]
-        if prior is not None and len(works) < 3:
+        if prior is not None and known < _FEWEST:
             order = left[np.argsort(prior[left], kind="stable")]
             return [configs[i] for i in order[:count]]
         columns = features if prior is None else np.column_stack([features, prior])
-        seen = np.array(list(tried))
-        target = _relative(list(tried.values()))
         base = np.zeros(len(configs), np.float32) if prior is None else prior
-        mean, spread = _predicted(
-            columns[seen], target - base[seen], columns[left], self._seed + len(tried)
-        )
-        score = base[left] + mean - _OPTIMISM * spread
-        return [configs[i] for i in left[np.argsort(score, kind="stable")][:count]]
+        seen, seed = np.array(list(tried)), self._seed + len(tried)
+        works = np.array([time_ms is not None for time_ms in tried.values()])
+        target = _relative(list(tried.values())) - base[seen]
+        mean, spread = _predicted(columns[seen[works]], target[works], columns[left], seed)
+        fails = np.zeros(len(left))
+        if not works.all():
+            fails, _ = _predicted(columns[seen], 1.0 - works, columns[left], seed)
+        score = base[left] + mean - _OPTIMISM * spread + _FAILS * (fails > 0.5)
+        order = left[np.argsort(score, kind="stable")].tolist()
+        return [configs[i] for i in _apart(order, self._known(configs)[2], count)]
 
     def features(self, configs: Sequence[Config]) -> Floats:
         """Return what `features_of` returns, computed once."""
-        if self._features is None or self._features[0] is not configs:
-            self._features = configs, features_of(configs)
-        return self._features[1]
+        return self._known(configs)[1]
+
+    def _known(self, configs: Sequence[Config]) -> tuple[Any, Floats, dict[int, list[int]]]:
+        """Return a list of configs, their features, and those one step from each."""
+        if self._of_configs is None or self._of_configs[0] is not configs:
+            self._of_configs = configs, features_of(configs), one_step(configs)
+        return self._of_configs
 
     def prior(self, history: History) -> Floats | None:
         """Return what neighbours say of each config's time: a weighted mean; None without any."""
@@ -92,26 +106,33 @@ class Forest:
         return total / np.float32(weights) if weights else None
 
 
-def features_of(configs: Sequence[Config]) -> Floats:
-    """Return a row of numbers for each config: its parameters, and sums and differences of pairs.
+def _apart(order: Sequence[int], near: dict[int, list[int]], count: int) -> list[int]:
+    """Return the first configs of which none is one step from another: they say more together."""
+    chosen: list[int] = []
+    for index in order:
+        if len(chosen) < count and not set(chosen) & set(near[index]):
+            chosen.append(index)
+    rest = [index for index in order[: 2 * count] if index not in chosen]
+    return [*chosen, *rest][:count]
 
-    Numbers are logarithms: a sum of two is the size of a tile, a difference its shape.
+
+def features_of(configs: Sequence[Config]) -> Floats:
+    """Return a row of numbers for each config: its parameters, and signed sums of two and three.
+
+    Numbers are logarithms: a sum is the size of a tile, a difference its shape, or its size for
+    each warp.
     """
     values = [config.all_kwargs() for config in configs]
     names = dict.fromkeys(name for each in values for name in each)
-    columns = {name: _column([each.get(name) for each in values]) for name in names}
-    varied = [column for column in columns.values() if np.ptp(column) > 0]
-    pairs = [
-        combined
-        for place, one in enumerate(varied)
-        for other in varied[:place]
-        for combined in (one + other, one - other)
+    columns = [_column([each.get(name) for each in values]) for name in names]
+    varied = [column for column in columns if np.ptp(column) > 0]
+    combined = [
+        sum((sign * other for sign, other in zip(signs, others, strict=True)), first)
+        for size in (1, 2, 3)
+        for first, *others in itertools.combinations(varied, size)
+        for signs in itertools.product((1, -1), repeat=size - 1)
     ]
-    return (
-        np.column_stack([*varied, *pairs]).astype(np.float32)
-        if varied
-        else np.zeros((len(configs), 1), np.float32)
-    )
+    return np.column_stack(combined or columns).astype(np.float32)
 
 
 def _column(values: Sequence[Any]) -> Floats:
@@ -130,10 +151,16 @@ def _relative(times: Sequence[float | None]) -> Floats:
 
 
 def _predicted(rows: Floats, target: Floats, wanted: Floats, seed: int) -> tuple[Floats, Floats]:
-    """Return the mean of the trees' predictions, and their standard deviation."""
-    forest = ExtraTreesRegressor(_TREES, min_samples_leaf=1, max_features=0.5, random_state=seed)
-    forest.fit(rows, target)
-    found = np.stack([tree.tree_.predict(wanted)[:, 0] for tree in forest.estimators_])
+    """Return the mean of the trees' predictions, and their standard deviation.
+
+    `ExtraTreesRegressor` grows such trees too, in three times the time: it copies its settings.
+    """
+    rows, wanted = np.ascontiguousarray(rows), np.ascontiguousarray(wanted)
+    draw = np.random.RandomState(seed)
+    trees = [ExtraTreeRegressor(max_features=0.5, random_state=draw) for _ in range(_TREES)]
+    with sklearn.config_context(skip_parameter_validation=True):
+        grown = [tree.fit(rows, target, check_input=False).tree_ for tree in trees]
+    found = np.stack([tree.predict(wanted)[:, 0] for tree in grown])
     return found.mean(axis=0), found.std(axis=0)
 
 
