@@ -233,6 +233,25 @@ def sweep(results: Results) -> str:
     return _section(results, "sweep", _table(heads, rows))
 
 
+def searches(results: Results) -> str:
+    """Return how good the choices of searches are, with chance beside them."""
+    found = results.figures("search_replay")
+    words = {
+        "random": "random subset",
+        "forest": "forest",
+        "forest_neighbours": "forest, two neighbouring keys measured",
+    }
+    rows = [
+        [f"{budget}", words[strategy], *(f"{found[f'{name}_{part}']:.1%}" for part in parts)]
+        for budget in (32, 100)
+        for strategy in words
+        for name, parts in [(f"matmul_{strategy}_{budget}", ("median", "p90"))]
+        if f"{name}_median" in found
+    ]
+    heads = ("of 1,920 configs", "chosen by", "slower than the best: median", "90th percentile")
+    return _section(results, "search_replay", _table(heads, rows))
+
+
 def start(results: Results) -> str:
     """Return many small tunings in one process."""
     lines = [
@@ -422,7 +441,18 @@ def picture(name: str, caption: str) -> Callable[[Results], str]:
 BLOCKS: dict[str, Callable[[Results], str]] = {
     function.__name__: function
     for function in (
-        *(headlines, more, matmul, first_tunings, arguments, sweep, start, libraries, choices),
+        *(
+            headlines,
+            more,
+            matmul,
+            first_tunings,
+            arguments,
+            sweep,
+            searches,
+            start,
+            libraries,
+            choices,
+        ),
         *(launches, stored, installed, norms, residual, small, host, soak, judge_in_the_wild),
     )
 }

@@ -70,9 +70,9 @@ class Forest:
         works = np.array([time_ms is not None for time_ms in tried.values()])
         target = _relative(list(tried.values())) - base[seen]
         mean, spread = _predicted(columns[seen[works]], target[works], columns[left], seed)
-        fails = np.zeros(len(left))
+        fails: Floats = np.zeros(len(left), np.float32)
         if not works.all():
-            fails, _ = _predicted(columns[seen], 1.0 - works, columns[left], seed)
+            fails, _ = _predicted(columns[seen], (~works).astype(np.float32), columns[left], seed)
         score = base[left] + mean - _OPTIMISM * spread + _FAILS * (fails > 0.5)
         order = left[np.argsort(score, kind="stable")].tolist()
         return [configs[i] for i in _apart(order, self._known(configs)[2], count)]
