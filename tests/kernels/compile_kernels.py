@@ -3,7 +3,7 @@
 Run by `test_compile.py` in a process of its own: where the test session interprets kernels, the
 helpers that these kernels call are interpreted too, and cannot be compiled.
 
-    python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel NAME] [--first | --pinned]
+    python compile_kernels.py CAPABILITY|gfx… COLUMNS [--dtype bf16] [--kernel NAME] [--first | --pinned]
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True}
 def compile_config(
     name: str,
     config: triton.Config,
-    capability: int,
+    capability: int | str,
     columns: int,
     dtype: str,
     is_rms_norm: bool,
     has_residual: bool = False,
 ) -> dict[str, Any]:
-    """Return the registers, spilled bytes and shared memory of one config of one kernel."""
+    """Return what one config of one kernel takes: shared memory; of NVIDIA's also registers and
+    spilled bytes."""
     kernel = JITFunction(KERNELS[name].base_fn)
     absent = {*ABSENT[name], *(("mean_pointer",) if is_rms_norm else ())}
     absent -= RESIDUAL if has_residual else set()
@@ -103,17 +104,14 @@ def compile_config(
         for position, argument in enumerate(kernel.arg_names)
         if signature[argument].startswith("*")
     }
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    is_amd = isinstance(capability, str)
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            "maxnreg": config.maxnreg,
-        },
+        target=GPUTarget("hip", capability, 64) if is_amd else GPUTarget("cuda", capability, 32),
+        options=options if is_amd else {**options, "maxnreg": config.maxnreg},
     )
-    registers, local_bytes = resources(compiled.asm["cubin"])
-    return {
+    found = {
         "kernel": name,
         "config": {**config.kwargs, "num_warps": config.num_warps},
         "columns": columns,
@@ -121,9 +119,16 @@ def compile_config(
         "is_rms_norm": is_rms_norm,
         "has_residual": has_residual,
         "capability": capability,
+        "shared_bytes": compiled.metadata.shared,
+        "code_bytes": len(compiled.asm["hsaco" if is_amd else "cubin"]),
+    }
+    if is_amd:
+        return found
+    registers, local_bytes = resources(compiled.asm["cubin"])
+    return {
+        **found,
         "registers": registers,
         "local_bytes": local_bytes,
-        "shared_bytes": compiled.metadata.shared,
         "asynchronous_copies": compiled.asm["ptx"].count("cp.async.cg"),
         "vector_stores": compiled.asm["ptx"].count("st.global.v4"),
         "fp32": "f32" in compiled.asm["ttir"],
@@ -146,7 +151,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def main() -> None:
     """Print one JSON object per config and kind of norm."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("capability", type=int)
+    parser.add_argument("capability", type=lambda text: int(text) if text.isdecimal() else text)
     parser.add_argument("columns", type=int, nargs="+")
     parser.add_argument("--dtype", action="append")
     parser.add_argument("--kernel", choices=KERNELS, action="append")
