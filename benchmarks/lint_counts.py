@@ -142,7 +142,7 @@ def wrong_in(library: str, findings: list[Finding]) -> int:
 def count_rows(trees: Mapping[str, Path]) -> Iterator[str]:
     """Yield the rows of the table of counts."""
     shown = [rule for rule in RULES if rule in DEFAULT]
-    yield f"| library | files | tuners | {' | '.join(shown)} | wrong | s per 1,000 files |"
+    yield f"| library | files | tuners | {' | '.join(shown)} | wrong | CPU s per 1,000 files |"
     yield "|" + " --- |" * (len(shown) + 5)
     for requirement in COUNTED:
         tree = trees[requirement]

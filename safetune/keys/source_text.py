@@ -47,6 +47,9 @@ KEPT_TREES = 8
 
 _CONTEXTS = frozenset({ast.Load, ast.Store, ast.Del})
 
+#: Half of the nodes of a text, which have none below them.
+_LEAVES = frozenset({ast.Name, ast.Constant})
+
 #: The value of a name that is not bound.
 MISSING: Any = object()
 
@@ -342,6 +345,8 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes right below one, in the order of its fields."""
     found: list[ast.AST] = []
+    if node.__class__ in _LEAVES:
+        return found
     for field in node._fields:
         value = getattr(node, field, None)
         if value.__class__ is list:

@@ -171,12 +171,12 @@ def _of_triton(name: str) -> Any:
 def function_of(node: FunctionNode, frame: Frame) -> FunctionType | None:
     """Return a function of the tree, which is never called; None where Python refuses it alone."""
     args = node.args
-    stars = [each and ast.arg(each.arg) for each in (args.vararg, args.kwarg)]
+    stars = [each and _bare(each) for each in (args.vararg, args.kwarg)]
     bare = ast.arguments(
-        [ast.arg(each.arg) for each in args.posonlyargs],
-        [ast.arg(each.arg) for each in args.args],
+        [*map(_bare, args.posonlyargs)],
+        [*map(_bare, args.args)],
         stars[0],
-        [ast.arg(each.arg) for each in args.kwonlyargs],
+        [*map(_bare, args.kwonlyargs)],
         [None for _ in args.kwonlyargs],
         stars[1],
         [],
@@ -192,13 +192,18 @@ def function_of(node: FunctionNode, frame: Frame) -> FunctionType | None:
     return function
 
 
+def _bare(arg: ast.arg) -> ast.arg:
+    return ast.copy_location(ast.arg(arg.arg), arg)
+
+
 def _compiled(node: FunctionNode, args: ast.arguments, file: str) -> CodeType | None:
     if isinstance(node, ast.Lambda):
-        statement: ast.stmt = ast.Expr(ast.Lambda(args, node.body))
+        bare = ast.copy_location(ast.Lambda(args, node.body), node)
+        statement: ast.stmt = ast.Expr(bare)
     else:
         generic: dict[str, Any] = {"type_params": []} if sys.version_info >= (3, 12) else {}
         statement = ast.FunctionDef(node.name, args, node.body, [], **generic)
-    located = ast.fix_missing_locations(ast.copy_location(statement, node))
+    located = ast.copy_location(statement, node)
     try:
         whole = compile(ast.Module([located], []), file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):  # `nonlocal`

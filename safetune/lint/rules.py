@@ -10,7 +10,7 @@ from safetune.frozen import dataclass
 from safetune.keys.effects import accesses_of
 from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, report_of
 from safetune.lint.passed import Passed
-from safetune.lint.tiles import SMALLEST, least_shared_memory
+from safetune.lint.tiles import SMALLEST, least_shared_memory, looped_tiles
 from safetune.lint.tuners import Tuner
 from safetune.lint.values import WrittenConfig
 from safetune.settings import PhantomPolicy
@@ -175,12 +175,14 @@ def _twice(tuner: Tuner) -> _Found:
 
 
 def _too_large(tuner: Tuner) -> _Found:
-    configs = tuner.configs if tuner.configs.complete else ()
+    if not tuner.configs or not tuner.configs.complete:
+        return
+    loops = looped_tiles(tuner.function)
     needed = [
-        least_shared_memory(tuner.function, config) if isinstance(config, WrittenConfig) else 0
-        for config in configs
+        least_shared_memory(loops, config) if isinstance(config, WrittenConfig) else 0
+        for config in tuner.configs
     ]
-    if needed and min(needed) > SMALLEST:
+    if min(needed) > SMALLEST:
         message = (
             f"every config needs at least {min(needed):,} bytes of shared memory with elements of "
             f"two bytes, and the supported GPUs with the least have {SMALLEST:,}: add a smaller "

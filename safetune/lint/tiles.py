@@ -7,8 +7,8 @@ whose sides a config sets, with two bytes an element.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from safetune.keys.launch_usage import bindings
 from safetune.keys.source_text import last_name, walk
@@ -24,29 +24,38 @@ _ELEMENT_BYTES = 2
 _BLOCKS = {"make_block_ptr": 4, "make_tensor_descriptor": 3}
 
 
-def least_shared_memory(function: ast.FunctionDef, config: WrittenConfig) -> int:
+#: The names of the two sides of a tile.
+Tile: TypeAlias = tuple[str, str]
+
+
+def looped_tiles(function: ast.FunctionDef) -> list[list[Tile]]:
+    """Return for each loop the tiles that it loads and multiplies."""
+    loops = [node for node in walk(function) if isinstance(node, (ast.For, ast.While))]
+    return [tiles for loop in loops if (tiles := [*_operands(loop, function)])]
+
+
+def least_shared_memory(loops: Sequence[Sequence[Tile]], config: WrittenConfig) -> int:
     """Return the bytes of shared memory that a config needs at least; 0 where nothing tells."""
     stages = config.options.get("num_stages")
     if not isinstance(stages, int) or stages < 2:
         return 0
-    loops = [node for node in walk(function) if isinstance(node, (ast.For, ast.While))]
-    return max((_operands(loop, function, config.kwargs) for loop in loops), default=0) * (
-        stages - 1
-    )
+    elements = (sum(_elements(tile, config.kwargs) for tile in tiles) for tiles in loops)
+    return max(elements, default=0) * _ELEMENT_BYTES * (stages - 1)
 
 
-def _operands(loop: ast.AST, function: ast.FunctionDef, sizes: Mapping[str, Any]) -> int:
-    """Return the bytes of the tiles that a loop loads and multiplies."""
-    loaded: dict[str, int] = {}
-    for node in walk(loop):
-        if isinstance(node, ast.Call) and last_name(node.func) == "dot":
-            for operand in node.args[:2]:
-                for load in _loads(operand, loop):
-                    sides = {*_sides(load, function)}
-                    known = [sizes.get(side) for side in sides]
-                    if len(sides) == 2 and all(isinstance(size, int) for size in known):
-                        loaded[ast.dump(load)] = known[0] * known[1]  # type: ignore[operator]
-    return sum(loaded.values()) * _ELEMENT_BYTES
+def _elements(tile: Tile, sizes: Mapping[str, Any]) -> int:
+    rows, columns = (sizes.get(side) for side in tile)
+    return rows * columns if isinstance(rows, int) and isinstance(columns, int) else 0
+
+
+def _operands(loop: ast.AST, function: ast.FunctionDef) -> Iterator[Tile]:
+    products = [n for n in walk(loop) if isinstance(n, ast.Call) and last_name(n.func) == "dot"]
+    operands = [operand for product in products for operand in product.args[:2]]
+    loads = (load for operand in operands for load in _loads(operand, loop))
+    for load in {ast.dump(each): each for each in loads}.values():
+        sides = sorted({*_sides(load, function)})
+        if len(sides) == 2:
+            yield sides[0], sides[1]
 
 
 def _loads(operand: ast.expr, loop: ast.AST) -> Iterator[ast.Call]:

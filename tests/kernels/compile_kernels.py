@@ -3,7 +3,9 @@
 Run by `test_compile.py` in a process of its own: where the test session interprets kernels, the
 helpers that these kernels call are interpreted too, and cannot be compiled.
 
-    python compile_kernels.py CAPABILITY|gfx… COLUMNS [--dtype bf16] [--kernel NAME] [--first | --pinned]
+    python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel NAME] [--first | --pinned]
+
+CAPABILITY is 90, for example, or an AMD architecture such as gfx942.
 """
 
 from __future__ import annotations
