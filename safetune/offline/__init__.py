@@ -1,4 +1,5 @@
-"""Tuning ahead of time.
+"""Ahead of time: tuning, compiling what is chosen, and what stored trials say of a list of configs.
 
-In: workloads or recorded calls. Out: stored choices. Runs in the process of `safetune tune`.
+In: workloads, recorded calls, stored trials, files of others. Out: stored choices, compiled
+kernels, shorter lists. Runs in the process of the command.
 """
