@@ -60,7 +60,21 @@ def _clash(clash: Kind, name: str, view: View, watch: Watch) -> Finding | None:
     places = tuple(_clash_place(clash, view, index, watch) for index in _some(mask))
     if not places:
         return None  # the clash is in another view of the same storage
-    return replace(_finding(clash, name, mask, places), most_programs=_most(clash, view, watch))
+    found = _finding(clash, name, mask, places)
+    through = _through(clash, view, watch)
+    return replace(found, most_programs=_most(clash, view, watch), through=through)
+
+
+def _through(clash: Kind, view: View, watch: Watch) -> tuple[str, ...]:
+    """Return the arguments through which the clashing elements of a view were written."""
+    times = watch.times[view.region]
+    inside = np.zeros(len(times.stored), dtype=bool)
+    _strided(inside, view, times.granule)[...] = True
+    moments: set[int] = set()
+    for kind, where, prior, now in times.log:
+        if kind is clash and inside[where].any():
+            moments |= {now, *prior[inside[where]].tolist()}
+    return tuple(sorted({watch.through[moment] for moment in moments} - {""}))
 
 
 def _most(clash: Kind, view: View, watch: Watch) -> int:
@@ -110,10 +124,10 @@ def _unwritten(name: str, view: View, watch: Watch) -> Finding | None:
 
 def _outside(memory: Memory, watch: Watch) -> Iterator[Finding]:
     """Group accesses outside all storages by kind of access and by the storage they missed."""
-    grouped: dict[tuple[Access, int], list[Stray]] = {}
+    grouped: dict[tuple[Access, int, str], list[Stray]] = {}
     for stray in watch.strays:
-        grouped.setdefault((stray.access, stray.region), []).append(stray)
-    for (access, number), strays in grouped.items():
+        grouped.setdefault((stray.access, stray.region, stray.argument), []).append(stray)
+    for (access, number, argument), strays in grouped.items():
         touched = np.concatenate([stray.offsets for stray in strays])
         offsets, first = np.unique(touched, return_index=True)
         owners = np.repeat(np.arange(len(strays)), [len(stray.offsets) for stray in strays])
@@ -121,7 +135,7 @@ def _outside(memory: Memory, watch: Watch) -> Iterator[Finding]:
             _stray_place(memory, watch, strays[owners[position]], int(offset))
             for offset, position in zip(offsets[:_MOST_PLACES], first, strict=False)
         ]
-        name = _region_name(memory, number)
+        name = argument or _region_name(memory, number)
         yield Finding(Kind.OUTSIDE, name, len(offsets), 1, tuple(places), access.value)
 
 
@@ -146,12 +160,15 @@ def _gap(memory: Memory, watch: Watch, number: int) -> Finding | None:
         return None
     size = max(1, views[0].itemsize // times.granule)
     elements = np.unique(stray // size * size)
+    moments = {*times.stored[stray].tolist(), *times.last_update[stray].tolist()} - {NEVER}
+    through = tuple(sorted({watch.through[moment] for moment in moments} - {""}))
     places = []
     for granule in elements[:_MOST_PLACES]:
         index = _counted(memory, number, int(granule) * times.granule)
         touched = sorted({int(times.stored[granule]), int(times.last_update[granule])} - {NEVER})
         places.append(_place(index, touched, watch, "in its storage, outside every argument"))
-    return Finding(Kind.GAP, _region_name(memory, number), len(elements), 1, tuple(places))
+    name = _region_name(memory, number)
+    return Finding(Kind.GAP, name, len(elements), 1, tuple(places), through=through)
 
 
 def _counted(memory: Memory, number: int, offset: int) -> tuple[int, ...]:

@@ -116,6 +116,7 @@ class Stray:
     offsets: np.ndarray  # bytes from the region's start; for no region, the addresses themselves
     itemsize: int
     time: int
+    argument: str = ""  # that the address was made from, where several share the region
 
 
 class Watch:
@@ -134,8 +135,10 @@ class Watch:
             Times(region.nbytes, granules[number]) for number, region in enumerate(memory.regions)
         ]
         self.strays: list[Stray] = []
-        #: For each time, the source line.
+        #: For each time, the source line, and the argument through which something was written,
+        #: where several share its storage.
         self.lines: list[tuple[str, int]] = []
+        self.through: list[str] = []
         #: The numbers of the programs that stored or updated anything.
         self.storing: set[int] = set()
         self._program, self._begin = NEVER, 0
@@ -186,6 +189,8 @@ class Watch:
         self.check_time(line)
         now = len(self.lines)
         self.lines.append(line)
+        argument = self._memory.argument_of(addresses[active]) if active.any() else ""
+        self.through.append(argument if access in (Access.STORE, Access.ATOMIC) else "")
         alone = int(addresses.flat[0]) if addresses.size == 1 and active.all() else None
         real, allowed = np.zeros_like(addresses), np.zeros(addresses.shape, dtype=bool)
         numbers, offsets = self._memory.locate(addresses)
@@ -201,7 +206,8 @@ class Watch:
                 lanes = lanes & ~inside
             if lanes.any():
                 places = offsets if number >= 0 else addresses
-                self.strays.append(Stray(access, int(number), places[lanes], itemsize, now))
+                stray = Stray(access, int(number), places[lanes], itemsize, now, argument)
+                self.strays.append(stray)
         if access in (Access.STORE, Access.ATOMIC) and active.any():
             self.storing.add(self._program)
         if acquires and alone in self._released:  # too late for this access: it may be the first

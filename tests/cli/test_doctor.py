@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,17 @@ class TestStores:
         assert f"{tmp_path}/shared" in missing["found"]
         assert there["state"] == "ok"
         assert there["found"].endswith(" ms")
+
+    def test_a_missing_package_of_fsspec_is_named(
+        self, safetune: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if find_spec("ocifs"):
+            pytest.skip("ocifs is installed")
+        monkeypatch.setenv("SAFETUNE_SHARED", "oci://bucket/folder")
+
+        check = found(safetune, code=1)["shared store"]
+
+        assert check["found"].endswith("; pip install ocifs")
 
     def test_a_broken_pack_is_named(
         self, safetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

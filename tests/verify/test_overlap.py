@@ -209,6 +209,58 @@ class TestAliases:
         assert found.places[0].index == (0,)
 
 
+@triton.jit
+def two_outputs(left, right, first, second):
+    """Every program stores one element through each."""
+    tl.store(left + first, 1.0)
+    tl.store(right + second, 2.0)
+
+
+class TestAttribution:
+    """Stores count for the argument that they were made through, not for who owns the bytes."""
+
+    @pytest.mark.parametrize(
+        ("first", "second", "argument", "through"),
+        [
+            (0, 1, "left", ("left",)),
+            (8, 99, "right", ("left",)),
+            (8, 0, "right", ("left", "right")),
+        ],
+        ids=["its own", "of the other", "both"],
+    )
+    def test_parts_of_one_storage(
+        self, first: int, second: int, argument: str, through: tuple[str, ...]
+    ) -> None:
+        buffer = zeros(16)
+
+        report = check_overlap(two_outputs, (2,), buffer[:8], buffer[8:], first, second)
+
+        found = {finding.argument: finding for finding in report.findings}
+        assert found[argument].through == through
+        assert f", through {', '.join(through)}" in str(found[argument]).splitlines()[0]
+
+    def test_one_tensor_given_twice(self) -> None:
+        y = zeros(4)
+
+        (finding,) = check_overlap(two_outputs, (2,), y, y, 1, 1).findings
+
+        assert (finding.argument, finding.through) == ("left, right", ("left", "right"))
+
+    def test_accesses_outside_of_a_shared_storage(self) -> None:
+        buffer = zeros(16)
+
+        report = check_overlap(two_outputs, (1,), buffer[:8], buffer[8:], 0, 100)
+
+        finding = report.find("outside")
+        assert finding is not None
+        assert finding.argument == "right"
+
+    def test_an_argument_with_its_own_storage_needs_no_more_words(self) -> None:
+        (finding, other) = check_overlap(two_outputs, (2,), zeros(4), zeros(4), 0, 0).findings
+
+        assert (finding.through, other.through) == ((), ())
+
+
 class TestAtomics:
     @pytest.mark.parametrize("name", ["add", "max", "min", "xchg", "and", "or", "xor"])
     def test_all_programs_may_update_one_element(self, name: str) -> None:

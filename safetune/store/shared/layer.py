@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -82,11 +83,9 @@ def open_shared(url: str, sweep: bool = False) -> SharedStore:
             fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         install = "pip install 'safetune[postgres]'"
-        if kind is SharedKind.OBJECTS:
-            install = (
-                "pip install 'safetune[shared]' installs fsspec, which may need a package of its "
-                "own for this scheme"
-            )
+        if kind is SharedKind.OBJECTS:  # fsspec says "Install s3fs to access S3"
+            named = re.search(r"Install (?:the )?([a-z][\w\[\]-]*) ", str(error), re.IGNORECASE)
+            install = f"pip install {named[1]}" if named else "pip install 'safetune[shared]'"
         raise InvalidSetting(
             f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; {install}"
         ) from error
