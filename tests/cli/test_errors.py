@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 from pathlib import Path
@@ -435,7 +436,7 @@ def test_no_gpu_and_the_interpreter_forbidden(
     result = fresh_process(command, env={"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""})
 
     assert result.returncode == 2
-    assert result.stdout == ""
+    assert json.loads(result.stdout)["error"]["type"] == "NoDevice"
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: Triton finds no GPU (")
     assert "Set TRITON_INTERPRET=1 before the kernel is decorated" in line

@@ -25,7 +25,7 @@ from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.requests import Phases, Progress, TuningRequest
 from safetune.tuning.tuner import tune
-from tests.cli.test_terminal import Terminal
+from tests.cli.conftest import Terminal
 
 SOON_S = 60.0
 
