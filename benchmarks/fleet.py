@@ -13,6 +13,8 @@ server, share the CPUs of this machine, so waits are longer than on 64 nodes.
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import importlib.util
 import json
 import os
@@ -130,6 +132,16 @@ def request(number: int) -> Any:
     return TuningRequest(key, call, configs, declared)
 
 
+@functools.cache
+def _requests(keys: int) -> list[Any]:
+    """Return all keys' requests, with their digests: every rank would compute the same."""
+    wanted = [request(number) for number in range(keys)]
+    for each in wanted:
+        assert each.key.digest
+        assert each.by_digest
+    return wanted
+
+
 def tune(wanted: Any, store: Any, seconds: float, drawn: random.Random, exclusive: bool) -> float:
     """Tune a key as `tuning.tuner.tune` does, with a sleep in its middle; return its seconds.
 
@@ -175,11 +187,13 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
         store = GuardedStore.open(folder)
         shared = SharedLayer(open_shared(url, sweep=True), store.connection, budget_s=SWEEP_S)
         store.shared = shared
-        wanted = [request(number) for number in range(keys)]
+        wanted = _requests(keys)
         states = KeyStates(store)
         turns = Turns(
             Shard(rank, ranks).order(range(keys)),
-            lambda number: states(wanted[number].key, wanted[number].declared),
+            lambda turn: states(
+                wanted[turn.item].key, wanted[turn.item].declared, look=not turn.is_of_shards
+            ),
         )
         for turn in turns:
             took = drawn.uniform(0.5, 1.5) * seconds
@@ -219,7 +233,8 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
     from safetune.store.shared.layer import open_shared
     from safetune.store.shared.protocol import space_of
 
-    ranks, space = options.nodes * options.ranks, space_of(request(0).key)
+    ranks, space = options.nodes * options.ranks, space_of(_requests(options.keys)[0].key)
+    gc.freeze()  # what is forked stays shared
     begin = time.monotonic()
     pids = {_fork(url, folder, rank, ranks, options): rank for rank in range(ranks)}
     watched = open_shared(url, sweep=True)

@@ -304,9 +304,9 @@ def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[
         turns, report.left = turns[: len(turns) - len(left)], len(left)
     states = shards.KeyStates(store, part.since if again else 0.0)
 
-    def state(planned: Planned) -> shards.State:
-        request = planned.sketch.request
-        return states(request.key, request.declared)
+    def state(turn: Turn[Planned]) -> shards.State:
+        request = turn.item.sketch.request
+        return states(request.key, request.declared, look=not turn.is_of_shards)
 
     return shards.Turns(turns, state, again=again)
 

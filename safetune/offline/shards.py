@@ -8,6 +8,7 @@ tuned by others. Where the shared store has no leases, a shard leaves the parts 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from safetune.errors import TargetError
+from safetune.errors import StoreError, TargetError
 from safetune.frozen import dataclass
 from safetune.store.local import locks
 from safetune.store.local.locks import pauses
@@ -48,6 +49,7 @@ _LOCAL = (
 #: How often to look again whether a process of this node has finished a key; the first and the
 #: longest pause after a key that another node tunes.
 _LOOK_S = 0.1
+_LOOKS_APART = 20.0  # times the seconds of one look
 _PAUSES_S = (0.1, 5.0)
 
 #: How often one process of a node copies what other nodes have published.
@@ -160,7 +162,9 @@ def _checked(text: str, index: int, count: int) -> Shard:
 
 
 class KeyStates:
-    """What a store says of keys that other processes tune, brought up to date every few seconds.
+    """What a store says of keys that other processes tune.
+
+    It is brought up to date every few seconds, in one query for all keys.
 
     Args:
         since: an earlier choice does not count, where all keys are tuned again.
@@ -169,18 +173,33 @@ class KeyStates:
     def __init__(self, store: GuardedStore, since: float = 0.0) -> None:
         self._store = store
         self._since = since
-        self._refreshed = -math.inf
+        self._chosen: set[tuple[str, str]] = set()
+        self._look_at = self._refresh_at = -math.inf
 
-    def __call__(self, key: TuningKey, declared: str) -> State:
-        """Return the state of a key with this list of configs."""
-        store = self._store
-        if store.shared is not None and time.monotonic() - self._refreshed > _REFRESH_S:
-            store.shared.refresh(space_of(key), since=time.time() - _REFRESH_S)
-            self._refreshed = time.monotonic()
-        choice = store.choice(key.digest, declared)
-        if choice is not None and choice.created > self._since:
+    def __call__(self, key: TuningKey, declared: str, look: bool = True) -> State:
+        """Return the state of a key with this list of configs.
+
+        Args:
+            look: see whether a process of this node has the key.
+        """
+        self._update(key)
+        if (key.digest, declared) in self._chosen:
             return State.DONE
-        return State.LOCKED if locks.locked(store.path, [key.digest]) else State.FREE
+        locked = look and locks.locked(self._store.path, [key.digest])
+        return State.LOCKED if locked else State.FREE
+
+    def _update(self, key: TuningKey) -> None:
+        begin = time.monotonic()
+        if begin < self._look_at:
+            return
+        shared = self._store.shared
+        if shared is not None and begin >= self._refresh_at:
+            shared.refresh(space_of(key), since=time.time() - _REFRESH_S)
+            self._refresh_at = time.monotonic() + _REFRESH_S
+        with contextlib.suppress(StoreError):
+            self._chosen = self._store.chosen(self._since)
+        now = time.monotonic()
+        self._look_at = now + max(_LOOK_S, _LOOKS_APART * (now - begin))
 
 
 @dataclass(frozen=True)
@@ -205,7 +224,7 @@ class Turns(Generic[Item]):
     def __init__(
         self,
         turns: Sequence[Turn[Item]],
-        state: Callable[[Item], State],
+        state: Callable[[Turn[Item]], State],
         sleep: Callable[[float], None] = time.sleep,
         again: bool = False,
     ) -> None:
@@ -220,7 +239,7 @@ class Turns(Generic[Item]):
     def __iter__(self) -> Iterator[Turn[Item]]:
         while self._untried:
             turn, busy = self._untried.pop(), len(self._busy)
-            if not (self._may_be_over(turn) and self._state(turn.item) is State.DONE):
+            if not (self._may_be_over(turn) and self._state(turn) is State.DONE):
                 yield turn
                 if len(self._busy) == busy:
                     self._pauses = pauses(*_PAUSES_S)
@@ -235,12 +254,12 @@ class Turns(Generic[Item]):
     def put_back(self, turn: Turn[Item]) -> None:
         """Another process tunes the item: it is yielded again when that is done, or has failed."""
         self._busy.append(turn)
-        if self._state(turn.item) is State.FREE:
+        if self._state(turn) is State.FREE:
             self._sleep(next(self._pauses))
 
     def _next(self) -> Turn[Item] | None:
         while True:
-            found = [(turn, self._state(turn.item)) for turn in self._busy]
+            found = [(turn, self._state(turn)) for turn in self._busy]
             found = [
                 (turn, state)
                 for turn, state in found

@@ -52,7 +52,7 @@ def test_an_item_that_a_process_of_this_node_has_is_not_tried_until_it_is_free()
     """To try means to make its inputs."""
     pauses = Pauses()
     pauses.states[0] = State.LOCKED
-    turns = Turns(Shard().order(range(2)), lambda item: pauses.states[item], pauses.sleep)
+    turns = Turns(Shard().order(range(2)), lambda turn: pauses.states[turn.item], pauses.sleep)
     tried = []
     for turn in turns:
         tried.append((turn.item, len(pauses.slept)))
@@ -64,7 +64,7 @@ def test_an_item_that_a_process_of_this_node_has_is_not_tried_until_it_is_free()
 def test_pauses_grow_while_other_nodes_have_all_that_is_left() -> None:
     pauses = Pauses()
     pauses.states = {0: State.FREE, 1: State.FREE}
-    turns = Turns(Shard().order(range(2)), lambda item: pauses.states[item], pauses.sleep)
+    turns = Turns(Shard().order(range(2)), lambda turn: pauses.states[turn.item], pauses.sleep)
     tries = 0
     for turn in turns:
         tries += 1
@@ -79,7 +79,7 @@ def test_what_others_have_done_is_not_yielded() -> None:
     states = {0: State.DONE, 1: State.DONE, 2: State.DONE, 3: State.FREE}
 
     def yielded(again: bool) -> list[int]:
-        turns = Turns(Shard(0, 2).order(range(4)), states.__getitem__, again=again)
+        turns = Turns(Shard(0, 2).order(range(4)), lambda turn: states[turn.item], again=again)
         return [turn.item for turn in turns]
 
     assert yielded(again=False) == [0, 2, 3]

@@ -44,6 +44,7 @@ _BEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"
 CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
 CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
 _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
+_CHOSEN = "SELECT key, declared FROM choice WHERE created > ?"
 _ORIGIN = "SELECT origin FROM choice WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 
@@ -197,6 +198,11 @@ class Store:
         for stored in self.choices_of_lists(kernel_name):
             current.setdefault(stored.key.digest, stored)
         return list(current.values())
+
+    def chosen(self, since: float) -> set[tuple[str, str]]:
+        """Return the key and the list of each choice made after a time; raises `StoreError`."""
+        with self.connection.reading() as connection:
+            return {(key, declared) for key, declared in connection.execute(_CHOSEN, (since,))}
 
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key and list, the newest list of a key first."""
