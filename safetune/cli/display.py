@@ -15,16 +15,14 @@ from rich.text import Text
 from safetune.cli.output import echo
 from safetune.cli.plan import about
 from safetune.keys.encoding import visible
+from safetune.miss.reporting import EVERY_S, FIRST_S
 from safetune.outcome import duration
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from safetune.miss.reporting import Tally
     from safetune.offline.plan import Plan
-    from safetune.tuning.requests import Progress
-
-#: Seconds until the first plain line, and between two of them.
-FIRST_S, EVERY_S = 10.0, 30.0
 
 
 class Display:
@@ -38,12 +36,10 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._hidden, self._pauses_s, self._clock = plan, hidden, pauses_s, clock
-        self._started = self._begun = clock()
+        self._started = clock()
         self._measured = 0  # in the tunings that have ended
-        self._words = self._step = ""
-        self._number = self._done = self._total = 0
-        self._failed: set[str] = set()
-        self._best_ms = math.inf
+        self._words, self._number = "", 0
+        self._tally: Tally | None = None  # of the tuning, once it has begun
         self._ended = threading.Event()
         console = Console(stderr=True)
         self._live: Live | None = None
@@ -67,37 +63,35 @@ class Display:
     def begin(self, words: str) -> None:
         """Go on with the next tuning."""
         self._measured += self._done
-        self._number, self._words, self._step = self._number + 1, words, ""
-        self._done = self._total = 0
-        self._failed, self._best_ms, self._begun = set(), math.inf, self._clock()
+        self._number, self._words, self._tally = self._number + 1, words, None
 
-    def observe(self, step: Progress) -> None:
-        """Note a step of the tuning."""
-        outcome = step.outcome
-        self._done, self._total = min(step.done, step.total), step.total
-        self._step = step.doing
-        if outcome is not None and not outcome.ok:
-            self._failed.add(step.text)
-        if outcome is not None and outcome.timing is not None:
-            self._best_ms = min(self._best_ms, outcome.timing.median_ms)
+    def watch(self, tally: Tally) -> None:
+        """Show what the tally of the tuning says."""
+        self._tally = tally
+
+    @property
+    def _done(self) -> int:
+        """The configs tried in this tuning; those of the final were counted."""
+        return min(self._tally.done, self._tally.total) if self._tally else 0
 
     def text(self, separator: str) -> str:
         """Return the sweep, the tuning, its configs, the best time, the rate and the time left."""
-        parts = [f"{self._number}/{len(self._plan.tunings)} {self._words}"]
-        if self._total:
-            parts += [f"{self._done}/{self._total}", f"{len(self._failed)} failed"]
-        if self._best_ms < math.inf:
-            parts.append(f"best {duration(self._best_ms)}")
-        parts.append(f"{self._clock() - self._begun:.0f} s")
+        parts, tally = [f"{self._number}/{len(self._plan.tunings)} {self._words}"], self._tally
+        if tally:
+            parts += [f"{self._done}/{tally.total}", f"{tally.failed} failed"]
+            if tally.best_ms < math.inf:
+                parts.append(f"best {duration(tally.best_ms)}")
+            parts.append(f"{tally.seconds:.0f} s")
         measured = self._measured + self._done
         seconds = self._clock() - self._started
         if measured and seconds:
             left_s = (self._plan.new - measured) * seconds / measured
             parts += [f"{measured / seconds:.2g} configs/s", f"about {about(max(0, left_s))} left"]
-        return separator.join(parts)
+        doing = tally.doing if tally else ""
+        return separator.join([*parts, doing] if doing else parts)
 
     def _renderable(self) -> Text:
-        text = f"{self.text('  ')}  {self._step}" if self._number else ""
+        text = self.text("  ") if self._number else ""
         return Text(visible(text), no_wrap=True, overflow="ellipsis")
 
     def _print_now_and_then(self) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,11 @@ from safetune.errors import Busy, NotExclusive, NoWorkingConfig, StoreError, Tar
 from safetune.frozen import dataclass
 
 if TYPE_CHECKING:
+    from safetune.miss.reporting import Tally
     from safetune.offline.plan import Plan, Planned, Sketch
     from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Part, Turn, Turns
     from safetune.offline.tasks import OfflineKernel
-    from safetune.tuning.requests import Observer
     from safetune.tuning.single_flight import WaitBudget
 
 
@@ -285,7 +285,7 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
             display.begin(turn.item.sketch.words)
             budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
             try:
-                _tune(turn, ahead, options, display.observe, report, budget)
+                _tune(turn, ahead, options, display.watch, report, budget)
             except NotExclusive:
                 report.left += 1
             except Busy:
@@ -315,7 +315,7 @@ def _tune(
     turn: Turn[Planned],
     ahead: Mapping[str, deque[bytes]],
     options: _Options,
-    observe: Observer,
+    watch: Callable[[Tally], None],
     report: Report,
     budget: WaitBudget | None,
 ) -> None:
@@ -326,7 +326,7 @@ def _tune(
     if options.isolation is not None:
         task.kernel.tuner.isolate(options.isolation)
     try:
-        result = tune_task(task, observe, options.force, budget)
+        result = tune_task(task, watch, options.force, budget)
     except NoWorkingConfig as error:
         report.add_failed(turn, task, error)
     else:

@@ -7,7 +7,7 @@ import itertools
 import reprlib
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from safetune.settings import Mode, Settings
 from safetune.store.local import db_files
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
-from safetune.tuning.requests import Observer, Phases, TuningRequest, TuningResult
+from safetune.tuning.requests import Phases, TuningRequest, TuningResult
 from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
 from safetune.workload import Workload
@@ -159,11 +159,15 @@ def open_shared_store() -> GuardedStore:
 
 
 def tune_task(
-    task: Task, observe: Observer, force: bool = False, key_budget: WaitBudget | None = None
+    task: Task,
+    watch: Callable[[reporting.Tally], None],
+    force: bool = False,
+    key_budget: WaitBudget | None = None,
 ) -> TuningResult:
     """Tune one task into the local store; configs with a stored outcome are not measured again.
 
     Args:
+        watch: gets what knows how far the tuning is, and may show it.
         key_budget: how long to wait for another process that tunes the key; without end if None.
 
     Raises:
@@ -174,7 +178,7 @@ def tune_task(
     request = request_for(task, force)
     store = open_tuning_store()
     with reporting.observing(request, store, phases, quiet=True) as tally:
-        tally.observers.append(observe)
+        watch(tally)
         budget = WaitBudget(tell=tally.wait_for)
         result = tune(request, store, tally, None, budget, phases, key_budget)
     reporting.tell_result(request, result, shown=True)

@@ -12,6 +12,7 @@ import pytest
 import triton
 
 from safetune.cli.display import Display
+from safetune.miss.reporting import Tally
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.tuning.requests import Progress
 
@@ -38,27 +39,39 @@ def step(done: int, total: int, median_ms: float | None = None, block: int = 64)
     return Progress("add", "screen", triton.Config({"BLOCK": block}), outcome, done, total)
 
 
+def tally(count: int, clock: Clock) -> Tally:
+    request: Any = SimpleNamespace(configs=range(count))
+    return Tally(request, clock=clock)
+
+
 def test_the_line_has_key_configs_failures_best_rate_and_time_left() -> None:
     clock = Clock()
     display = Display(plan(4, 8), hidden=True, clock=clock)
     display.begin("add small float32")
     clock.now += 1
-    assert display.text(", ") == "1/2 add small float32, 1 s", "nothing is known yet"
+    assert display.text(", ") == "1/2 add small float32", "nothing is known yet"
+    first = tally(4, clock)
+    display.watch(first)
     for done, median_ms in enumerate((3.0, None, 0.5, 2.0), 1):
-        display.observe(step(done, 4, median_ms, block=16 << done))
+        first(step(done, 4, median_ms, block=16 << done))
     clock.now += 1
 
     assert display.text(", ") == (
-        "1/2 add small float32, 4/4, 1 failed, best 0.5 ms, 2 s, 2 configs/s, about 4 s left"
+        "1/2 add small float32, 4/4, 1 failed, best 0.5 ms, 1 s, 2 configs/s, about 4 s left, "
+        "measures BLOCK=256 num_warps=4 num_stages=3"
     )
+    first.wait_for("process 7")
+    assert display.text(", ").endswith(", waits for process 7")
 
     display.begin("add large float32")
+    second = tally(8, clock)
+    display.watch(second)
     clock.now += 2
-    display.observe(step(4, 8, 7.0))
-    assert display.text(", ") == (
-        "2/2 add large float32, 4/8, 0 failed, best 7 ms, 2 s, 2 configs/s, about 2 s left"
+    second(step(4, 8, 7.0))
+    assert display.text(", ").startswith(
+        "2/2 add large float32, 4/8, 0 failed, best 7 ms, 2 s, 2 configs/s, about 2 s left, "
     )
-    display.observe(step(9, 8, 7.0))
+    second(step(9, 8, 7.0))
     assert "8/8" in display.text(", "), "those of the final were counted"
     assert "about 0 s left" in display.text(", ")
 
@@ -70,7 +83,9 @@ def test_without_a_terminal_there_are_plain_lines_while_it_lasts(
     monkeypatch.setattr(sys, "stderr", open(writer, "w", buffering=1))  # noqa: SIM115
     with Display(plan(4), pauses_s=(0.01, 0.01)) as display:
         display.begin("add small float32")
-        display.observe(step(1, 4, 2.0))
+        begun = tally(4, Clock())
+        display.watch(begun)
+        begun(step(1, 4, 2.0))
         poll = select.poll()
         poll.register(reader, select.POLLIN)
         assert poll.poll(SOON_S * 1000), "no line came"
@@ -85,5 +100,5 @@ def test_without_a_terminal_there_are_plain_lines_while_it_lasts(
 def test_a_short_sweep_prints_nothing(capsys: pytest.CaptureFixture[str], hidden: bool) -> None:
     with Display(plan(4), hidden=hidden) as display:
         display.begin("add small float32")
-        display.observe(step(1, 4, 2.0))
+        display.watch(tally(4, Clock()))
     assert capsys.readouterr().err == ""

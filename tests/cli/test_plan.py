@@ -128,7 +128,7 @@ class TestSecondsPerConfig:
             if step.outcome is not None and step.stage == "screen":
                 seen[step.config.kwargs["BLOCK"]] = time.time()
 
-        tasks.tune_task(task(256, blocks=(2, 256)), note)
+        tasks.tune_task(task(256, blocks=(2, 256)), lambda tally: tally.observers.append(note))
 
         (_, trials), *_ = tasks.open_tuning_store().trials_of("add_kernel")
         slow = next(trial for trial in trials if trial.config["BLOCK"] == 2)
@@ -136,7 +136,7 @@ class TestSecondsPerConfig:
         assert slow.created <= seen[2]
 
     def test_a_pause_between_two_sweeps_does_not_count(self, tmp_path: Path) -> None:
-        tasks.tune_task(task(100), lambda step: None)
+        tasks.tune_task(task(100), lambda tally: None)
         ((key, _),) = tasks.open_tuning_store().trials_of("add_kernel")
         store = Store.open(tmp_path / "other")
         store.put_key(key)

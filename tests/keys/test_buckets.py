@@ -155,7 +155,7 @@ def test_it_is_the_same_for_resolve_recorded_calls_and_workloads(
     monkeypatch.setenv("SAFETUNE_MODE", "tune")
     offline = tasks.OfflineKernel("scale_kernel", kernel, kernel)
     task = tasks.Task(offline, Workload("w", grid, (torch.ones(128), 128, 1, 2)), "float32")
-    chosen = tasks.tune_task(task, lambda progress: None).choice
+    chosen = tasks.tune_task(task, lambda tally: None).choice
     assert kernel.resolve(torch.ones(70), 70, 1, 2, grid=grid).provenance == "stored"
     assert kernel.resolve(torch.ones(70), 70, 1, 2, grid=grid).config == chosen
     assert kernel.resolve(torch.ones(300), 300, 1, 2, grid=grid).provenance == "tuned"

@@ -354,7 +354,7 @@ def test_offline_tuning_without_isolation_is_an_error(monkeypatch: pytest.Monkey
     with pytest.raises(
         WorkerUnavailable, match="scale_kernel cannot be tuned offline: there is no"
     ):
-        tasks.tune_task(task, lambda step: None)
+        tasks.tune_task(task, lambda tally: None)
     assert open_lookup(Settings.current()).store.kernels() == []
 
 

@@ -124,7 +124,7 @@ class TestWithoutAChoice:
 
         (task,) = tasks_of(*find_kernels({"kernel": kernel}), None, ())
         with pytest.raises(NothingToMeasure, match="its tensors are empty, or its grid has a zero"):
-            tune_task(task, lambda step: None)
+            tune_task(task, lambda tally: None)
 
 
 class TestTheKeyAfterwards:
