@@ -256,7 +256,7 @@ def test_every_process_reports_its_own_launches(
     (here / "train.py").write_text(FORKING)
     done = fresh_process(RUN, "run", here / "train.py", method, cwd=here)
     assert done.returncode == 0, done.stderr
-    assert [line for line in reports(done.stderr) if "kernels" in line] == [
+    assert [line for line in reports(done.stderr) if "launches" in line] == [
         "safetune: 1 kernel, 3 launches: 1 tuned, 0 looked up, 2 known",
         "safetune: 1 kernel, 2 launches: 1 tuned, 0 looked up, 1 known",
     ]
