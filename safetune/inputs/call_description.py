@@ -42,13 +42,12 @@ def describe(call: Call, values: bool = False, read: bool = True) -> dict[str, A
     kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
     device = "cpu" if call.interpreted else backend.required().torch_type
     blocks, views = _laid_out(tensors, device)
-    contents = [integers.content_of(tensor, values) for tensor in tensors] if read else []
     return {
         "args": args,
         "kwargs": kwargs,
         "blocks": [asdict(block) for block in blocks],
         "tensors": [asdict(view) for view in views],
-        "integers": [[number, found] for number, found in enumerate(contents) if found],
+        "integers": integers.contents_of(tensors, values) if read else [],
     }
 
 

@@ -11,23 +11,34 @@ import base64
 import ctypes
 import random
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from safetune.inputs.spans import FLOATS, dtype_name, reading
 
-#: No offsets are looked for in larger tensors, and no values recorded whose text is longer.
+#: No offsets are looked for in larger tensors, and the values of a call take no more text.
 _MOST_OFFSETS = 1 << 20
 _MOST_TEXT = 1 << 19
 
 
-def content_of(tensor: torch.Tensor, values: bool) -> dict[str, Any] | None:
-    """Return what is recorded of a tensor as JSON data; None where that is nothing.
+def contents_of(tensors: Sequence[torch.Tensor], values: bool) -> list[list[Any]]:
+    """Return what is recorded of a call's tensors as JSON data, each with the tensor's number.
 
     Args:
-        values: whether its values may be recorded.
+        values: whether their values may be recorded.
     """
+    found, room = [], _MOST_TEXT
+    for number, tensor in enumerate(tensors):
+        content = _content_of(tensor, values, room)
+        if content is not None:
+            found.append([number, content])
+            room -= len(content.get("values", ""))
+    return found
+
+
+def _content_of(tensor: torch.Tensor, values: bool, room: int) -> dict[str, Any] | None:
     if tensor.is_meta or dtype_name(tensor) in FLOATS or tensor.is_complex():
         return None
     may_be_offsets = tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
@@ -39,7 +50,7 @@ def content_of(tensor: torch.Tensor, values: bool) -> dict[str, Any] | None:
         return _lengths(found)
     data = zlib.compress(ctypes.string_at(found.data_ptr(), found.nbytes))
     text = base64.b85encode(data).decode()
-    return {"values": text} if len(text) <= _MOST_TEXT else None
+    return {"values": text} if len(text) <= room else None
 
 
 def fill(tensor: torch.Tensor, content: dict[str, Any]) -> None:

@@ -69,16 +69,15 @@ def _arguments(request: TuningRequest, problem: str, captured: bool) -> dict[str
         "kernel": request.key.kernel.digest,
         "call": request.key.record(),
         "declared": request.declared,
-        "configs": list(request.by_digest),
     }
     if problem:
-        return {**facts, "problem": problem}
+        return {**facts, "problem": problem, "configs": list(request.by_digest)}
     values = Settings.current().record_values
     try:
         described = call_description.describe(request.call, values, read=not captured)
         return {**facts, **described, "grids": _grids(request)}
     except KernelNotTransferable as error:
-        return {**facts, "problem": str(error)}
+        return _arguments(request, str(error), captured)
 
 
 def _grids(request: TuningRequest) -> dict[str, list[int]]:

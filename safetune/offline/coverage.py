@@ -68,7 +68,7 @@ def shares(covered: Sequence[Covered]) -> dict[str, tuple[float, float]]:
 
 
 def _found(call: RecordedCall, record: KeyRecord, lookup: Lookup) -> Found:
-    # Older versions did not record the list of configs, but the grid of each.
+    # A call that cannot be made again has no grids; an older version recorded no list either.
     configs = call.arguments.get("configs") or list(call.arguments.get("grids", ()))
     declared, key = call.arguments.get("declared"), _key(record)
     among = configs or None

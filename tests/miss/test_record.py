@@ -173,8 +173,9 @@ class TestIntegers:
         assert made.stride() == view.stride()
 
     def test_values_that_are_too_many_are_left_out(self, call_of: Any) -> None:
-        noise = torch.randint(0, 2**62, (1 << 17,))
-        assert call_description.describe(call_of(noise), values=True)["integers"] == []
+        noise, few = torch.randint(0, 2**62, (1 << 15,)), torch.tensor([3, 1])
+        data = call_description.describe(call_of(noise, noise, x=(few, few)), values=True)
+        assert [number for number, _ in data["integers"]] == [0, 2, 3]
 
     def test_a_program_that_may_record_values_completes_an_earlier_record(
         self, copies: Any, monkeypatch: pytest.MonkeyPatch
