@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,6 +42,7 @@ from safetune.cli.trials import Gain, Row, Summary, by_time, failures, print_sum
 from safetune.errors import TargetError
 from safetune.frozen import dataclass
 from safetune.outcome import duration
+from safetune.settings import Settings
 from safetune.store.records import KeyRecord, TrialRecord
 
 if TYPE_CHECKING:
@@ -150,6 +154,8 @@ class _Key:
         """Print the key, the choice, where it is from, what it gains, and every config."""
         print_kernel(console, self.key)
         facts = {"key": _key_words(self.key.call)}
+        if names := _classes_of_names(self.key.kernel_file, self.key.kernel_name):
+            facts["names"] = names
         if self.entry is None:
             facts["choice"] = "no config works"
         else:
@@ -195,6 +201,24 @@ def _key_words(call: Mapping[str, Any]) -> str:
     options = [f"{name}={value}" for name, value in call["options"]]
     parts = (("values", values), ("dtypes", dtypes), ("launch options", options))
     return "; ".join(f"{name} {', '.join(each)}" for name, each in parts if each) or "empty"
+
+
+@functools.cache
+def _classes_of_names(file: str, kernel: str) -> str:
+    """Return what the text of the kernel's file says of each key name now; empty if nothing."""
+    from safetune.keys.key_names import report_of
+    from safetune.lint.check import tuners_under
+
+    with contextlib.suppress(Exception):  # a file that has changed, or gone, is not an error here
+        for tuner in tuners_under([Path(file)] if file else []):
+            written = tuner.key()
+            if tuner.name == kernel and written is not None:
+                report = report_of(tuner.facts(), written, Settings.current().phantom)
+                dropped = dict.fromkeys(report.dropped, ", so it is dropped")
+                return "; ".join(
+                    f"{n.name}: {n.reason}{dropped.get(n.name, '')}" for n in report.names
+                )
+    return ""
 
 
 def _keys(store: Store, kernel: str) -> list[_Key]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,6 +246,36 @@ class TestShow:
         assert [row.startswith("*") for row in rows] == [True, False], "the fastest first"
         assert rows[0].split()[-1] == "1.00"
         assert safetune("explain", "add_one", "--key", "N=300").stdout.splitlines() == lines
+
+    def test_the_classes_of_the_key_names_as_the_source_has_them_now(
+        self, safetune: Any, targets: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "phantom.py"
+        text = (targets / "add.py").read_text()
+        for old, new in (
+            ("def add_one(x, N,", "def add_one(x, N, M,"),
+            ('key=["N"], pre_hook', 'key=["N", "M"], pre_hook'),
+            ("dtype=dtype), count)", "dtype=dtype), count, 7)"),
+        ):
+            assert old in text
+            text = text.replace(old, new)
+        file.write_text(text)
+        result = safetune("tune", f"{file}:add_one", "--shape", "small")
+        assert result.exit_code == 0, result.output
+
+        (names,) = [
+            line.split(maxsplit=1)[1]
+            for line in safetune("show", "add_one").stdout.splitlines()
+            if line.startswith("names ")
+        ]
+        file.unlink()
+        sys.modules["safetune.cli.show"]._classes_of_names.cache_clear()
+        without = safetune("show", "add_one").stdout
+
+        assert names.startswith("N: read by the body (phantom.py:")
+        assert "; M: " in names
+        assert names.endswith(", so it is dropped")
+        assert "\nnames " not in without
 
     def test_python(self, safetune: Any, tuned: dict[str, Any]) -> None:
         import triton
