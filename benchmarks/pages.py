@@ -138,16 +138,22 @@ MORE = (
         "{:.0%}",
     ),
     Line(
-        "norms_host",
-        "host time of LayerNorm's backward; beside it FLA's, which is under `triton.autotune`",
-        ("host_us_backward_fla_ln", "host_us_backward_ours_ln"),
-        "{:.0f} us",
-    ),
-    Line(
         "soak",
         "wrong answers in 300 tunings with 600 configs that crash, hang or compute something else",
         ("", "wrong_answers"),
         "{:.0f}",
+    ),
+    Line(
+        "first_tuning",
+        "slower: first call of a vector add, 4 configs, Triton's cache warm",
+        ("s_warm_4_add_triton", "s_warm_4_add_safetune"),
+        "{:.2f} s",
+    ),
+    Line(
+        "argument_size",
+        "slower: a further key, 6 GiB updated in place on a card with 10 GiB free",
+        ("seconds_6GiB_short_in_place_triton", "seconds_6GiB_short_in_place_safetune"),
+        "{:.1f} s",
     ),
 )
 
