@@ -23,7 +23,7 @@ from safetune.cli.output import (
 from safetune.cli.stored import json_option, open_store
 from safetune.errors import SafetuneError
 from safetune.frozen import dataclass
-from safetune.outcome import duration
+from safetune.outcome import Mark, duration
 from safetune.settings import Settings
 from safetune.store.records import ChoiceRecord, KeyRecord
 
@@ -203,10 +203,16 @@ def _print_group(console: Console, group: Sequence[Entry]) -> None:
         Column("time", tuple(duration(entry.choice.median_ms) for entry in group)),
         Column("made", tuple(date(entry.choice.created) for entry in group), spare=2),
         Column("from", tuple(entry.short_source for entry in group), spare=1),
-        Column("", tuple("disputed" * bool(entry.choice.dispute) for entry in group)),
+        Column("", tuple(_remarks(entry) for entry in group)),
     ]
     print_table(console, columns)
     console.print()
+
+
+def _remarks(entry: Entry) -> str:
+    """The marks of a choice that a table shows."""
+    marks = (Mark.DISPUTED, Mark.SEARCHED)
+    return ", ".join(mark.value for mark in marks if mark.reason_in(entry.choice.marks))
 
 
 def print_kernel(console: Console, key: KeyRecord) -> None:

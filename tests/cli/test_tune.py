@@ -194,6 +194,7 @@ class TestBudget:
         first = safetune.json(*command, "--budget", "1")
         assert (first["measured"], len(first["trials"])) == (1, 1)
         assert safetune.json(*command, "--budget", "1")["measured"] == 0
+        assert safetune("list").stdout.rstrip().endswith("  searched")
         planned = [
             safetune.json(*command, "--dry-run", *budget)["tunings"][0]
             for budget in (("--budget", "1"), ("--budget", "9"), ())
@@ -203,6 +204,7 @@ class TestBudget:
         ]
         rest = safetune.json(*command)
         assert len(rest["trials"]) == CONFIGS
+        assert "searched" not in safetune("list").stdout
         assert safetune.json(*command)["measured"] == 0
 
     def test_another_value_is_refused_before_anything_is_tuned(
