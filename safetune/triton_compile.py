@@ -35,6 +35,8 @@ _NO_SCRATCH = SimpleNamespace(
 )
 #: What a kernel was made of, by its suffix in the disk cache.
 _TEXTS = frozenset((".source", ".ttir", ".glir", ".ttgir", ".llir", ".ptx", ".amdgcn"))
+#: Where Triton looks for the driver's library.
+_LIBCUDA_PATH = "TRITON_LIBCUDA_PATH"
 #: In an entry of the disk cache that has no code: the shared memory that a launch would need.
 _SHARED_BYTES = "safetune.shared_bytes"
 
@@ -97,12 +99,17 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
 
 
 def build_host_code(jit: Any, specs: Iterable[tuple[Any, ...]]) -> None:
-    """Build all that Triton has a C compiler make before the first launch of a kernel."""
+    """Build what Triton up to 3.7 has a C compiler make before the first launch of a kernel.
+
+    A later one looks for it under the directory of the driver's library, which is not known here.
+    """
     from triton.backends.nvidia import driver as nvidia
 
     cuda = [spec for spec in specs if spec[-1].backend == "cuda"]
+    if not cuda or not hasattr(nvidia, "make_launcher"):
+        return
     with contextlib.ExitStack() as stack:
-        if cuda and not (ctypes.util.find_library("cuda") or nvidia.knobs.nvidia.libcuda_path):
+        if not (ctypes.util.find_library("cuda") or _LIBCUDA_PATH in os.environ):
             stack.enter_context(_empty_driver())
         with contextlib.suppress(Exception):  # built, and it cannot be loaded here
             nvidia.CudaUtils()
@@ -137,11 +144,11 @@ def _empty_driver() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError):
         made = ["-shared", "-x", "c", os.devnull, "-o", os.path.join(folder, "libcuda.so.1")]
         subprocess.run([compiler, *made], capture_output=True, check=False)
-        nvidia.knobs.nvidia.libcuda_path = folder
+        os.environ[_LIBCUDA_PATH] = folder
         try:
             yield
         finally:
-            del nvidia.knobs.nvidia.libcuda_path
+            del os.environ[_LIBCUDA_PATH]
             nvidia.libcuda_dirs.cache_clear()
             nvidia.library_dirs.cache_clear()
 
