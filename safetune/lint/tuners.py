@@ -9,7 +9,7 @@ from typing import Any
 
 from safetune.frozen import dataclass
 from safetune.keys.key_names import KernelFacts
-from safetune.keys.source_text import children, dotted, last_name
+from safetune.keys.source_text import children, dotted, last_name, walk
 from safetune.keys.written_kernel import WrittenFunction, WrittenHeuristics, WrittenLayer
 from safetune.keys.written_key import WrittenKey, buckets_of
 from safetune.lint.frames import File, Frame
@@ -85,7 +85,9 @@ class Tuner:
 
 def tuners_in(file: File, interpreter: Interpreter) -> Iterator[Tuner]:
     """Yield the tuners in a file, in the order of its lines."""
-    yield from _below(file.text.tree, file.frame, interpreter)
+    tree = file.text.tree
+    if any(isinstance(node, ast.Call) and _is_tuner(node) for node in walk(tree)):
+        yield from _below(tree, file.frame, interpreter)
 
 
 def _below(node: ast.AST, frame: Frame, interpreter: Interpreter) -> Iterator[Tuner]:
