@@ -18,6 +18,7 @@ import torch
 from safetune import sync
 from safetune.launch.key_state import Decision, Reason
 from safetune.miss import background, retry
+from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from tests.isolation.conftest import fifo, log, processes, records, start  # noqa: F401
@@ -260,7 +261,7 @@ class TestMarks:
         store = open_lookup(Settings.current()).store
         ((_, trials),) = store.trials_of("copy_kernel")
         assert all(trial.outcome.timing is not None for trial in trials)
-        return {trial.outcome.marks for trial in trials}
+        return {trial.outcome.unmarked(Mark.FIRST).marks for trial in trials}
 
     def test_trials_beside_a_caller_at_work_are_marked_contended(self, copies: Any) -> None:
         made = copies(None, None)
