@@ -43,9 +43,9 @@ _FILE_EVENTS = {"open", "os.listdir", "os.link", "os.rename", "os.remove", "os.u
 def figures(rows: Sequence[Row]) -> Figures:
     """Return the sums and medians of each case over its nodes."""
     found: Figures = {}
-    for case in sorted({row["case"] for row in rows}):
-        nodes = [row for row in rows if row["case"] == case and row["finished"]]
-        (whole,) = (row for row in rows if row["case"] == case and not row["finished"])
+    for case in sorted({row["part"] for row in rows}):
+        nodes = [row for row in rows if row["part"] == case and row["finished"]]
+        (whole,) = (row for row in rows if row["part"] == case and not row["finished"])
         waits = [wait for row in nodes for wait in row["waits_s"]]
         found |= {
             f"{case}_keys": whole["keys"],
@@ -175,6 +175,7 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
     from safetune.offline.shards import KeyStates, Shard, Turns, Whose
     from safetune.store.lookup import GuardedStore
     from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
+    from safetune.store.shared.protocol import space_of
 
     counted, drawn = Counted(), random.Random(rank)
     if url.startswith("file:"):
@@ -207,7 +208,12 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
             tuned, tunings = tuned + took, tunings + (took > 0)
         waited = time.monotonic() - begin - tuned
         shared.flush()
-    chosen = [store.choice(w.key.digest, w.declared) for w in wanted]
+    # As a launch looks them up: where the local database was busy, a choice is kept in memory.
+    chosen = [
+        store.choice(w.key.digest, w.declared)
+        or shared.choice(space_of(w.key), w.key.digest, w.declared)
+        for w in wanted
+    ]
     row = {"waits_s": waited, "tunings": tunings, "tuned_s": tuned}
     row |= {"requests": counted.requests, "bytes": counted.bytes}
     row |= {"warnings": len([e for e in said if e.category is not ResourceWarning])}
@@ -233,6 +239,7 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
     from safetune.store.shared.layer import open_shared
     from safetune.store.shared.protocol import space_of
 
+    part = f"{case}_{options.nodes}x{options.ranks}"
     ranks, space = options.nodes * options.ranks, space_of(_requests(options.keys)[0].key)
     gc.freeze()  # what is forked stays shared
     begin = time.monotonic()
@@ -258,12 +265,12 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
         if of_node:
             waits = [round(row["waits_s"], 2) for row in of_node]
             sums = {n: sum(r[n] for r in of_node) for n in ("requests", "bytes", "warnings")}
-            head = {"part": case, "case": case, "finished": True, "node": node}
+            head = {"part": part, "case": case, "finished": True, "node": node}
             yield head | {"tunings": sum(r["tunings"] for r in of_node), "waits_s": waits} | sums
     stored = list(watched.pull(space, watched.names(space)))
     watched.close()
     yield {
-        "part": case,
+        "part": part,
         "case": case,
         "finished": False,
         "nodes": options.nodes,
@@ -351,9 +358,10 @@ def main() -> None:
     result = recording.begin("fleet")
     if not options.fresh:
         recording.resume(result, [options.out])
-    for case in recording.parts_to_run(options.cases, result.rows, options, PART_S):
-        print(case, flush=True)
-        result.rows += case_rows(case, options)
+    cases = {f"{case}_{options.nodes}x{options.ranks}": case for case in options.cases}
+    for part in recording.parts_to_run(cases, result.rows, options, PART_S):
+        print(part, flush=True)
+        result.rows += case_rows(cases[part], options)
         result.save(options.out, figures)
     print(recording.figures_table(result, result.save(options.out, figures)))
 

@@ -211,11 +211,11 @@ def test_argument_size_figures_are_those_of_the_worst_kernel() -> None:
 
 def test_fleet_figures() -> None:
     """The waits are those of the ranks that finished; what was stored is the whole fleet's."""
-    whole = {"case": "postgres", "finished": False, "keys": 4, "keys_with_one_choice": 4}
+    whole = {"part": "postgres", "finished": False, "keys": 4, "keys_with_one_choice": 4}
     whole |= {"tunings": 4, "seconds": 3.0, "ideal_seconds": 2.0, "stored_bytes": 10}
     whole |= {"connections_at_once": 2}
     nodes = [
-        {"case": "postgres", "finished": True, "waits_s": waits, "warnings": 0}
+        {"part": "postgres", "finished": True, "waits_s": waits, "warnings": 0}
         | {"requests": 4, "bytes": 6000}
         for waits in ([1.0, 2.0], [3.0, 6.0])
     ]
