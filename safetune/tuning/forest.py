@@ -28,7 +28,7 @@ _SLOWEST = 8.0
 #: What is added to the logarithm of a config's time if most trees say that it fails: a forest of
 #: its own says it, because the best configs are often beside those that need too much memory.
 _FAILS = 10.0
-_TREES = 60
+_TREES = 120
 #: How much of the trees' disagreement a promising config is given.
 _OPTIMISM = 1.0
 #: A neighbour counts half at this distance, and not at all beyond the second.
