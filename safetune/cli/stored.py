@@ -163,7 +163,7 @@ def check_writable() -> None:
     if directory is None and not where.shared(settings):
         raise StoreError(f"no outcome can be stored: {where.warning(settings)}")
     if directory is not None:
-        store = Store.open(directory)
+        store = Store.open(directory, settings.wait_s)
         with contextlib.closing(store), store.connection.transaction():
             pass
 

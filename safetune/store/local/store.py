@@ -7,6 +7,7 @@ corrupt row is absent, and logged once. Every method raises `StoreError` and not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,9 +87,13 @@ class Store:
         self._put_keys: dict[str, tuple[tuple[Table, dict[str, Scalar]], ...]] = {}
 
     @classmethod
-    def open(cls, directory: Path) -> Self:
-        """Open `safetune.db` in `directory`, creating both if they are missing."""
-        store = cls(Connection(Path(directory) / db_files.DATABASE_NAME))
+    def open(cls, directory: Path, wait_s: float = math.inf) -> Self:
+        """Open `safetune.db` in `directory`, creating both if they are missing.
+
+        Args:
+            wait_s: for all waits of this process together.
+        """
+        store = cls(Connection(Path(directory) / db_files.DATABASE_NAME, wait_s))
         store.connection.open()
         return store
 
