@@ -66,12 +66,17 @@ class Harmless:
         self._device = device
 
     def trials(self) -> list[Trial]:
-        """Return the rows of the test's store, read without safetune."""
+        """Return the rows of the test's store, read without safetune.
+
+        Every tuning marks its first config as `first`, which is left out.
+        """
         columns = "config, verdict, detail, message, stderr, median_ms, marks"
         connection = sqlite3.connect(f"file:{self._database}?mode=ro", uri=True)
         with contextlib.closing(connection):
             found = connection.execute(f"SELECT {columns} FROM trial ORDER BY rowid").fetchall()
-        return [Trial(json.loads(row[0]), *row[1:6], json.loads(row[6] or "[]")) for row in found]
+        marks = [[each for each in json.loads(row[6] or "[]") if each != "first"] for row in found]
+        rows = zip(found, marks, strict=True)
+        return [Trial(json.loads(row[0]), *row[1:6], of_row) for row, of_row in rows]
 
     def check(
         self,
