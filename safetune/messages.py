@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from types import FrameType
+from typing import Literal, NamedTuple
 
 from safetune.errors import SafetuneWarning, StoreWarning
 
@@ -27,13 +28,23 @@ _BETWEEN = frozenset(
     )
 )
 
-#: Of each launcher the variables with the rank, the rank on its node, and the number of processes.
-_LAUNCHERS = (
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
-    ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+
+class Launcher(NamedTuple):
+    """The variables by which a launcher tells a process its rank, in all and on its node."""
+
+    rank: str
+    ranks: str
+    local_rank: str
+    local_ranks: str
+
+
+#: A job's script under Slurm has SLURM_NTASKS too; only `srun` sets what is here.
+LAUNCHERS = (
+    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher(*(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
@@ -85,19 +96,19 @@ def _by_a_general_filter(message: Warning) -> bool:
 
 def prefix() -> str:
     """Return what begins each text for the user."""
-    rank = _of_launcher(0)
+    rank = _of_launcher("rank")
     return "safetune: " if rank is None else f"safetune [rank {rank}]: "
 
 
 def is_first_of_node() -> bool:
     """Whether this process speaks for its node: it is alone there, or has the local rank 0."""
-    return not _of_launcher(1)
+    return not _of_launcher("local_rank")
 
 
-def _of_launcher(column: int) -> int | None:
-    """Return the rank (0) or local rank (1) of one of several processes; None for a single one."""
-    for variables in _LAUNCHERS:
-        value, size = (os.environ.get(variables[index], "") for index in (column, 2))
+def _of_launcher(kind: Literal["rank", "local_rank"]) -> int | None:
+    """Return a rank of one of several processes; None for a single one."""
+    for launcher in LAUNCHERS:
+        value, size = (os.environ.get(getattr(launcher, name), "") for name in (kind, "ranks"))
         if value.isdecimal() and size.isdecimal() and int(size) > 1:
             return int(value)
     distributed = sys.modules.get("torch.distributed")

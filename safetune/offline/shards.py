@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from safetune.errors import StoreError, TargetError
 from safetune.frozen import dataclass
+from safetune.messages import LAUNCHERS
 from safetune.store.local import locks
 from safetune.store.local.locks import pauses
 from safetune.store.shared.protocol import space_of
@@ -29,22 +30,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-#: The variables of launchers: the rank of a process, and the number of ranks. Kubernetes does not
-#: tell the number. A job's script has SLURM_NTASKS too, and only `srun` sets what is asked here.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),  # torchrun
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("JOB_COMPLETION_INDEX", ""),
-)
-#: The same of the processes of one node; Slurm's number is e.g. `8(x64)`.
-_LOCAL = (
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+#: The index of a job in Kubernetes, which does not tell how many there are.
+_JOB_INDEX = "JOB_COMPLETION_INDEX"
 
 #: How often to look again whether a process of this node has finished a key; the first and the
 #: longest pause after a key that another node tunes.
@@ -133,25 +120,25 @@ def on_node(environment: Mapping[str, str]) -> tuple[int, int]:
 
     The first of one where the launcher does not say.
     """
-    for rank, ranks in _LOCAL:
-        index, number = environment.get(rank, ""), environment.get(ranks, "")
-        if index.isdecimal():
-            first = re.match("[0-9]+", number)
+    for launcher in LAUNCHERS:
+        index = environment.get(launcher.local_rank, "")
+        if index.isdecimal():  # Slurm's number of ranks is e.g. `8(x64)`
+            first = re.match("[0-9]+", environment.get(launcher.local_ranks, ""))
             return int(index), max(int(first[0]) if first else 1, int(index) + 1)
     return 0, 1
 
 
 def _rank(environment: Mapping[str, str], count: int) -> tuple[int, int]:
-    for rank, ranks in _LAUNCHERS:
+    variables = [*((each.rank, each.ranks) for each in LAUNCHERS), (_JOB_INDEX, "")]
+    for rank, ranks in variables:
         index, number = environment.get(rank, ""), environment.get(ranks, "")
         if index.isdecimal() and (count or number.isdecimal()):
             return int(index), count or int(number)
         if index.isdecimal() and not ranks:
             raise TargetError(f"{rank} is set, but not the number of shards: give --shard auto/N")
-    names = ", ".join(rank for rank, _ in _LAUNCHERS)
     raise TargetError(
-        f"--shard auto finds no rank in {names}: start it with srun, torchrun, mpirun or as an "
-        "indexed job, or give the shard, e.g. --shard 2/4"
+        f"--shard auto finds no rank in {', '.join(rank for rank, _ in variables)}: start it with "
+        "srun, torchrun, mpirun or as an indexed job, or give the shard, e.g. --shard 2/4"
     )
 
 
