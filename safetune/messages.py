@@ -20,6 +20,9 @@ from safetune.errors import SafetuneWarning, StoreWarning
 #: The only logger. SAFETUNE_LOG sets its level.
 logger = logging.getLogger("safetune")
 
+#: Seconds until the first line of progress of a tuning without a terminal, and between two.
+FIRST_S, EVERY_S = 10.0, 30.0
+
 #: The packages between a program and safetune's code; a program's own line is outside of them.
 _BETWEEN = frozenset(
     (

@@ -214,8 +214,10 @@ def test_archives_hold_what_they_should(built: dict[str, Path], sources: Path) -
     for folder in ("safetune", "kernels", "cache"):
         package = "" if folder == "safetune" else "safetune/"
         for path in (sources / folder).rglob("*.py"):
-            assert f"{package}{path.relative_to(sources)}" in in_wheel
-    assert all(name.startswith(("safetune/", "safetune-")) for name in in_wheel)
+            name = f"{package}{path.relative_to(sources)}"
+            assert name.replace("safetune/pytest_plugin", "safetune_pytest") in in_wheel
+    own = ("safetune/", "safetune-", "safetune_pytest/")
+    assert all(name.startswith(own) for name in in_wheel)
 
 
 def test_links_of_the_readme_work_where_the_package_is_shown(built: dict[str, Path]) -> None:

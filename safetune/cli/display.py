@@ -15,7 +15,7 @@ from rich.text import Text
 from safetune.cli.output import echo
 from safetune.cli.plan import about
 from safetune.keys.encoding import visible
-from safetune.miss.reporting import EVERY_S, FIRST_S
+from safetune.messages import EVERY_S, FIRST_S
 from safetune.outcome import duration
 
 if TYPE_CHECKING:

@@ -124,6 +124,23 @@ class TuningKey:
     device: Device
     toolchain: Toolchain
 
+    @classmethod
+    def of_record(
+        cls,
+        kernel: KernelIdentity,
+        call: Mapping[str, Any],
+        device: Mapping[str, Any],
+        toolchain: Mapping[str, Any],
+    ) -> TuningKey:
+        """Return the key whose `record` is `call`, with the records of device and toolchain."""
+        environment = tuple(sorted(toolchain["environment"].items()))
+        return cls(
+            kernel=kernel,
+            device=Device(**device),
+            toolchain=Toolchain(**{**toolchain, "environment": environment}),
+            **{part: tuple(map(tuple, call[part])) for part in ("values", "dtypes", "options")},
+        )
+
     def record(self) -> dict[str, Any]:
         """Return what distinguishes calls of one kernel, as plain JSON data."""
         return {

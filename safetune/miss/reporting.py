@@ -19,7 +19,7 @@ from triton.runtime.autotuner import Config
 from safetune.config import config_text
 from safetune.errors import DisputeWarning, TuningWarning
 from safetune.keys.kernel_digest import base_function
-from safetune.messages import is_first_of_node, logger, tell, warn
+from safetune.messages import EVERY_S, FIRST_S, is_first_of_node, logger, tell, warn
 from safetune.outcome import VIOLENT, Verdict, duration
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from safetune.outcome import Outcome
     from safetune.store.local.store import Store
     from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
-
-#: Without a terminal, seconds until a tuning tells how far it is, and between those lines.
-FIRST_S, EVERY_S = 10.0, 30.0
 
 #: The configs of one verdict that a line names.
 _MOST_NAMED = 5

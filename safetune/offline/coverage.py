@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Any
 
 from safetune.frozen import dataclass
-from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
+from safetune.keys.tuning_key import KernelIdentity, TuningKey
 from safetune.offline.shares import times_ms
 from safetune.store.lookup import Lookup
 from safetune.store.records import KeyRecord, RecordedCall
@@ -70,7 +69,15 @@ def shares(covered: Sequence[Covered]) -> dict[str, tuple[float, float]]:
 def _found(call: RecordedCall, record: KeyRecord, lookup: Lookup) -> Found:
     # A call that cannot be made again has no grids; an older version recorded no list either.
     configs = call.arguments.get("configs") or list(call.arguments.get("grids", ()))
-    declared, key = call.arguments.get("declared"), _key(record)
+    declared, key = (
+        call.arguments.get("declared"),
+        TuningKey.of_record(
+            KernelIdentity(record.kernel_name, record.kernel_digest),
+            record.call,
+            record.device,
+            record.toolchain,
+        ),
+    )
     among = configs or None
     if declared is None:
         if lookup.store.choice(key.digest, None, among) is not None:
@@ -83,19 +90,3 @@ def _found(call: RecordedCall, record: KeyRecord, lookup: Lookup) -> Found:
         for _, source in related
     )
     return Found.NOTHING if all(each is None for each in far) else Found.NEAREST
-
-
-def _key(record: KeyRecord) -> TuningKey:
-    """Return the key that a record was made of."""
-    call, toolchain = record.call, record.toolchain
-    pairs: dict[str, Any] = {
-        part: tuple((name, value) for name, value in call[part])
-        for part in ("values", "dtypes", "options")
-    }
-    environment = tuple(sorted(toolchain["environment"].items()))
-    return TuningKey(
-        kernel=KernelIdentity(record.kernel_name, record.kernel_digest),
-        device=Device(**record.device),
-        toolchain=Toolchain(**{**toolchain, "environment": environment}),
-        **pairs,
-    )

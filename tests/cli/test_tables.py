@@ -109,7 +109,7 @@ def test_choices_come_back_from_the_tables_of_others(
         ("N=512,device_name=NVIDIA_H100_80GB_HBM3.json", 3),
         ("N=8,device_name=NVIDIA_H100_80GB_HBM3.json", 1),
     ]
-    safetune.json("clear", "gemm")
+    safetune.json("clear", "gemm", "--yes")
     fill([*KEYS, (400, 512)])
     assert chosen(safetune) == {}
 

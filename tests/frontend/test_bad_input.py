@@ -125,7 +125,8 @@ class TestConfigs:
         with pytest.raises(NoWorkingConfig) as caught:
             launch(kernel, device)
 
-        first, *rows = message(caught).splitlines()
+        first, *rows, last = message(caught).splitlines()
+        assert "`safetune show copy_kernel`" in last
         assert first == "none of the 2 configs of copy_kernel works for N=256 (float32):"
         for row, size in zip(rows, (33, 65), strict=True):
             assert row.startswith(f"  BLOCK={size} num_warps=4 num_stages=3  ")

@@ -345,7 +345,7 @@ class TestOverTheLimit:
         assert torch.equal(dst, src)
         assert [facts(tensor) for tensor in (src, beside)] == [before[0], before[2]]
         assert records.labels() == {1 << 14: "ok", 1 << 15: "ok"}
-        assert marks() == [["regenerated: dst, src"]] * 2
+        assert marks() == [["regenerated: dst, src", "first"], ["regenerated: dst, src"]]
 
         told = told_by_children(log)
         assert len({pid for pid, _ in log.lines()}) >= 3
@@ -365,7 +365,7 @@ class TestOverTheLimit:
         hook = teller(log, "src", "beside")
         kernel = safetune(configs=blocks(16, 32, pre_hook=hook), key=["n"])(copy_beside_kernel)
         kernel[grid](dst, src, N, beside)
-        assert marks() == [["regenerated: beside"]] * 2
+        assert marks() == [["regenerated: beside", "first"], ["regenerated: beside"]]
         assert {tensors[0][4] for tensors, _ in told_by_children(log)} == {bits(src)}
         assert bits(beside) not in {tensors[1][4] for tensors, _ in told_by_children(log)}
 
@@ -396,7 +396,7 @@ class TestOverTheLimit:
         kernel[grid](dst, src, N, beside)
         assert torch.equal(dst, src)
         assert {text for _, text in log.lines()} == {str([bits(each) for each in _each(beside)])}
-        assert marks() == [drawn] * 2
+        assert marks() == [[*drawn, "first"], drawn]
 
     @pytest.mark.parametrize("value", ["2 apples", "-1", "1TiB", "0.5GiB", "GiB"])
     def test_a_limit_that_is_not_a_size_is_an_error(

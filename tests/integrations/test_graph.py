@@ -77,7 +77,7 @@ class TestCounts:
             thread.join(SOON_S)
 
         watch = Watch("decode")
-        with driver.capturing(7), pytest.warns(UserWarning, match="1 tunings"):
+        with driver.capturing(7), pytest.warns(UserWarning, match="1 tuning,"):
             _watched(watch, elsewhere)
         assert watch.report.misses == ()
 

@@ -455,7 +455,8 @@ def test_all_failing_raises_a_table_and_stores_no_choice(
     with pytest.raises(NoWorkingConfig) as caught:
         kernel[grid](caller.x, caller.y, N)
 
-    head, *table = str(caught.value).splitlines()
+    head, *table, last = str(caught.value).splitlines()
+    assert "`safetune show step_kernel`" in last
     assert "none of the 5 configs of step_kernel works" in head
     assert str(N) in head
     assert len(table) == 5
@@ -476,7 +477,7 @@ def test_all_failing_raises_a_table_and_stores_no_choice(
         kernel[grid](caller.x, caller.y, N)
     assert log.lines() == launched, "what failed is known, and is not tried a second time"
     assert again.value.measured == 0
-    assert str(again.value).splitlines()[1:] == table
+    assert str(again.value).splitlines()[1:] == [*table, last]
     harmless.check_nothing_is_left()
 
 

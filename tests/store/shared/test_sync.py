@@ -65,15 +65,16 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
         assert rank["stored"] == rank["after"], "the next run begins with what was agreed on"
         nodes = [text for text in rank["said"] if "no SAFETUNE_SHARED" in text]
         assert nodes == [
-            "safetune: 4 processes, 1 of them on this node, and no SAFETUNE_SHARED: each node "
-            "tunes for itself, and they may launch different configs until safetune.sync()"
+            f"safetune [rank {number}]: 4 processes, 1 of them on this node, and no "
+            "SAFETUNE_SHARED: each node tunes for itself, and they may launch different configs "
+            "until safetune.sync()"
         ]
     differing = [[text for text in rank["said"] if "different sources" in text] for rank in ranks]
     assert differing == [
         [
-            "safetune: ranks 0, 2 and ranks 1, 3 have different sources of __main__.copy_kernel, "
-            "so safetune.sync() cannot make them launch the same config. A hook, a heuristic or "
-            "the list of configs may depend on the rank."
+            "safetune [rank 0]: ranks 0, 2 and ranks 1, 3 have different sources of "
+            "__main__.copy_kernel, so safetune.sync() cannot make them launch the same config. A "
+            "hook, a heuristic or the list of configs may depend on the rank."
         ],
         *([],) * (RANKS - 1),
     ], "told once for the whole job"
