@@ -24,6 +24,10 @@ _ANSWER_S = 30.0
 #: How long a server that is told to end may take before it is killed; it takes milliseconds.
 _END_S = 1.0
 
+#: How an entry of `sys.path` ends that is not a path: setuptools has a hook for the namespace
+#: packages of an editable install.
+_HOOKED = ".__path_hook__"
+
 #: Variables by which a launcher passes a process its rank. A tuning child is not a rank of the job:
 #: with these variables it could join the job's rendezvous.
 _RANK_VARIABLE = re.compile(
@@ -265,7 +269,8 @@ def search_path() -> list[str]:
     for entry in sys.path:
         with contextlib.suppress(FileNotFoundError):  # the working directory has been deleted
             if isinstance(entry, str):
-                found.append(str(entry) if os.path.isabs(entry) else os.path.abspath(entry))
+                as_it_is = os.path.isabs(entry) or entry.endswith(_HOOKED)
+                found.append(str(entry) if as_it_is else os.path.abspath(entry))
     return found
 
 

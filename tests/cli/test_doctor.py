@@ -73,7 +73,8 @@ class TestGpu:
     def checks(self, fresh_process: FreshProcess, **env: str) -> dict[str, dict[str, str]]:
         path = os.pathsep.join([str(stub.folder()), os.environ.get("LD_LIBRARY_PATH", "")])
         code = "from safetune.cli import main; main(['doctor', '--quick', '--json'])"
-        result = fresh_process(code, env={"LD_LIBRARY_PATH": path, **env})
+        env = {"LD_LIBRARY_PATH": path, "TRITON_INTERPRET": "0", **env}
+        result = fresh_process(code, env=env)
         assert result.returncode == 1
         return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
 
