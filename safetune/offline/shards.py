@@ -170,10 +170,17 @@ class KeyStates:
             look: see whether a process of this node has the key.
         """
         self._update(key)
-        if (key.digest, declared) in self._chosen:
+        if (key.digest, declared) in self._chosen or self._is_done_again(key, declared):
             return State.DONE
         locked = look and locks.locked(self._store.path, [key.digest])
         return State.LOCKED if locked else State.FREE
+
+    def _is_done_again(self, key: TuningKey, declared: str) -> bool:
+        """Whether a key was tuned again since the last look: nothing else would keep this process
+        from it.
+        """
+        choice = self._store.choice(key.digest, declared) if self._since else None
+        return choice is not None and choice.created > self._since
 
     def _update(self, key: TuningKey) -> None:
         begin = time.monotonic()
