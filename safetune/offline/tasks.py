@@ -98,7 +98,7 @@ class Stream:
             yield Task(self._kernel, workload, self._name)
 
     def task(self, number: int) -> Task:
-        """Make the task with this number; raises `WorkloadError` where there is none any more."""
+        """Make the task with this number; raises `WorkloadError` if it is gone."""
         if number < self._next:
             self._rest, self._next = iter(self), 0
         skipped, self._next = number - self._next, number + 1

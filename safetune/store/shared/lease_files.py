@@ -101,7 +101,7 @@ def _written(path: Path, text: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> tuple[str, float]:
-    """The text of a lease and when it was touched; an empty text where there is none."""
+    """The text of a lease and when it was touched; an empty text without one."""
     try:
         with path.open(errors="replace") as file:  # to open it is to ask the server
             return file.read(200), os.fstat(file.fileno()).st_mtime
