@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 import threading
 from collections import defaultdict
@@ -75,9 +76,9 @@ def active_driver() -> Any | None:
     from triton.runtime import driver
 
     if driver._active is None:
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
+        if not _torch_uses_a_device():
             return None
+        first_driver.wait()
         try:
             return driver.active
         except RuntimeError:  # no device that Triton knows
@@ -88,12 +89,76 @@ def active_driver() -> Any | None:
 def target_name() -> str | None:
     """Return the name of the back end that Triton launches through, e.g. `cuda`, or None."""
     global _last_target
+    if first_driver.begin():
+        return "cuda"
     active = active_driver()
     if active is None:
         return None
     if _last_target is None or _last_target[0] is not active:
         _last_target = active, str(active.get_current_target().backend)
     return _last_target[1]
+
+
+def _torch_uses_a_device() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+class FirstDriver:
+    """Triton's driver for NVIDIA GPUs, while a thread has Triton make it.
+
+    Up to Triton 3.7 a C compiler builds a part of it, which takes 0.5 s where Triton's cache lacks
+    it. Nothing but a launch needs it, so a tuning begins meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        forks.register("tuning", after_in_child=self.start_over)
+
+    def begin(self) -> bool:
+        """Whether the driver is being made; begins with that where it is the one to be made."""
+        from triton.runtime import driver
+
+        if driver._active is not None or not _torch_uses_a_device():
+            return False
+        with self._lock:
+            if self._thread is None and _is_built_for_nvidia():
+                thread = threading.Thread(target=self._make, name="safetune-driver", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread can be started
+                    thread.start()
+                    self._thread = thread
+            return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when it is made, or was not begun."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _make(self) -> None:
+        from triton.runtime import driver
+
+        with contextlib.suppress(Exception):  # a launch gets it again
+            _ = driver.active
+
+    def start_over(self) -> None:
+        """Forget the thread, which a forked child does not have."""
+        self._lock, self._thread = threading.Lock(), None
+
+
+first_driver = FirstDriver()
+
+
+def _is_built_for_nvidia() -> bool:
+    """Whether the driver to be made is NVIDIA's, and one that a C compiler builds."""
+    from triton.backends import backends
+    from triton.backends.nvidia import driver as nvidia
+
+    if os.environ.get("TRITON_DEFAULT_BACKEND", "nvidia") != "nvidia":
+        return False
+    active = [name for name, found in backends.items() if found.driver.is_active()]
+    return active == ["nvidia"] and hasattr(nvidia, "make_launcher")
 
 
 #: What each back end has said, by the name and architecture of its target.

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,9 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends import backends
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler.compiler import make_backend
@@ -98,6 +101,28 @@ def test_a_newer_triton_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
         triton_internals.warn_if_newer()
 
 
+@pytest.fixture
+def making(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A process whose torch uses a GPU, and in which making Triton's driver waits for the event."""
+    event = threading.Event()
+
+    def make() -> Any:
+        assert event.wait(60)
+        return SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="made"))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(backends["nvidia"].driver, "is_active", lambda: True)
+    monkeypatch.setattr(nvidia, "make_launcher", make, raising=False)
+    monkeypatch.setattr(sys.modules[type(driver).__module__], "_create_driver", make)
+    for name in ("_active", "_default"):
+        monkeypatch.setattr(driver, name, None)
+    triton_internals.first_driver.start_over()
+    yield event
+    event.set()
+    triton_internals.first_driver.wait()
+    triton_internals.first_driver.start_over()
+
+
 class TestDriver:
     def test_none_is_active_without_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(driver, "_active", None)
@@ -111,6 +136,43 @@ class TestDriver:
             assert triton_internals.target_name() == "first"
         with launching_on(None, "second"):
             assert triton_internals.target_name() == "second"
+
+    def test_its_name_is_known_while_a_thread_makes_it(
+        self, monkeypatch: pytest.MonkeyPatch, making: threading.Event
+    ) -> None:
+        """A C compiler builds a part of it; a tuning begins meanwhile, a launch waits for it."""
+        assert triton_internals.target_name() == "cuda"
+        assert triton_internals.first_driver.begin(), "the same one"
+        assert driver._active is None
+        making.set()
+        assert triton_internals.active_driver() is driver._active is not None
+        assert not triton_internals.first_driver.begin()
+        assert triton_internals.target_name() == "made"
+
+    def test_where_it_cannot_be_made_a_launch_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, making: threading.Event
+    ) -> None:
+        def refuse() -> Any:
+            raise RuntimeError("no C compiler")
+
+        monkeypatch.setattr(sys.modules[type(driver).__module__], "_create_driver", refuse)
+        triton_internals.target_name()
+        triton_internals.first_driver.wait()
+        assert triton_internals.target_name() is None
+        with pytest.raises(RuntimeError, match="no C compiler"):
+            _ = driver.active
+
+    @pytest.mark.parametrize("reason", ["another back end", "a Triton without a C compiler"])
+    def test_it_is_asked_where_it_alone_knows(
+        self, monkeypatch: pytest.MonkeyPatch, making: threading.Event, reason: str
+    ) -> None:
+        if reason == "another back end":
+            monkeypatch.setattr(backends["amd"].driver, "is_active", lambda: True)
+        else:
+            monkeypatch.delattr(nvidia, "make_launcher")
+        making.set()
+        assert not triton_internals.first_driver.begin()
+        assert triton_internals.target_name() == "made"
 
     def test_a_back_end_has_a_hash(self) -> None:
         text = triton_internals.backend_hash(TARGET)

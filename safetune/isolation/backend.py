@@ -129,12 +129,14 @@ def current() -> Backend | None:
     return None if isinstance(found, BackendError) else found
 
 
-def asker_elsewhere() -> Callable[[int], cuda_driver.Description] | None:
-    """Return a function that has another process describe a device; None where this one can.
+def describer() -> Callable[[int], cuda_driver.Description] | None:
+    """Return a function that describes a device; None where Triton's driver does.
 
-    A process that has not used a GPU may fork workers that do, as long as its driver is not
-    started.
+    While that is being made, the CUDA driver does. A process that has not used a GPU has another
+    one do it: it may fork workers that use one, as long as its own driver is not started.
     """
+    if triton_internals.first_driver.begin():
+        return lambda index: cuda_driver.load().describe(index)
     if triton_internals.active_driver() is not None:
         return None
     return cuda_driver.described_elsewhere if cuda_driver.may_start() else None

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
+from safetune import triton_internals
 from safetune.errors import HandOverFailed, InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
@@ -203,6 +204,7 @@ class MeasuringChild:
                 child = None
         forks = server if with_torch else plain_server
         child = child or Child(gpu_blind=index < 0, device=index, forks=forks)
+        triton_internals.first_driver.wait()  # or the child would build it, too
         try:
             answer, _ = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))
             outcome, reason = answer.outcome, answer.outcome.message

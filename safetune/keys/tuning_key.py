@@ -270,7 +270,7 @@ def detect(index: int) -> tuple[Device, Toolchain]:
 def _detected(index: int, switches: tuple[tuple[str, str], ...]) -> tuple[Device, Toolchain]:
     import triton
 
-    ask = backend.asker_elsewhere()
+    ask = backend.describer()
     target, device = _described(index) if ask is None else _told(ask, index)
     toolchain = Toolchain(
         triton=triton.__version__,
@@ -313,6 +313,7 @@ def active_driver() -> Any:
     """Return Triton's active driver; raises `NoDevice` without one."""
     from triton.runtime import driver
 
+    triton_internals.first_driver.wait()
     try:
         return driver.active
     except RuntimeError as error:
@@ -324,7 +325,9 @@ def active_driver() -> Any:
 
 def current_index() -> int:
     """Return the index of the device that Triton launches on now; raises `NoDevice`."""
-    return int(active_driver().get_current_device()) if backend.asker_elsewhere() is None else 0
+    if triton_internals.target_name() is None and backend.describer() is not None:
+        return 0  # nothing has started the driver, so no other device was chosen
+    return int(active_driver().get_current_device())
 
 
 def _target(active: Any, index: int) -> Any:
