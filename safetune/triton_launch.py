@@ -1,10 +1,12 @@
-"""The part of `triton_internals` for known launches: the launcher, and what may be in its way."""
+"""The part of `triton_internals` for launches: the launcher, what may be in its way, allocators."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from safetune.frozen import dataclass
@@ -166,3 +168,83 @@ def set_by_run(jit: Any) -> bool:
     """Whether a parameter has the name of an option that Triton's `run` sets itself."""
     code = getattr(type(jit).run, "__code__", None)
     return code is None or not {*jit.arg_names}.isdisjoint(code.co_consts)
+
+
+@contextlib.contextmanager
+def default_allocator(allocate: Function) -> Iterator[None]:
+    """Have Triton ask `allocate` for scratch memory, unless the user has set an allocator."""
+    from triton.runtime import _allocation
+
+    if not isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        yield
+        return
+    token = _allocation._allocator.set(allocate)
+    try:
+        yield
+    finally:
+        _allocation._allocator.reset(token)
+
+
+def lacks_allocator(error: BaseException) -> bool:
+    """Whether a launch raised this because Triton has no allocator, so that nothing has run."""
+    from triton.runtime import _allocation
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    null = _allocation.NullAllocator
+    return trace is not None and trace.tb_frame.f_code is null.__call__.__code__
+
+
+def set_default_profile_allocator(allocate: Function) -> None:
+    """Have `allocate` serve instrumented kernels, for the whole process, where nothing else does.
+
+    Triton 3.8 and 3.9 have a default of their own, which uses torch.
+    """
+    from triton.runtime import _allocation, driver
+
+    if not isinstance(_allocation._profile_allocator.get(), _allocation.NullAllocator):
+        return
+    if hasattr(_allocation, "has_profile_allocator"):
+        driver.active.allocate_default_profile_scratch = allocate
+    else:
+        _allocation.set_profile_allocator(allocate)
+
+
+def specialize_without_torch() -> None:
+    """Have Triton classify an argument, and import what it needs for that, but not torch.
+
+    Of torch, which 3.6 would import, it only wants the class of tensors. It knows others by their
+    attributes.
+    """
+    from types import ModuleType
+
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    has_torch = "torch" in sys.modules
+    torch: Any = ModuleType("torch")
+    torch.Tensor = type("Tensor", (), {})
+    sys.modules.setdefault("torch", torch)
+    try:
+        native_specialize_impl(CUDABackend, 0, False, True, True)
+    finally:
+        if not has_torch:
+            del sys.modules["torch"]
+
+
+def use_device_without_torch(index: int, capability: tuple[int, int]) -> None:
+    """Have Triton launch on the default stream of one device, and ask torch for nothing."""
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+    from triton.runtime import driver
+
+    class Driver(CudaDriver):
+        def __init__(self) -> None:
+            self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+            self.get_current_device = lambda: index
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device=index: capability
+
+    specialize_without_torch()
+    driver.set_active(Driver())

@@ -429,21 +429,21 @@ class TestScratchMemory:
     def test_the_error_of_a_missing_allocator_is_known(self) -> None:
         with pytest.raises(RuntimeError) as caught:
             _allocation._allocator.get()(128, 16, 0)
-        assert triton_internals.lacks_allocator(caught.value)
+        assert triton_launch.lacks_allocator(caught.value)
 
         with pytest.raises(RuntimeError) as other:
             raise RuntimeError("no allocator was set")
-        assert not triton_internals.lacks_allocator(other.value)
+        assert not triton_launch.lacks_allocator(other.value)
 
     def test_a_default_is_visible_while_it_is_open(self) -> None:
-        with triton_internals.default_allocator(lambda *request: request):
+        with triton_launch.default_allocator(lambda *request: request):
             assert _allocation._allocator.get()(128, 16, 0) == (128, 16, 0)
         assert isinstance(_allocation._allocator.get(), _allocation.NullAllocator)
 
     def test_the_users_allocator_wins(self) -> None:
         token = _allocation._allocator.set(lambda *request: "user")
         try:
-            with triton_internals.default_allocator(lambda *request: "default"):
+            with triton_launch.default_allocator(lambda *request: "default"):
                 assert _allocation._allocator.get()(1, 1, 0) == "user"
         finally:
             _allocation._allocator.reset(token)
@@ -460,11 +460,11 @@ class TestScratchMemory:
         )
         monkeypatch.setattr(_allocation, "set_profile_allocator", allocators.append)
         monkeypatch.setattr(driver, "_active", active)
-        triton_internals.set_default_profile_allocator(print)
+        triton_launch.set_default_profile_allocator(print)
         assert allocators[1:] == ([] if own else [print])
         assert vars(active) == ({"allocate_default_profile_scratch": print} if own else {})
         if not own:
-            triton_internals.set_default_profile_allocator(repr)
+            triton_launch.set_default_profile_allocator(repr)
             assert allocators[1:] == [print], "the first one stays"
 
 
@@ -536,7 +536,7 @@ def test_a_process_without_torch_can_specialize() -> None:
         "from safetune import triton_internals\n"
         "from triton._C.libtriton import native_specialize_impl as specialize\n"
         "from triton.backends.nvidia.compiler import CUDABackend\n"
-        "triton_internals.specialize_without_torch()\n"
+        "triton_launch.specialize_without_torch()\n"
         "class Dtype:\n    __str__ = lambda self: 'torch.float16'\n"
         "class Tensor:\n    dtype = Dtype()\n    data_ptr = lambda self: 32\n"
         "assert specialize(CUDABackend, Tensor(), False, True, True) == ('*fp16', 'D')\n"
@@ -554,7 +554,7 @@ def test_a_process_without_torch_can_launch(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(nvidia, "CudaUtils", SimpleNamespace)
     monkeypatch.setattr(driver, "_active", None)
-    triton_internals.use_device_without_torch(1, (9, 0))
+    triton_launch.use_device_without_torch(1, (9, 0))
     active = driver.active
     assert active.get_current_target() == TARGET
     assert (active.get_current_device(), active.get_current_stream(1)) == (1, 0)

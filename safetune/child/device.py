@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from safetune import triton_internals
+from safetune import triton_launch
 from safetune.isolation.device_bytes import DeviceBytes, Run
 from safetune.launch.timing import Launch, Timer
 
@@ -82,9 +82,9 @@ class Launcher:
 
     def __init__(self, where: DeviceBytes) -> None:
         self._scratch = Scratch(where)
-        triton_internals.set_default_profile_allocator(Scratch(where).allocate_zeroed)
+        triton_launch.set_default_profile_allocator(Scratch(where).allocate_zeroed)
 
     def __call__(self, run: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
         """Call a launch."""
-        with triton_internals.default_allocator(self._scratch.allocate):
+        with triton_launch.default_allocator(self._scratch.allocate):
             return run(*args, **kwargs)

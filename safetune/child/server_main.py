@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from safetune import triton_internals
+from safetune import triton_launch
 from safetune.isolation import protocol
 
 #: Without a child and a request for this long the server exits; the next miss starts another.
@@ -41,7 +41,7 @@ def main() -> None:
     for module in json.loads(sys.argv[3]):
         importlib.import_module(module)
     with contextlib.suppress(Exception):  # a child would do it before its first launch
-        triton_internals.specialize_without_torch()
+        triton_launch.specialize_without_torch()
     protocol.send(control, {"ready": True})
     _Server(control, parent).serve()
 

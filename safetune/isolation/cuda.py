@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from safetune import triton_internals
+from safetune import triton_launch
 from safetune.errors import BackendError
 from safetune.isolation.backend import Memory
 from safetune.isolation.cuda_driver import Driver
@@ -224,7 +224,7 @@ class Cuda:
             torch.cuda.set_device(index)
         else:
             capability = driver.attribute(_MAJOR, index), driver.attribute(_MINOR, index)
-            triton_internals.use_device_without_torch(index, capability)
+            triton_launch.use_device_without_torch(index, capability)
         self._in_use = True
         return str(uuid.UUID(bytes=driver.device_uuid(index)))
 

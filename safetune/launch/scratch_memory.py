@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from safetune import triton_internals
+from safetune import triton_launch
 from safetune.isolation import backend
 
 #: The least alignment of an allocation, whichever allocator torch uses: that of cudaMalloc.
@@ -100,7 +100,7 @@ def scratch_allocator() -> Iterator[None]:
 
     An allocator that is visible already stays in place. Kernels under `@safetune` need no context.
     """
-    with triton_internals.default_allocator(allocate):
+    with triton_launch.default_allocator(allocate):
         yield
 
 

@@ -17,7 +17,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from safetune import triton_internals
+from safetune import triton_internals, triton_launch
 from safetune.config import config_text
 from safetune.errors import TuningWarning
 from safetune.frozen import dataclass
@@ -96,7 +96,7 @@ def launch(
             return launched(scratch_memory.launch(below.run, *pinned, **passed), config)
         return launched(below.run(*pinned, **passed), config)
     except RuntimeError as error:
-        if tuner.needs_scratch or not triton_internals.lacks_allocator(error):
+        if tuner.needs_scratch or not triton_launch.lacks_allocator(error):
             refuse_vmap(tuner.base_fn.__name__, args)
             raise
         tuner.needs_scratch = True

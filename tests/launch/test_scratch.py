@@ -20,7 +20,7 @@ import torch
 from triton.runtime import _allocation
 
 import safetune
-from safetune import triton_internals
+from safetune import triton_launch
 from safetune.launch import scratch_memory
 from tests import capturing
 
@@ -169,10 +169,10 @@ def test_tritons_own_launcher_gets_scratch_memory_of_the_grids_size(
 
     with pytest.raises(RuntimeError, match="no allocator was set") as caught:
         launcher(*arguments)
-    assert triton_internals.lacks_allocator(caught.value)
+    assert triton_launch.lacks_allocator(caught.value)
     assert launched == [], "nothing had run"
 
-    with triton_internals.default_allocator(lambda *request: ("ours", *request)):
+    with triton_launch.default_allocator(lambda *request: ("ours", *request)):
         launcher(*arguments)
     ((*passed,),) = launched
     assert ("ours", 3 * 5 * 2 * 384, 128, 0x51) in passed
