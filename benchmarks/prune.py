@@ -3,7 +3,8 @@
 Each key of a few of FLA's kernels is tuned under `safetune.install()`, for as long as `--budget`
 allows; a row has the time of every config that works. The figures are those of `safetune prune`,
 with the default `--within`: how short a list becomes, and how much slower than with all configs the
-keys are that each list was not made from, five parts in turn.
+keys are that each list was not made from, five parts in turn: for the shortest list, and for one
+with a third of the configs (`--keep`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,7 @@ BATCH, HEADS = 4, 8
 
 
 def figures(rows: Sequence[Row]) -> Figures:
-    """Return what shortening the lists gives, and costs on keys that they were not made from.
-
-    Of the shortest lists, and of as many of them (`safetune prune --lists`) as leave a third of the
-    configs.
-    """
+    """Return what shortening the lists gives, and costs on keys that they were not made from."""
     found: Figures = {}
     for name in dict.fromkeys(row["kernel"] for row in rows):
         keys = [measured(row) for row in rows if row["kernel"] == name]
@@ -41,9 +38,10 @@ def figures(rows: Sequence[Row]) -> Figures:
             continue
         declared = max(row["declared"] for row in rows if row["kernel"] == name)
         found |= {f"{name}_keys": len(keys), f"{name}_configs": declared}
-        for words, lists in (("shortest", 1), ("third", _lists_of_a_third(keys, declared))):
-            kept = shortlist.shortest(keys, WITHIN, lists).kept
-            held_out = shortlist.held_out(keys, WITHIN, lists)
+        least = len(shortlist.shortest(keys, WITHIN).kept)
+        for words, keep in (("shortest", 0), ("third", max(least, declared // 3))):
+            kept = shortlist.shortest(keys, WITHIN, keep).kept
+            held_out = shortlist.held_out(keys, WITHIN, keep)
             assert held_out is not None
             found |= {
                 f"{name}_{words}_kept": len(kept),
@@ -59,13 +57,6 @@ def figures(rows: Sequence[Row]) -> Figures:
             f"prune_{words}_slower_worst": max(worst),
         }
     return found
-
-
-def _lists_of_a_third(keys: Sequence[Measured], declared: int) -> int:
-    lists = 1
-    while len(shortlist.shortest(keys, WITHIN, lists + 1).kept) * 3 <= declared:
-        lists += 1
-    return lists
 
 
 def measured(row: Row) -> Measured:
@@ -110,24 +101,19 @@ def norms(width: tuple[int, int], kind: str, tokens: int, device: str) -> None:
 
 
 Task = tuple[Callable[..., None], tuple[int, int], str]
-_WIDTHS = (64, 128, 256, 32, 96)
+
+#: Head dimensions of keys and values.
+_WIDTHS = ((64, 64), (128, 128), (128, 256), (64, 128), (256, 256), (256, 512))
 
 KERNELS: dict[str, list[Task]] = {
-    "chunk_fwd_kernel_h": [
-        (states, (k, v), kind)
-        for k, v in itertools.product(_WIDTHS[:3], repeat=2)
-        for kind in ("gk", "g")
-    ],
+    "chunk_fwd_kernel_h": [(states, width, kind) for width in _WIDTHS for kind in ("gk", "g")],
     "chunk_gla_fwd_kernel_o": [
-        (outputs, (k, v), kind)
-        for kind in ("4", "16")
-        for k, v in itertools.product(_WIDTHS[:3], repeat=2)
+        (outputs, width, heads) for width in _WIDTHS for heads in ("4", "16")
     ],
     "l2norm_fwd_kernel": [
-        (norms, (width, rows), kind)
-        for rows in (4, 64)
-        for kind in ("bfloat16", "float32")
+        (norms, (width, 64), kind)
         for width in (128, 64, 256, 96, 192, 512)
+        for kind in ("bfloat16", "float32")
     ],
 }
 

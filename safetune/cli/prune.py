@@ -49,7 +49,7 @@ class _Share(click.ParamType):  # type: ignore[type-arg]
     "prune",
     epilog=examples(
         "safetune prune my_package.kernels:my_kernel",
-        "safetune prune kernels.py:my_kernel --within 2% --diff",
+        "safetune prune kernels.py:my_kernel --keep 12 --diff",
     ),
 )
 @click.argument("target")
@@ -62,17 +62,21 @@ class _Share(click.ParamType):  # type: ignore[type-arg]
     help="How much slower than with all configs a key may be.",
 )
 @click.option(
-    "--lists",
+    "--keep",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="How many such lists stay, each of what those before leave.",
+    metavar="N",
+    help="How many configs stay: further ones are for keys that were not measured.",
 )
 @click.option("--device", metavar="TEXT", help="Only trials on devices with TEXT in their names.")
 @click.option("--diff", "only_diff", is_flag=True, help="Print only the diff of the source.")
 @json_option
 def prune_command(
-    target: str, within: float, lists: int, device: str | None, only_diff: bool, as_json: bool
+    target: str,
+    within: float,
+    keep: int | None,
+    device: str | None,
+    only_diff: bool,
+    as_json: bool,
 ) -> None:
     """Find the shortest list of configs that keeps every stored key fast.
 
@@ -80,7 +84,7 @@ def prune_command(
     its source; or TARGET is the name of a stored kernel. All keys count, of every device and
     dtype that is stored, by the time that SAFETUNE_MODE=record has seen them take.
     """
-    found = _found(target, within, lists, device)
+    found = _found(target, within, keep or 0, device)
     if only_diff:
         click.echo(found.diff(), nl=False)
     elif as_json:
@@ -89,7 +93,7 @@ def prune_command(
         found.print()
 
 
-def _found(target: str, within: float, lists: int, device: str | None) -> _Pruned:
+def _found(target: str, within: float, keep: int, device: str | None) -> _Pruned:
     from safetune.offline import shares, shortlist
 
     store = open_store()
@@ -106,7 +110,7 @@ def _found(target: str, within: float, lists: int, device: str | None) -> _Prune
     keys = shortlist.measured_keys(newest, shares.times_ms(store.calls()), configs)
     if not keys:
         raise TargetError(f"no config of {name} has worked for a stored key")
-    found = shortlist.shortest(keys, within, lists)
+    found = shortlist.shortest(keys, within, keep)
     return _Pruned(
         kernel=kernel,
         name=name,
@@ -116,7 +120,13 @@ def _found(target: str, within: float, lists: int, device: str | None) -> _Prune
         found=found,
         untried=frozenset(configs.keys() - tried.keys()),
         undeclared=len(tried.keys() - configs.keys()),
-        held_out=shortlist.held_out(keys, within, lists),
+        held_out=shortlist.held_out(keys, within, keep),
+        longer={
+            count: cost
+            for count in (len(configs) // 3, len(configs) // 2)
+            if count > len(found.kept) and not keep
+            if (cost := shortlist.held_out(keys, within, count))
+        },
     )
 
 
@@ -144,6 +154,7 @@ class _Pruned:
     """A shorter list and what it rests on.
 
     `untried` configs have no trial, and stay; `undeclared` ones have some, and are not in the list.
+    `longer` has what lists of more configs cost on keys that they were not made from.
     """
 
     kernel: OfflineKernel | None
@@ -155,6 +166,7 @@ class _Pruned:
     untried: frozenset[str]
     undeclared: int
     held_out: Cost | None
+    longer: Mapping[int, Cost]
 
     @property
     def kept(self) -> list[str]:
@@ -212,6 +224,7 @@ class _Pruned:
             "devices": sorted({str(key.key.device["name"]) for key in self.keys}),
             "cost": vars(self.cost()),
             "held_out": self.held_out and vars(self.held_out),
+            "longer": [{"keep": n, "held_out": vars(cost)} for n, cost in self.longer.items()],
         }
 
     def print(self) -> None:
@@ -228,6 +241,8 @@ class _Pruned:
         console.print(f"slower than with all configs: {_words(self.cost())}")
         if self.held_out is not None:
             console.print(f"on keys that the list was not made from: {_words(self.held_out)}")
+        for count, cost in self.longer.items():
+            console.print(f"on such keys with --keep {count}: {_words(cost)}")
         if self.undeclared:
             console.print(
                 f"{counted(self.undeclared, 'config')} with trials are not in the list as it is "

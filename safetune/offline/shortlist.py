@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from safetune.errors import SafetuneError, TargetError
+from safetune.errors import InvalidSetting, SafetuneError, TargetError
 from safetune.frozen import dataclass
 from safetune.outcome import TRANSIENT, Mark
 from safetune.store.records import KeyRecord, TrialRecord
@@ -101,23 +101,54 @@ def measured_keys(
     return found
 
 
-def shortest(keys: Sequence[Measured], within: float, lists: int = 1) -> Shortlist:
+def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlist:
     """Return the shortest list with a config for each key that is `within` of its best.
 
-    With several `lists`, all of them: each is the shortest of the configs that those before leave.
-    What is second-best for a measured key may be the best for one that was not measured.
+    With a greater `keep`, up to that many: further configs are for keys that were not measured.
+
+    Raises:
+        InvalidSetting: the shortest list has more than `keep` configs.
     """
-    found = Shortlist(frozenset(), proven=True)
-    for _ in range(lists):
-        left = [
-            replace(key, times={c: ms for c, ms in key.times.items() if c not in found.kept})
-            for key in keys
-        ]
-        if not (left := [key for key in left if key.times]):
+    found = _shortest(keys, within)
+    if 0 < keep < len(found.kept):
+        raise InvalidSetting(
+            f"keep={keep} is less than the {len(found.kept)} configs of the shortest list with "
+            f"which every key is within {within:.2%}: give {len(found.kept)} or more, or a larger "
+            "`within`"
+        )
+    return replace(found, kept=_filled(keys, found.kept, within, keep))
+
+
+def _filled(
+    keys: Sequence[Measured], kept: frozenset[str], within: float, keep: int
+) -> frozenset[str]:
+    """Return a list with configs added, one by one, until there are `keep`.
+
+    Added is what is likely the fastest on keys like the measured ones, where times differ from
+    theirs by about `within`. A config that takes exactly as long on a key as one that is there
+    already is the same machine code, as a rule, and adds nothing.
+    """
+    near = [
+        {ms: math.exp((1 - ms / key.best) / max(within, 1e-9)) for ms in key.times.values()}
+        for key in keys
+    ]
+    have = [{key.times[config] for config in kept if config in key.times} for key in keys]
+    left = sorted({config for key in keys for config in key.times} - kept)
+    while len(kept) < keep and left:
+        gains = dict.fromkeys(left, 0.0)
+        for key, nearness, times in zip(keys, near, have, strict=True):
+            total = sum(nearness[ms] for ms in times)
+            for config, ms in key.times.items():
+                if config in gains and ms not in times:
+                    gains[config] += key.weight * math.log1p(nearness[ms] / total)
+        config = max(left, key=gains.__getitem__)
+        if not gains[config]:
             break
-        one = _shortest(left, within)
-        found = Shortlist(found.kept | one.kept, found.proven and one.proven)
-    return found
+        left.remove(config)
+        kept |= {config}
+        for key, times in zip(keys, have, strict=True):
+            times |= {key.times[config]} if config in key.times else set()
+    return kept
 
 
 def _shortest(keys: Sequence[Measured], within: float) -> Shortlist:
@@ -168,7 +199,7 @@ def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
     return _total([(key, key.slowdown(kept)) for key in keys])
 
 
-def held_out(keys: Sequence[Measured], within: float, lists: int = 1) -> Cost | None:
+def held_out(keys: Sequence[Measured], within: float, keep: int = 0) -> Cost | None:
     """Return what a list costs on keys that it was not made from; None for fewer than two keys.
 
     Each key is judged once, by the list made from the keys of the other parts.
@@ -181,7 +212,7 @@ def held_out(keys: Sequence[Measured], within: float, lists: int = 1) -> Cost | 
     judged = []
     for part in parts:
         others = [key for key in mixed if key not in part]
-        kept = shortest(others, within, lists).kept
+        kept = shortest(others, within, keep).kept
         judged += [(key, key.slowdown(kept)) for key in part]
     return _total(judged)
 

@@ -114,7 +114,20 @@ def test_recorded_time_decides_between_lists_of_one_length(
     found = safetune.json("prune", source)
     assert blocks(found["kept"]) == [64, 128, 512]
     assert found["cost"]["weighted"] == pytest.approx(1.0, abs=1e-4), "most time is N=200's"
-    assert blocks(safetune.json("prune", source, "--lists", "2")["kept"]) == [32, 64, 128, 256, 512]
+
+
+def test_more_configs_stay_for_keys_that_were_not_measured(source: str, safetune: Any) -> None:
+    assert blocks(safetune.json("prune", source, "--keep", "3")["kept"]) == [32, 64, 128, 512]
+    assert "Error: keep=1 is less than the 2 configs" in safetune.error(
+        "prune", source, "--keep", "1"
+    )
+    found = safetune.json("prune", source, "--device", "large")
+    assert found["held_out"]["keys"] == 2
+    (longer,) = found["longer"]
+    assert longer["keep"] == 2, "half of the five configs"
+    assert longer["held_out"]["worst"] <= found["held_out"]["worst"]
+    shown = safetune("prune", source, "--device", "large").stdout
+    assert "on such keys with --keep 2: " in shown
 
 
 def test_the_diff_of_the_source_leaves_the_short_list(source: str, safetune: Any) -> None:

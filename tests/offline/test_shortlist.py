@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetune.errors import TargetError
+from safetune.errors import InvalidSetting, TargetError
 from safetune.offline import shortlist
 from safetune.offline.shortlist import Measured
 from safetune.outcome import Mark, Outcome, Timing, Verdict
@@ -82,13 +82,30 @@ def test_of_two_lists_the_one_that_is_faster_by_recorded_time_stays() -> None:
         assert shortlist.shortest(measured(*tables, weights=weights), 0.01).kept == kept
 
 
-def test_a_further_list_is_made_of_what_the_first_one_leaves() -> None:
-    keys = measured({"a": 1.0, "b": 1.2, "c": 2.0}, {"a": 1.0, "b": 3.0, "c": 1.1}, {"a": 2.0})
-    assert shortlist.shortest(keys, 0.01).kept == {"a"}
-    assert shortlist.shortest(keys, 0.01, lists=2).kept == {"a", "b", "c"}
-    assert shortlist.shortest(keys, 0.01, lists=9).kept == {"a", "b", "c"}
-    other = measured({"a": 1.0, "b": 1.01}, {"a": 1.0, "b": 1.01}, {"a": 1.5, "b": 1.0})
-    alone, both = (shortlist.held_out(other, 0.02, lists=n) for n in (1, 2))
+def test_further_configs_are_those_that_keys_like_the_measured_ones_may_need() -> None:
+    keys = measured(
+        {"best": 1.0, "twin": 1.0, "near": 1.02, "far": 2.0, "fails": 9e9},
+        {"best": 1.0, "twin": 1.0, "near": 3.0, "far": 1.1},
+    )
+    kept = [shortlist.shortest(keys, 0.01, keep).kept for keep in (0, 1, 2, 3, 5)]
+    assert kept[0] == kept[1]
+    (one,) = kept[0]
+    assert one in ("best", "twin")
+    assert kept[2] == {one, "near"}, "its twin is the same machine code"
+    assert kept[3] == kept[4] == {one, "near", "far"}, "the others would never be the fastest"
+    heavy = measured(*(key.times for key in keys), weights=(1.0, 1e6))
+    assert shortlist.shortest(heavy, 0.01, 2).kept == {one, "far"}
+
+
+def test_a_list_is_not_made_so_short_that_a_measured_key_is_slower() -> None:
+    keys = measured({"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0})
+    with pytest.raises(InvalidSetting, match="keep=1 is less than the 2 configs"):
+        shortlist.shortest(keys, 0.01, keep=1)
+
+
+def test_a_longer_list_is_also_judged_on_keys_that_it_was_not_made_from() -> None:
+    keys = measured(*[{"a": 1.0, "b": 1.015}] * 2, {"a": 1.5, "b": 1.0})
+    alone, both = (shortlist.held_out(keys, 0.02, keep) for keep in (0, 2))
     assert alone is not None
     assert both is not None
     assert alone.worst == 1.5
