@@ -40,9 +40,13 @@ COMPILE_OPTIONS = frozenset(
         *("deprecated_fp8_dot_operand_dtypes", "default_dot_input_precision", "extern_libs"),
         *("allowed_dot_input_precisions", "max_num_imprecise_acc_default", "backend_name"),
         *("debug", "sanitize_overflow", "instrumentation_mode", "fpsan_homomorphic_casts"),
-        "min_shared_mem",
+        *("min_shared_mem", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "schedule_hint"),
+        *("allow_flush_denorm", "llvm_fn_attrs", "wgp_cu_mode"),
     }
 )
+
+#: Those that every config sets.
+CONFIG_OPTIONS = frozenset({"num_warps", "num_ctas", "num_stages"})
 
 #: The driver that `target_name` was last asked about, and the name of its target.
 _last_target: tuple[Any, str] | None = None

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends import backends
+from triton.backends.amd.compiler import HIPOptions
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDAOptions
@@ -84,8 +85,14 @@ def test_every_function_has_a_contract_test_here() -> None:
     } == set()
 
 
-def test_every_option_of_the_compiler_is_known() -> None:
-    assert set(CUDAOptions.__dataclass_fields__) <= triton_internals.COMPILE_OPTIONS
+@pytest.mark.parametrize("options", [CUDAOptions, HIPOptions])
+def test_every_option_of_the_compiler_is_known(options: Any) -> None:
+    assert set(options.__dataclass_fields__) <= triton_internals.COMPILE_OPTIONS
+
+
+def test_every_config_sets_some_options_of_the_compiler() -> None:
+    always = set(triton.Config({}).all_kwargs())
+    assert always == triton_internals.CONFIG_OPTIONS <= triton_internals.COMPILE_OPTIONS
 
 
 def test_this_triton_is_supported() -> None:

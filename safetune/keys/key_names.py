@@ -24,7 +24,7 @@ from safetune.keys.source_text import definition_line, source_lines
 from safetune.keys.text_facts import noted, package_state
 from safetune.keys.written_key import WrittenKey, check_kept
 from safetune.settings import PhantomPolicy
-from safetune.triton_internals import COMPILE_OPTIONS
+from safetune.triton_internals import COMPILE_OPTIONS, CONFIG_OPTIONS
 
 if TYPE_CHECKING:
     from safetune.keys.launch_usage import LaunchArguments
@@ -70,7 +70,8 @@ class KeyReport:
     #: Constexprs that the body reads and that key, configs and heuristics leave out.
     missing: tuple[str, ...]
     unread: tuple[str, ...]  # the phantom names, also where all names are kept
-    #: The dropped parameters. Any value of them compiles to the same kernel.
+    #: The dropped parameters that the compiled kernel gets as a constant: new values of them do not
+    #: compile again.
     pinned: tuple[str, ...]
     kept_all: bool  # nothing reads any of the names, so all of them are kept
 
@@ -154,7 +155,7 @@ def report_of(facts: KernelFacts, key: WrittenKey, policy: PhantomPolicy) -> Key
         names=tuple(reports),
         missing=missing,
         unread=tuple(phantom),
-        pinned=() if kept_all else tuple(phantom),
+        pinned=() if kept_all or facts.options_by_launch else tuple(phantom),
         kept_all=kept_all,
     )
 
@@ -326,9 +327,22 @@ class KernelFacts:
 
     def constexprs(self) -> list[str]:
         """Return the constexprs that no config and no heuristic below the tuner sets."""
+        return [name for name in self._constants if name not in self._set_below]
+
+    @property
+    def _constants(self) -> list[str]:
         annotations = {name: str(each.annotation) for name, each in self.parameters.items()}
-        known = self._set_below
-        return [n for n, a in annotations.items() if "constexpr" in a and n not in known]
+        return [name for name, annotation in annotations.items() if "constexpr" in annotation]
+
+    @property
+    def options_by_launch(self) -> bool:
+        """Whether Triton takes a compile option from one launch, and finds the binary without it.
+
+        So it does with a parameter of that name, which may be passed by position, left to its
+        default, or not be a constant. Which launch compiles must then be as without safetune.
+        """
+        always_constant = CONFIG_OPTIONS.union(self._set_below).intersection(self._constants)
+        return not COMPILE_OPTIONS.isdisjoint(self.parameters.keys() - always_constant)
 
     def body_reads(self, name: str) -> bool:
         """Whether the kernel's body reads a parameter."""

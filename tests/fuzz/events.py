@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from safetune.triton_internals import version
-from tests.fuzz.kernels import BY_POSITION, OPTIONS, Parameter, Spec
+from tests.fuzz.kernels import BY_POSITION, CONFIG_OPTIONS, OPTIONS, Parameter, Spec
 
 #: Kinds of change, with how often each comes.
 CHANGES = {
@@ -191,6 +191,7 @@ _USUAL = {
     "number": NUMBERS,
     "flag": [True, False],
     "switch": [True, False],
+    "registers": [32, 64],
     "constant": CONSTANTS,
 }
 _ODD = {
@@ -200,6 +201,7 @@ _ODD = {
     "number": [*WIDE[:3], *ODD_SCALARS, 1],
     "flag": [*ODD_SCALARS, 1, 0],
     "switch": [True, False],
+    "registers": [32, 64, 96],
     "constant": ODD_CONSTANTS,
 }
 
@@ -383,6 +385,7 @@ def _consistent(spec: Spec) -> Spec:
     """Mend what refers to a part that is gone."""
     names = {each.name for each in spec.parameters}
     targets = {h.target: place for place in ("below", "above") for _, h in spec.heuristics(place)}
+    targets |= dict.fromkeys(CONFIG_OPTIONS, "config")
 
     def layer_of(layer: Any) -> Any:
         kept = []

@@ -25,7 +25,6 @@ from safetune.errors import SafetuneError
 from safetune.launch import fast_path_codegen
 from tests.fuzz import changes, events, kernels
 from tests.fuzz.events import FEATURES, Call, Change
-from tests.fuzz.kernels import OPTIONS
 from tests.fuzz.sides import HASH, ByParameter, Record, Side
 
 #: How long a sequence is.
@@ -78,9 +77,8 @@ def differences(stock: Side, ours: Side, theirs: list[Record], found: list[Recor
         if kinds[0] is not None and issubclass(kinds[0], NOT_COMPILED):
             others = kinds[1] is None or issubclass(kinds[1], NOT_COMPILED)
             return "" if others else f"errors: {errors}"
-    options = {*OPTIONS}.difference(stock.keys) if stock.once_unread else set()
     kept = [
-        [_without(record, unread, options) for record in log if record[0] != "error"]
+        [_without(record, unread) for record in log if record[0] != "error"]
         for log in (theirs, found)
     ]
     for number in range(max(map(len, kept))):
@@ -108,30 +106,26 @@ def _unequal(where: str, stock: Any, ours: Any) -> str:
     return "".join(_unequal(f"{where}.{n}", stock.get(n), ours.get(n)) for n in names)
 
 
-def _without(record: Record, names: Collection[str], options: Collection[str]) -> Record:
-    """Return a record without what it says of some parameters, and of options named as one.
-
-    Triton takes such an option from the launch for which it compiles, and finds the binary without
-    it; which launch that is differs where a name is pinned.
-    """
+def _without(record: Record, names: Collection[str]) -> Record:
+    """Return a record without what it says of some parameters."""
     if not names:
         return record
     return tuple(
-        {name: _equal(value, options) for name, value in part.items() if name not in names}
+        {name: _equal(value) for name, value in part.items() if name not in names}
         if isinstance(part, ByParameter)
         else part
         for part in record
     )
 
 
-def _equal(described: Any, options: Collection[str] = ()) -> Any:
+def _equal(described: Any) -> Any:
     """Return what a binary has for a parameter, the same for equal constants of other types.
 
     Triton finds a binary by constants that are equal: the one made for False also launches for 0.
     So which one it is depends on what was launched before, and that differs where a name is pinned.
     """
     if isinstance(described, dict):
-        return {name: value for name, value in described.items() if name not in options}
+        return described
     kind, *rest = described
     if kind == "list":
         return kind, *map(_equal, rest)

@@ -45,8 +45,10 @@ NAMES = (
     *("self", "grid", "warmup"),
 )
 
-#: Triton also takes these for launch options.
-OPTIONS = ("debug", "launch_pdl", "enable_fp_fusion")
+#: Triton also takes these for launch options. Each config sets one of the last, as it sets `BLOCK`.
+SWITCH_OPTIONS = ("debug", "launch_pdl", "enable_fp_fusion", "launch_cooperative_grid", "sched4reg")
+CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas")
+OPTIONS = (*SWITCH_OPTIONS, "maxnreg", *CONFIG_OPTIONS)
 
 #: Triton refuses these names as keywords: such arguments can be passed by position only.
 BY_POSITION = ("self", "grid", "warmup", "device", "stream")
@@ -57,11 +59,11 @@ class Parameter:
     """One parameter of a kernel.
 
     Attributes:
-        kind: pointer, optional (a pointer or None), integer, number, flag, constant, or switch (a
-            constant that is True or False).
+        kind: pointer, optional (a pointer or None), integer, number, flag, constant, switch (a
+            constant that is True or False), or registers (a constant that is a limit of them).
         read: by the `body`, by a `callee`, passed to a callee that `ignores` it, or "".
         default: as text; "" without one.
-        set_by: "" or the place of the heuristic that sets it, `below` or `above` the tuner.
+        set_by: "" or what sets it: a heuristic `below` or `above` the tuner, or each `config`.
     """
 
     name: str
@@ -150,8 +152,8 @@ def draw(rng: random.Random) -> Spec:
     names = rng.sample(NAMES[:10], rng.randint(2, 5))
     names += rng.sample(NAMES[10:], rng.choice((0, 0, 1, 2)))
     parameters = [_parameter(rng, name) for name in names]
-    if rng.random() < 0.06:
-        parameters.append(Parameter(rng.choice(OPTIONS), "switch", "", "tl.constexpr"))
+    if rng.random() < 0.12:
+        parameters.append(_option(rng))
     below, parameters = _layers(rng, "below", parameters)
     above, parameters = _layers(rng, "above", parameters)
     defaults = [each for each in parameters if each.default and not each.keyword_only]
@@ -182,6 +184,20 @@ def draw(rng: random.Random) -> Spec:
         uses_global=rng.random() < 0.2,
         phantom=rng.choice(("drop", "drop", "drop", "keep")),
     )
+
+
+def _option(rng: random.Random) -> Parameter:
+    name = rng.choice(OPTIONS)
+    kind = {"maxnreg": "registers"}.get(name, "switch")
+    constant = rng.random() < 0.7
+    if not constant:
+        kind = {"switch": "flag", "registers": "integer"}[kind]
+    if name in CONFIG_OPTIONS:
+        kind = "constant" if constant else "integer"
+    default = rng.choice(("", "", "64" if kind in ("registers", "integer") else "True"))
+    set_by = "config" if name in CONFIG_OPTIONS else ""
+    annotation = "tl.constexpr" if constant else ""
+    return Parameter(name, kind, "", annotation, "" if set_by else default, set_by=set_by)
 
 
 def _pointer(rng: random.Random) -> str:
@@ -327,6 +343,7 @@ _READS = {
     "pointer": "v += tl.load({p} + o, mask=o < 64, other=0)",
     "switch": "if {p}:\n        v += 7",
     "constant": "if {p} == 2:\n        v += 3\n    if {p} == 16:\n        v *= 2",
+    "registers": "if {p} == 32:\n        v += 9",
 }
 
 
