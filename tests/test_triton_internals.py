@@ -540,7 +540,7 @@ def test_a_process_without_torch_can_specialize() -> None:
     """Up to Triton 3.6 the first argument of a process had torch imported."""
     program = (
         "import sys, triton\n"
-        "from safetune import triton_internals\n"
+        "from safetune import triton_launch\n"
         "from triton._C.libtriton import native_specialize_impl as specialize\n"
         "from triton.backends.nvidia.compiler import CUDABackend\n"
         "triton_launch.specialize_without_torch()\n"
