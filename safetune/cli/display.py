@@ -86,6 +86,7 @@ class Display:
         seconds = self._clock() - self._started
         if measured and seconds:
             left_s = (self._plan.new - measured) * seconds / measured
+            left_s = min(left_s, self._plan.most_s - seconds)
             parts += [f"{measured / seconds:.2g} configs/s", f"about {about(max(0, left_s))} left"]
         doing = tally.doing if tally else ""
         return separator.join([*parts, doing] if doing else parts)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,10 +26,11 @@ from safetune.frozen import dataclass
 
 if TYPE_CHECKING:
     from safetune.miss.reporting import Tally
-    from safetune.offline.plan import Plan, Planned, Sketch
+    from safetune.offline.plan import Plan, Planned, Sketch, Sweep
     from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Part, Turn, Turns
     from safetune.offline.tasks import OfflineKernel
+    from safetune.tuning.requests import SearchBudget
     from safetune.tuning.single_flight import WaitBudget
 
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     metavar="CONFIGS|TIME",
-    help="Measure the most promising configs of each key only: 200 of them, or for a time, as 5m.",
+    help="Measure the most promising configs only: 200 of each key, or for 5m in all.",
 )
 @click.option(
     "--isolation",
@@ -223,18 +223,24 @@ def _recorded(
 
 def _limit(kernels: Sequence[OfflineKernel], options: _Options) -> None:
     """Set the budget of the command line in place of the decorators'."""
-    from safetune.tuning.requests import SearchBudget
-
-    budget = SearchBudget.parse("safetune tune", options.budget)
+    budget = _budget(options)
     for kernel in kernels:
         kernel.tuner.budget = budget or kernel.tuner.budget
+
+
+def _budget(options: _Options) -> SearchBudget | None:
+    from safetune.tuning.requests import SearchBudget
+
+    return SearchBudget.parse("safetune tune", options.budget)
 
 
 def _planned(sketches: Sequence[Sketch], options: _Options) -> Plan:
     from safetune.offline.plan import plan
     from safetune.offline.tasks import open_tuning_store
 
-    return plan(sketches, open_tuning_store(options.dry_run))
+    budget = _budget(options)
+    most_s = math.inf if budget is None else budget.seconds
+    return plan(sketches, open_tuning_store(options.dry_run), most_s)
 
 
 def _part(options: _Options) -> Part | None:
@@ -274,18 +280,18 @@ def _tune_elsewhere(options: _Options, report: Report) -> None:
 
 
 def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) -> None:
-    from safetune.offline.plan import compile_ahead
+    from safetune.offline.plan import Sweep
     from safetune.tuning.single_flight import WaitBudget
 
     turns = _turns(plan, part, options.force, report)
-    ahead = compile_ahead(turns.own)
+    sweep = Sweep(turns.own, plan.most_s)
     report.begin(len(plan.tunings))
     with Display(plan, hidden=options.as_json) as display:
         for turn in turns:
             display.begin(turn.item.sketch.words)
             budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
             try:
-                _tune(turn, ahead, options, display.watch, report, budget)
+                _tune(turn, sweep, options, display.watch, report, budget)
             except NotExclusive:
                 report.left += 1
             except Busy:
@@ -313,7 +319,7 @@ def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[
 
 def _tune(
     turn: Turn[Planned],
-    ahead: Mapping[str, deque[bytes]],
+    sweep: Sweep,
     options: _Options,
     watch: Callable[[Tally], None],
     report: Report,
@@ -321,8 +327,7 @@ def _tune(
 ) -> None:
     from safetune.offline.tasks import tune_task
 
-    sketch = turn.item.sketch
-    task = replace(sketch.make(), ahead=ahead.get(sketch.request.key.kernel.digest, deque()))
+    task = sweep.task(turn.item)
     if options.isolation is not None:
         task.kernel.tuner.isolate(options.isolation)
     try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import field, replace
 from functools import partial
 from typing import Any
@@ -21,8 +22,11 @@ from safetune.offline.shares import shares_of_time
 from safetune.offline.tasks import Stream, Task, request_for
 from safetune.store.local.store import Store
 from safetune.tuning import requests, single_flight
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.requests import SearchBudget, TuningRequest
 
+#: So many keys of a kernel and dtype have no two measured neighbours, and get as many parts of a
+#: time as other keys: with two a third of the configs is enough.
+_COLD_KEYS, _COLD_PARTS = 2, 3.0
 #: Two outcomes that are further apart are not of one sweep: it was interrupted in between.
 _MOST_GAP_S = 300.0
 
@@ -81,6 +85,7 @@ class Plan:
     """The tunings of a sweep, in their order."""
 
     tunings: tuple[Planned, ...] = field(default=())
+    most_s: float = math.inf  # what the command line allows for all together
 
     @property
     def configs(self) -> int:
@@ -101,12 +106,49 @@ class Plan:
     def estimate_s(self) -> float | None:
         """How long the tunings that have an estimate may take together; None without any."""
         known = [each.estimate_s for each in self.tunings if each.estimate_s is not None]
-        return sum(known) if known else None
+        return min(sum(known), self.most_s) if known else None
 
     @property
     def is_estimated(self) -> bool:
         """Whether all that is to be measured has an estimate."""
         return all(planned.estimate_s is not None for planned in self.tunings if planned.new)
+
+
+class Sweep:
+    """What the tunings of a plan share: compilers, and the time that all have together.
+
+    Each gets its part of the time that is left when it begins.
+    """
+
+    def __init__(
+        self,
+        tunings: Sequence[Planned],
+        most_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ahead = compile_ahead(tunings)
+        self._clock, self._end = clock, clock() + most_s
+        self._parts: dict[str, float] = {}
+        begun = Counter[tuple[str, str]]()
+        for planned in tunings:
+            if planned.new:
+                kind = planned.sketch.kernel, planned.sketch.dtype
+                cold = planned.estimate_s is None and begun[kind] < _COLD_KEYS
+                self._parts[planned.key] = _COLD_PARTS if cold else 1.0
+                begun[kind] += 1
+
+    def task(self, planned: Planned) -> Task:
+        """Make the task of a tuning that begins now."""
+        ahead = self._ahead.get(planned.sketch.request.key.kernel.digest, deque())
+        task = replace(planned.sketch.make(), ahead=ahead)
+        if self._end < math.inf:
+            task.kernel.tuner.budget = SearchBudget(seconds=self._seconds(planned))
+        return task
+
+    def _seconds(self, planned: Planned) -> float:
+        part = self._parts.pop(planned.key, 1.0)
+        left_s = max(self._end - self._clock(), 0.0)
+        return left_s * part / (part + sum(self._parts.values()))
 
 
 def sketches(stream: Stream, wanted: Callable[[str], bool], force: bool) -> Iterator[Sketch]:
@@ -132,8 +174,8 @@ def sketch(task: Task, make: Callable[[], Task], force: bool) -> Sketch:
     )
 
 
-def plan(sketched: Iterable[Sketch], store: Store) -> Plan:
-    """Look up what is stored of each tuning that is asked for.
+def plan(sketched: Iterable[Sketch], store: Store, most_s: float = math.inf) -> Plan:
+    """Look up what is stored of each tuning that is asked for, which may take `most_s` together.
 
     Keys with recorded calls come first, those that take the most time before the others.
     """
@@ -152,7 +194,7 @@ def plan(sketched: Iterable[Sketch], store: Store) -> Plan:
         estimate_s = None if rate is None else min(rate * len(new), most_s)
         share = shares.get(each.request.key.digest)
         tunings.append(Planned(each, new, estimate_s, share))
-    return Plan(tuple(tunings))
+    return Plan(tuple(tunings), most_s)
 
 
 def compile_ahead(tunings: Iterable[Planned]) -> dict[str, deque[bytes]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
@@ -28,9 +29,9 @@ class Clock:
         return self.now
 
 
-def plan(*new: int) -> Any:
+def plan(*new: int, most_s: float = math.inf) -> Any:
     """A plan of keys with these numbers of new configs."""
-    return SimpleNamespace(tunings=new, new=sum(new))
+    return SimpleNamespace(tunings=new, new=sum(new), most_s=most_s)
 
 
 def step(done: int, total: int, median_ms: float | None = None, block: int = 64) -> Progress:
@@ -74,6 +75,17 @@ def test_the_line_has_key_configs_failures_best_rate_and_time_left() -> None:
     second(step(9, 8, 7.0))
     assert "8/8" in display.text(", "), "those of the final were counted"
     assert "about 0 s left" in display.text(", ")
+
+
+def test_no_more_time_is_left_than_the_command_has() -> None:
+    clock = Clock()
+    display = Display(plan(4, 8, most_s=5.0), hidden=True, clock=clock)
+    display.begin("add small float32")
+    first = tally(4, clock)
+    display.watch(first)
+    clock.now += 2
+    first(step(1, 4, 3.0))
+    assert "about 3 s left" in display.text(", "), "not 22 s"
 
 
 def test_without_a_terminal_there_are_plain_lines_while_it_lasts(

@@ -207,6 +207,17 @@ class TestBudget:
         assert "searched" not in safetune("list").stdout
         assert safetune.json(*command)["measured"] == 0
 
+    def test_a_time_is_for_all_keys_together(self, safetune: Any, add: str) -> None:
+        """Each of them is tuned, however short it is."""
+        command = ("tune", f"{add}:add_one", "--budget", "0.001s")
+        first = safetune.json(*command)
+        assert first["tunings"]
+        assert all(each["choice"] for each in first["tunings"])
+        planned = safetune.json(*command, "--force", "--dry-run")
+        assert planned["to_measure"] > 0
+        assert sum(each["estimate_s"] for each in planned["tunings"]) > planned["estimate_s"]
+        assert planned["estimate_s"] == 0.001
+
     def test_another_value_is_refused_before_anything_is_tuned(
         self, safetune: Any, add: str
     ) -> None:

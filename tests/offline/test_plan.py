@@ -24,6 +24,7 @@ from safetune.offline import plan, tasks
 from safetune.outcome import Binary
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench
+from safetune.tuning.requests import SearchBudget
 from tests.backends import FakeBackend, launching_on
 from tests.conftest import stop_servers
 
@@ -57,7 +58,7 @@ def copy(x, n, BLOCK: tl.constexpr):
 
 
 def planned(
-    *sizes: int, functions: Any = (add,), allocated: Any = None, budget: int | None = None
+    *sizes: int, functions: Any = (add,), allocated: Any = None, budget: int | str | None = None
 ) -> plan.Plan:
     """Return the plan of two configs at each size for each kernel; note what tensors are made."""
     configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
@@ -118,6 +119,45 @@ def test_each_kernel_has_its_own() -> None:
 def test_a_search_compiles_nothing_ahead() -> None:
     """Which configs it measures is not known yet."""
     assert plan.compile_ahead(planned(100, 320, budget=1).tunings) == {}
+
+
+def test_a_time_is_shared_by_the_keys_that_have_something_to_measure() -> None:
+    """The first two have no neighbours to learn from. What a key leaves over, or takes too much, is
+    of those after it, and the last one gets all that is left.
+    """
+    now = [1000.0]
+    tunings = planned(100, 300, 320, 640, 1).tunings
+    done = replace(tunings[3], new=())
+    sweep = plan.Sweep((*tunings[:3], done, tunings[4]), 80.0, lambda: now[0])
+
+    def seconds(number: int, at: float) -> float:
+        now[0] = 1000.0 + at
+        budget = sweep.task(tunings[number]).kernel.tuner.budget
+        assert budget is not None
+        assert budget.configs is None
+        return budget.seconds
+
+    assert [seconds(0, 0.0), seconds(1, 5.0)] == [30.0, 45.0]
+    assert [seconds(2, 60.0), seconds(4, 62.0)] == [10.0, 18.0]
+    assert seconds(4, 90.0) == 0.0
+
+
+def test_every_kernel_and_no_known_one_begins_with_more_of_the_time() -> None:
+    def parts(tunings: Any) -> list[float]:
+        sweep = plan.Sweep(tunings, 1.0, lambda: 0.0)
+        return [sweep._parts[each.key] for each in tunings]
+
+    found = planned(100, 320, 640, functions=(add, copy)).tunings
+    assert parts(found) == [3.0, 3.0, 1.0] * 2
+    assert parts([replace(each, estimate_s=1.0) for each in found]) == [1.0] * 6
+
+
+def test_a_number_of_configs_and_the_time_of_a_decorator_are_of_each_key() -> None:
+    for budget in (1, "5m"):
+        tunings = planned(100, 320, budget=budget).tunings
+        sweep = plan.Sweep(tunings)
+        found = {sweep.task(each).kernel.tuner.budget for each in tunings}
+        assert found == {SearchBudget.parse("", budget)}
 
 
 def test_a_later_key_finds_compiled_what_an_earlier_one_had_time_for(
