@@ -165,7 +165,7 @@ def tune(wanted: Any, store: Any, seconds: float, drawn: random.Random, exclusiv
             trial = TrialRecord(key, config_digest(each), config_record(each), 1, outcome, now)
             store.put_trial(trial)
         choice = ChoiceRecord(key, 1, digest, record, wanted.declared, 1.0, 4, now)
-        election.publish(store.put_choice(choice), outcome)
+        election.keep(choice, store, outcome)
     return seconds
 
 
@@ -175,7 +175,6 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
     from safetune.offline.shards import KeyStates, Shard, Turns, Whose
     from safetune.store.lookup import GuardedStore
     from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
-    from safetune.store.shared.protocol import space_of
 
     counted, drawn = Counted(), random.Random(rank)
     if url.startswith("file:"):
@@ -208,12 +207,8 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
             tuned, tunings = tuned + took, tunings + (took > 0)
         waited = time.monotonic() - begin - tuned
         shared.flush()
-    # As a launch looks them up: where the local database was busy, a choice is kept in memory.
-    chosen = [
-        store.choice(w.key.digest, w.declared)
-        or shared.choice(space_of(w.key), w.key.digest, w.declared)
-        for w in wanted
-    ]
+        shared.write_unkept()
+    chosen = [store.choice(w.key.digest, w.declared) for w in wanted]
     row = {"waits_s": waited, "tunings": tunings, "tuned_s": tuned}
     row |= {"requests": counted.requests, "bytes": counted.bytes}
     row |= {"warnings": len([e for e in said if e.category is not ResourceWarning])}

@@ -339,10 +339,12 @@ def _tune(
 
 
 def _check_written() -> None:
-    """Raise `StoreError` if an outcome is not stored."""
+    """Raise `StoreError` if an outcome, or a choice of another node, is not stored."""
     from safetune.offline.tasks import open_tuning_store
 
     store = open_tuning_store()
     store.write_unsent()
+    if store.shared is not None:
+        store.shared.write_unkept()
     if store.path is None and store.shared is None:
         raise StoreError("no outcome is stored: the store cannot be opened")

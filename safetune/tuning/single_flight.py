@@ -122,6 +122,19 @@ class Election:
         self.published = True
         return self.shared.publish(space_of(self.request.key), stored).choice
 
+    def keep(self, choice: ChoiceRecord, store: Store, outcome: Outcome) -> ChoiceRecord:
+        """Publish a choice, and then store the one that every node launches; return it.
+
+        In this order: another process of the node launches a stored choice at once. A stored one of
+        the same generation stays.
+        """
+        known = store.choice(choice.key, choice.declared)
+        if known is not None and known.generation == choice.generation:
+            choice = known
+        if choice.config_digest in self.request.by_digest:
+            choice = self.publish(choice, outcome)
+        return store.put_choice(choice)
+
 
 @contextlib.contextmanager
 def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:

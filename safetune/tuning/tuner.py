@@ -391,8 +391,6 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
         created=time.time(),
         marks=marks,
     )
-    stored = tuning.store.put_choice(choice)
-    if stored.config_digest in tuning.digests:
-        stored = election.publish(stored, outcome)
+    stored = election.keep(choice, tuning.store, outcome)
     # A choice from another list of configs cannot be launched here.
     return stored if stored.config_digest in tuning.digests else choice

@@ -152,7 +152,7 @@ class SharedLayer:
         self._warned: set[str] = set()
         self._refreshed: dict[str, float] = {}
         self._partial: set[str] = set()
-        self._unkept: dict[tuple[str, str], ChoiceRecord] = {}
+        self._unkept: dict[tuple[str, str], StoredChoice] = {}
         forks.register("shared store", after_in_child=self._budget.refill, at_exit=self.flush)
 
     @property
@@ -184,11 +184,10 @@ class SharedLayer:
 
     def choice(self, space: str, key: str, declared: str) -> ChoiceRecord | None:
         """Return a choice that the local store could not keep, or that is not pulled yet."""
-        found = self._unkept.get((key, declared))
-        if found is None and space in self._partial:
+        stored = self._unkept.get((key, declared))
+        if stored is None and space in self._partial:
             stored = self._call(lambda: self._get(space, key, declared), None)
-            found = stored.choice if stored else None
-        return found
+        return stored.choice if stored else None
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         """Ask for the right to tune a key, which every node has where the store does not answer.
@@ -217,7 +216,18 @@ class SharedLayer:
         """Wait for two seconds at most until all tasks are done."""
         if self.is_on:
             with contextlib.suppress(TimedOut):
-                self._thread.call(lambda: None, BUDGET_S)
+                self._thread.call(lambda: self._keep([]), BUDGET_S)
+
+    def write_unkept(self, wait_s: float | None = None) -> None:
+        """Write what the local store could not keep to it, where another process locked it.
+
+        Raises `StoreError`.
+        """
+        if unkept := dict(self._unkept):  # the thread may add some
+            local_copy.adopt(self._local, unkept.values(), wait_s, self._origin)
+            for name, written in unkept.items():
+                if self._unkept.get(name) is written:
+                    del self._unkept[name]
 
     def _call(self, work: Callable[[], Result], otherwise: Result) -> Result:
         if not self.is_on:
@@ -333,10 +343,11 @@ class SharedLayer:
         try:
             if records:
                 local_copy.adopt(self._local, records, _SLICE_S, self._origin)
+            self.write_unkept(_SLICE_S)
         except StoreError as error:
             logger.info("%s; the pulled choices are kept in memory", error)
-            for choice in sorted((each.choice for each in records), key=precedence, reverse=True):
-                self._unkept[choice.key, choice.declared] = choice
+            for each in sorted(records, key=lambda each: precedence(each.choice), reverse=True):
+                self._unkept[each.choice.key, each.choice.declared] = each
 
 
 def _batches(items: Iterator[Result], most: int) -> Iterator[list[Result]]:

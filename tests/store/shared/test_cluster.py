@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -15,7 +15,8 @@ from safetune.config import config_digest, config_record
 from safetune.errors import Busy, NoMemory, NotExclusive, NoWorkingConfig, WorkerUnavailable
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.lookup import GuardedStore
-from safetune.store.records import ChoiceRecord
+from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.store.shared.files import Directory
 from safetune.store.shared.layer import SharedLayer, open_shared
 from safetune.store.shared.protocol import NoLease
 from safetune.tuning import single_flight
@@ -237,3 +238,25 @@ def test_a_lease_is_renewed_while_its_holder_tunes() -> None:
     single_flight._start_heartbeat(lease, ended)
     assert all(lease.renewed.acquire(timeout=20) for _ in range(3))
     ended.set()
+
+
+def test_a_choice_is_published_before_another_process_of_the_node_sees_it(
+    request_: TuningRequest, tmp_path: Path
+) -> None:
+    """That one would launch it, though the choice of a faster node is the first published."""
+    other, seen = best(request_, 2), []
+
+    class Late(Directory):
+        def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
+            seen.append(sibling.choice(request_.key.digest))
+            mine = list(records)
+            super().publish(namespace, [replace(record, choice=other) for record in mine])
+            return super().publish(namespace, mine)
+
+    store, sibling = (GuardedStore.open(tmp_path / "node") for _ in range(2))
+    store.shared = SharedLayer(Late(tmp_path / "shared"), store.connection)
+    assert tune(request_, store).stored == other
+    assert seen == [None]
+    assert sibling.choice(request_.key.digest) == other
+    for each in (store, sibling):
+        each.close()

@@ -381,6 +381,27 @@ class TestExchange:
         assert local.shared.is_on
         other.close()
 
+    @pytest.mark.parametrize("then", ["another choice", "flush", "the end of a sweep"])
+    def test_what_is_in_memory_is_written_when_the_lock_is_gone(
+        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore, then: str
+    ) -> None:
+        """Else a sweep would end with keys that the node's other processes do not have."""
+        url = f"file://{tmp_path}/shared"
+        open_shared(url).publish(SPACE, [stored(0), stored(1)])
+        layer = layer_of(url)
+        other = sqlite3.connect(local.path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        assert layer.claim(SPACE, key(0).digest, LIST, force=False).stored == stored(0)
+        other.close()
+        assert local.choice(key(0).digest, LIST) is None
+        if then == "another choice":
+            layer.claim(SPACE, key(1).digest, LIST, force=False)
+        elif then == "flush":
+            layer.flush()
+        else:
+            layer.write_unkept()
+        assert local.choice(key(0).digest, LIST) == choice(0)
+
     def test_the_source_of_a_kernel_is_not_published(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
