@@ -58,8 +58,8 @@ class CaptureMissPolicy(str, Enum):
 VARIABLES = frozenset(
     f"SAFETUNE_{name}"
     for name in (
-        *("CACHE_DIR", "CAPTURE_MISS", "COPY_LIMIT", "FAST_LAUNCH", "INSTALL", "KEEP", "MODE"),
-        *("LOG", "PACKS", "PHANTOM", "RECORD_VALUES", "SHARED", "WAIT"),
+        *("CACHE_DIR", "CAPTURE_MISS", "COPY_LIMIT", "EXPERIMENTAL_HIP", "FAST_LAUNCH", "INSTALL"),
+        *("KEEP", "LOG", "MODE", "PACKS", "PHANTOM", "RECORD_VALUES", "SHARED", "WAIT"),
         *("TEST_EXAMPLES", "TEST_FULL", "TEST_LAUNCHES", "TEST_TENTH"),
     )
 )
@@ -208,6 +208,7 @@ class Settings:
     fast_launch: bool = True
     keep: frozenset[tuple[str, str]] = frozenset()  # (kernel, name): they stay in the kernel's key
     log_level: int | None = None  # None: the program's
+    experimental_hip: bool = False  # whether configs are tried in processes on AMD GPUs, too
     record_values: bool = False  # whether Mode.RECORD stores the values of integer tensors
 
     @classmethod
@@ -267,6 +268,9 @@ def _settings(values: tuple[str | None, ...], ranks: int, mode: Mode) -> Setting
         wait_s=parse_seconds("SAFETUNE_WAIT", get("SAFETUNE_WAIT", "120")),
         keep=parse_keep("SAFETUNE_KEEP", get("SAFETUNE_KEEP", "")),
         record_values=_switch("SAFETUNE_RECORD_VALUES", get("SAFETUNE_RECORD_VALUES", "0")),
+        experimental_hip=_switch(
+            "SAFETUNE_EXPERIMENTAL_HIP", get("SAFETUNE_EXPERIMENTAL_HIP", "0")
+        ),
         fast_launch=_switch("SAFETUNE_FAST_LAUNCH", get("SAFETUNE_FAST_LAUNCH", "1")),
         log_level=_log_level(get("SAFETUNE_LOG")),
     )

@@ -248,3 +248,25 @@ def use_device_without_torch(index: int, capability: tuple[int, int]) -> None:
 
     specialize_without_torch()
     driver.set_active(Driver())
+
+
+def use_amd_device_without_torch(index: int) -> None:
+    """Have Triton launch on the default stream of one AMD GPU, and ask torch for nothing."""
+    from triton.backends.amd.driver import HIPDriver, HIPLauncher, HIPUtils
+    from triton.runtime import driver
+
+    class Driver(HIPDriver):
+        def __init__(self) -> None:
+            self.utils, self.launcher_cls = HIPUtils(), HIPLauncher
+            self.get_current_device = lambda: index
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+
+    driver.set_active(Driver())
+
+
+def hip_library() -> str:
+    """Return the path of the HIP library that launches use; raises where Triton finds none."""
+    from triton.backends.amd import driver
+
+    return str(driver._get_path_to_hip_runtime_dylib())

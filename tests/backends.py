@@ -23,6 +23,7 @@ class FakeBackend:
 
     hidden: Mapping[str, str] = {"FAKE_VISIBLE_DEVICES": ""}
     torch_type = "cpu"
+    needs_torch = False
 
     def __init__(self, **answers: Any) -> None:
         self.__dict__.update(answers)

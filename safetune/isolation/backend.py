@@ -45,6 +45,10 @@ class Backend(Protocol):
     def torch_type(self) -> str:
         """The type that torch gives to devices of this kind, as in `torch.device(type, index)`."""
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether only a child with torch can work on memory of a device."""
+
     def launch_stream(self) -> int:
         """Return the stream that a launch of this thread goes to."""
 
@@ -98,7 +102,7 @@ class Backend(Protocol):
 
 
 #: The module of each back end, by the name that Triton's target has. It has a function `make`.
-_MODULES = {"cuda": "safetune.isolation.cuda"}
+_MODULES = {"cuda": "safetune.isolation.cuda", "hip": "safetune.isolation.hip"}
 
 #: Children without a device see none of a kind that has no back end here either.
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}

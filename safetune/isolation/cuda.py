@@ -78,6 +78,7 @@ class Cuda:
 
     hidden: Mapping[str, str] = {VISIBLE: ""}
     torch_type = "cuda"
+    needs_torch = False
 
     def __init__(self, library: Any, mps_directory: str = _MPS_DEFAULT) -> None:
         self._library = library

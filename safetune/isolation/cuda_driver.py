@@ -60,7 +60,8 @@ class DriverError(BackendError):
     """
 
     def __init__(self, function: str, code: int, name: str) -> None:
-        super().__init__(f"the CUDA driver failed: {function} returned {name}")
+        driver = "HIP" if function.startswith("hip") else "the CUDA driver"
+        super().__init__(f"{driver} failed: {function} returned {name}")
         self.function = function
         self.code = code
         self.name = name

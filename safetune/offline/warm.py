@@ -247,6 +247,7 @@ class _Described:
 
     hidden: Mapping[str, str] = {}
     torch_type = "meta"
+    needs_torch = False
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -19,7 +19,7 @@ from safetune.errors import NoWorkingConfig
 from safetune.inputs import compile_spec, kernel_pickle
 from safetune.inputs.call import Call
 from safetune.inputs.snapshot import copy_inputs
-from safetune.isolation import child_handle, measuring_child
+from safetune.isolation import backend, child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import WITHOUT_TORCH, start_servers
 from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
@@ -290,7 +290,7 @@ def _asks_for_torch(call: Call) -> bool:
     hooks = call.hooks
     asking = any(hook is not None for hook in (hooks.do_bench, hooks.inputs, hooks.reference))
     known = WITHOUT_TORCH and triton_internals.version() <= triton_internals.NEWEST
-    return call.interpreted or asking or not known
+    return call.interpreted or asking or not known or backend.required().needs_torch
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

@@ -22,9 +22,9 @@ def gpus() -> Iterator[Check]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         yield warn("GPU", "TRITON_INTERPRET=1 is set", "unset it to use the GPU")
     if _has_hip():
-        yield warn(
-            "GPU", "torch is built for ROCm", "AMD GPUs tune as Triton does, without isolation"
-        )
+        tried = "SAFETUNE_EXPERIMENTAL_HIP=1 tries isolation there"
+        fix = f"AMD GPUs tune as Triton does, without isolation; {tried}"
+        yield warn("GPU", "torch is built for ROCm", fix)
     try:
         driver = cuda_driver.load()
     except BackendError as error:

@@ -47,8 +47,10 @@ class Launcher:
         launched.append(self.name)
 
 
-target = GPUTarget("cuda", 90, 32)
-facts = {"multiprocessor_count": 132, "max_shared_mem": 232448, "warpSize": 32}
+amd = os.environ.get("CARD")  # e.g. gfx942; without it an H100
+target = GPUTarget("hip", amd, 64) if amd else GPUTarget("cuda", 90, 32)
+name = "AMD Instinct" if amd else "NVIDIA H100 80GB HBM3"
+facts = {"multiprocessor_count": 132, "max_shared_mem": 65536 if amd else 232448, "warpSize": 32}
 facts |= {"max_num_regs": 65536, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1}
 driver.set_active(
     SimpleNamespace(
@@ -65,7 +67,7 @@ driver.set_active(
         ),
     )
 )
-backend.register("cuda", lambda: FakeBackend(device_name=lambda index: "NVIDIA H100 80GB HBM3"))
+backend.register(target.backend, lambda: FakeBackend(device_name=lambda index: name))
 
 
 def store():
