@@ -7,7 +7,9 @@ each, as that of triton.autotune takes three to six minutes on an H100's host; t
 alternate.
 `off` is by how much results differ from those of the first process, over each one's largest value.
 
-A run that goes on with an earlier one needs its caches: `--caches DIR`.
+`--stored` measures the warm runs alone, as unmodified_stored.json: the cold ones before them run at
+the same time, and are not timed. A run that goes on with an earlier one needs its caches: `--caches
+DIR`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from recording import Figures, Row
 STEP = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "scripts" / "fla_layers.py"
 TUNERS = ("safetune", "triton")  # the shorter first: the budget is for both
 PARTS = (*TUNERS, "warm")
+STORED_PARTS = ("fill", "warm")
 ALTERNATIONS = 3
 PROCESS_TIMEOUT_S = 500.0
 
@@ -37,7 +41,8 @@ PART_S = 400.0
 
 def figures(rows: Sequence[Row]) -> Figures:
     """Return the seconds to the first step, and safetune's over triton's; `stored` is `warm`."""
-    times = recording.medians(rows, "first_s", "tuner", "state")
+    timed = [row for row in rows if row["part"] != "fill"]
+    times = recording.medians(timed, "first_s", "tuner", "state")
     found: Figures = {}
     for (tuner, state), seconds in sorted(times.items()):
         found[f"unmodified_first_step_s_{tuner}_{state}"] = seconds
@@ -66,9 +71,13 @@ def first_step(tuner: str, results: Path) -> dict[str, Any]:
 
 
 def run_part(part: str, folder: Path) -> Iterator[Row]:
-    """Run one tuner with empty caches of its own, or both in turn with what that left there."""
+    """Run one or both tuners with empty caches, or both in turn with what that left there."""
     if part in TUNERS:
         yield _run(part, part, "cold", folder)
+        return
+    if part == "fill":
+        with ThreadPoolExecutor() as pool:
+            yield from pool.map(lambda tuner: _run(part, tuner, "cold", folder), TUNERS)
         return
     for number in range(ALTERNATIONS):
         for tuner in TUNERS if number % 2 == 0 else TUNERS[::-1]:
@@ -107,6 +116,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--caches", type=Path, help="keep the caches here, for another run")
+    parser.add_argument("--stored", action="store_true", help="time the warm runs alone")
     parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
@@ -121,11 +131,12 @@ def main() -> None:
         return
     recording.require_device()
     folder = recording.output_folder(options)
-    result = recording.begin("unmodified")
+    result = recording.begin("unmodified_stored" if options.stored else "unmodified")
+    parts = STORED_PARTS if options.stored else PARTS
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
     with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
-        for part in recording.parts_to_run(PARTS, result.rows, options, PART_S):
+        for part in recording.parts_to_run(parts, result.rows, options, PART_S):
             for row in run_part(part, options.caches or Path(name)):
                 result.rows.append(row)
                 result.save(folder, figures)

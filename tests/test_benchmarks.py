@@ -469,6 +469,11 @@ def test_unmodified_figures() -> None:
         "stored_step_ratio": 0.5,
     }
     assert not any("ratio" in name for name in figures(UNMODIFIED_ROWS[2:]))
+    filled = [
+        {**row, "part": "fill" if row["state"] == "cold" else "warm"} for row in UNMODIFIED_ROWS
+    ]
+    assert not any("cold" in name for name in figures(filled)), "two at a time were not timed"
+    assert figures(filled)["stored_step_ratio"] == 0.5
 
 
 INSTALL_ROWS = [
@@ -775,11 +780,13 @@ SCRIPT_OF = {
     "norms_max_autotune": "norms",
     "norms_residual_max_autotune": "norms",
     "judge_in_the_wild": "wild",
+    "unmodified_stored": "unmodified",
 }
 
 SAMPLE_ROWS = {
     "install_time": INSTALL_ROWS,
     "unmodified": UNMODIFIED_ROWS,
+    "unmodified_stored": [row for row in UNMODIFIED_ROWS if row["state"] == "warm"],
     "store": [{**FIRST_LAUNCH, "kind": kind, "ms": 9.0} for kind in ("jit", "safetune")],
     "norms": NORM_ROWS,
     "norms_residual": with_a_residual(NORM_ROWS),
