@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from safetune.errors import *  # noqa: F403
     from safetune.frontend.autotuner import Autotuner
     from safetune.frontend.decorator import autotune, safetune
+    from safetune.inputs.workload import Workload
     from safetune.integrations.graph import graph
     from safetune.integrations.install import install
     from safetune.integrations.prepare import prepare
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from safetune.outcome import Outcome, Timing, Verdict
     from safetune.settings import configure
     from safetune.tuning.search import History, Neighbour, Proposer, Trial
-    from safetune.workload import Workload
 
 __all__ = [
     "Autotuner",
@@ -83,7 +83,7 @@ _HOMES = {
     "Timing": "outcome",
     "Trial": "tuning.search",
     "Verdict": "outcome",
-    "Workload": "workload",
+    "Workload": "inputs.workload",
     "autotune": "frontend.decorator",
     "configure": "settings",
     "graph": "integrations.graph",

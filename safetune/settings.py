@@ -47,6 +47,14 @@ class PhantomPolicy(str, Enum):
     ERROR = "error"
 
 
+class Isolation(str, Enum):
+    """Where the configs of a kernel are measured: see `safetune`."""
+
+    WORKER = "worker"
+    CONFIG = "config"
+    INLINE = "inline"
+
+
 class CaptureMissPolicy(str, Enum):
     """Whether a key without a choice launches a fallback, or raises, under graph capture."""
 

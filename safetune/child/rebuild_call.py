@@ -17,7 +17,7 @@ from safetune.child import failures, stand_ins
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting, with_nearest
 from safetune.inputs import kernel_pickle
-from safetune.inputs.call import Call
+from safetune.inputs.call import Call, may_be_address
 from safetune.inputs.spans import Absent, Layout
 from safetune.keys.kernel_digest import base_function
 
@@ -160,7 +160,7 @@ def _may_point(made: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool
 
     from safetune.inputs import pointers
 
-    return any(map(pointers.is_plausible, made.values())) or any(
+    return any(map(may_be_address, made.values())) or any(
         pointers.plausible(tensor.detach().cpu())
         for tensor in tensors
         if tensor.dtype in (torch.int64, torch.uint64)

@@ -19,9 +19,9 @@ from triton.runtime.autotuner import Config
 from safetune import triton_internals
 from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds, tupled
-from safetune.errors import InvalidSetting
 from safetune.frontend import observers
 from safetune.inputs.call import Hooks, of_the_user
+from safetune.inputs.workload import DeclaredWorkload
 from safetune.isolation import backend
 from safetune.keys.kernel_digest import base_function, is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport
@@ -31,22 +31,26 @@ from safetune.keys.written_key import Key, written_key
 from safetune.launch import call_shape, fast_path
 from safetune.launch.key_state import KeyStates
 from safetune.miss import relaunch
-from safetune.settings import CaptureMissPolicy, Mode, PhantomPolicy, Settings, parse_choice
+from safetune.settings import (
+    CaptureMissPolicy,
+    Isolation,
+    Mode,
+    PhantomPolicy,
+    Settings,
+    parse_choice,
+)
 from safetune.tuning.requests import Limits, SearchBudget
-from safetune.workload import DeclaredWorkload
 
 if TYPE_CHECKING:
     from safetune.compilers.resolve import Resolved
+    from safetune.inputs.workload import WorkloadFunction
     from safetune.keys.tuning_key import KernelIdentity
     from safetune.tuning.search import Proposer
-    from safetune.workload import WorkloadFunction
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 triton_internals.warn_if_newer()  # here, where the first tuner of a process is made
-
-ISOLATIONS = ("worker", "config", "inline")
 
 #: Attributes that report the last launch or tuning. No launch depends on them.
 _REPORTED = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases"})
@@ -230,20 +234,22 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def _by_triton(
         self, args: Args, kwargs: Kwargs, config: Config | None = None, values: Kwargs | None = None
-    ) -> relaunch.Launched:
+    ) -> call_shape.Launched:
         """Launch with a config, by default the key's, tuning first if the key has no choice."""
         shape = self.shapes.of(args, kwargs)
         # Triton may compile, even for a known choice.
         with backend.no_collection() if backend.capture_under_way() else contextlib.nullcontext():
             key = None if len(self.configs) == 1 else shape.key(args, kwargs)
-            if config is None and key is None:
-                config = self.configs[0]
+            if key is None:
+                return shape.launch(config or self.configs[0], args, kwargs, values)
             config = config or self.states.hits.get(key) or self._miss(key, args, kwargs)
-            return relaunch.launch(self, key, shape, config, args, kwargs, values)
+            state = self.states.of(key)
+            other = partial(relaunch.next_best, self, state, args, kwargs)
+            return shape.launch(config, args, kwargs, values, state, other)
 
     def launch_with(
         self, config: Config, values: Kwargs | None, grid: Any, args: Args, kwargs: Kwargs
-    ) -> relaunch.Launched:
+    ) -> call_shape.Launched:
         """Launch by Triton's path, or compile alone (`warmup`), with what heuristics have said."""
         return self._by_triton(args, {"warmup": False, **kwargs, "grid": grid}, config, values)
 
@@ -321,12 +327,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def isolate(self, isolation: str) -> None:
         """Set `isolation` as the decorator would; raises `InvalidSetting`."""
-        if isolation not in ISOLATIONS:
-            raise InvalidSetting(
-                f"isolation={isolation!r} is not known; use one of: {', '.join(ISOLATIONS)}"
-            )
-        self.isolation = isolation
-        self.limits = replace(self.limits, fresh_process=isolation == "config")
+        self.isolation = parse_choice(Isolation, "isolation", isolation)
+        self.limits = replace(self.limits, fresh_process=self.isolation is Isolation.CONFIG)
 
     @property
     def identity(self) -> KernelIdentity:

@@ -21,6 +21,9 @@ from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
 from safetune.launch.call_shape import heuristic_values, named_arguments
 
+#: Indices and sizes are below these addresses, most hashes and times above them.
+LOWEST_ADDRESS, HIGHEST_ADDRESS = 1 << 32, 1 << 56
+
 
 @dataclass(frozen=True)
 class Hooks:
@@ -119,15 +122,18 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def may_be_address(value: object) -> bool:
+    """Whether a value is an integer that could be an address."""
+    return isinstance(value, int) and LOWEST_ADDRESS <= value < HIGHEST_ADDRESS
+
+
 def _may_have_elements(value: Any) -> bool:
     if isinstance(value, (type(None), bool, float, str)) or encoding.is_dtype(value):
         return False
     if callable(value):  # a constant of the kernel
         return False
     if isinstance(value, int):
-        from safetune.inputs import pointers  # imports torch
-
-        return pointers.is_plausible(value)
+        return may_be_address(value)
     return not hasattr(value, "numel") or value.numel() > 0
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import integers, pointers, random_inputs, spans
-from safetune.inputs.call import Call
+from safetune.inputs.call import Call, may_be_address
 from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
 from safetune.isolation import backend
 from safetune.launch.call_shape import named_arguments
@@ -142,7 +142,7 @@ def _encode(value: Any, name: str, tensors: list[torch.Tensor], call: Call) -> A
         return {"float": repr(value)}
     if type(value) not in (type(None), bool, int, float, str):
         raise KernelNotTransferable(f"{name} is a {type(value).__name__}, which cannot be recorded")
-    if pointers.is_plausible(value) and pointers.is_live(call.interpreted)(value):
+    if may_be_address(value) and pointers.is_live(call.interpreted)(value):
         raise pointers.not_reproducible(name, value)
     return value
 

@@ -29,16 +29,6 @@ class HandOver:
     devices: tuple[str, ...] = ()
     places: Mapping[int, Place] = field(default_factory=dict)
 
-    @property
-    def layout(self) -> tuple[tuple[str, int], ...]:
-        """Device and size of each piece."""
-        return tuple(zip(self.devices, [memory.size for memory in self.memories], strict=True))
-
-    def close(self) -> None:
-        """Give the memory back, but for what a child still maps."""
-        for memory in self.memories:
-            memory.close()
-
     def read(self, place: Place, target: int) -> None:
         """Copy what is at a place to the host."""
         index = torch.device(self.devices[place.memory]).index

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 
 from safetune.errors import NotReproducible
+from safetune.inputs.call import HIGHEST_ADDRESS, LOWEST_ADDRESS
 from safetune.isolation import backend
 
-#: Indices and sizes are below these addresses, most hashes and times above them.
-_LOWEST, _HIGHEST = 1 << 32, 1 << 56
 #: The most distinct values of a tensor that are looked up, and the most plausible ones among which
 #: they are chosen.
 _ASKED, _LOOKED_AT = 1024, 1 << 20
@@ -36,16 +35,11 @@ def plausible(values: torch.Tensor) -> list[int]:
     if values.dtype not in (torch.int64, torch.uint64) or values.numel() == 0:
         return []
     signed = values.view(torch.int64)
-    if int(signed.max()) < _LOWEST:
+    if int(signed.max()) < LOWEST_ADDRESS:
         return []
-    large = signed[(signed >= _LOWEST) & (signed < _HIGHEST)]
+    large = signed[(signed >= LOWEST_ADDRESS) & (signed < HIGHEST_ADDRESS)]
     distinct = large[:: large.numel() // _LOOKED_AT + 1].unique()
     return [int(value) for value in distinct[:: distinct.numel() // _ASKED + 1]]
-
-
-def is_plausible(value: object) -> bool:
-    """Whether a Python integer could be an address."""
-    return isinstance(value, int) and _LOWEST <= value < _HIGHEST
 
 
 def is_live(interpreted: bool) -> Callable[[int], bool]:

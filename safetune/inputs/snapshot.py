@@ -20,7 +20,7 @@ import torch
 
 from safetune.errors import BackendError, from_signal_handler
 from safetune.inputs import hand_over, memory_budget, pointers, random_inputs, spans
-from safetune.inputs.call import Call, leaves, owners_of
+from safetune.inputs.call import Call, leaves, may_be_address, owners_of
 from safetune.inputs.hand_over import HandOver
 from safetune.inputs.spans import (
     ALIGNMENT,
@@ -60,8 +60,8 @@ def copy_inputs(
     copied, names = [tensors[i] for i in kept], [owners[i] for i in kept]
     if not made:
         for name, argument in call.named().items():
-            numbers = filter(pointers.is_plausible, leaves(argument))
-            pointers.check(name, numbers, call.interpreted)
+            if numbers := [leaf for leaf in leaves(argument) if may_be_address(leaf)]:
+                pointers.check(name, numbers, call.interpreted)
     found = {} if call.interpreted else _check_devices(copied, names, free_memory)
     rooms = {device: room for device, (room, _) in found.items() if on_devices}
     snapshot = Snapshot(copied, names, Settings.current().copy_limit, rooms, outputs)
@@ -118,14 +118,16 @@ class Snapshot:
         written = {s.block for s, owner in zip(specs, names, strict=True) if owner in outputs}
         order = sorted(range(len(merged)), key=lambda n: (n not in written, -merged[n].size))
         wanted = [number for number in order if number not in noises]
-        self._on_device = _handed_over(merged, wanted, rooms)
+        self._on_device = _handed_over(merged, wanted, rooms) if rooms else HandOver()
         blocks = tuple(_lay_out(merged, noises, self._on_device.places))
-        self.layout = Layout(blocks, specs, shared=self._on_device.layout)
+        sizes_there = [memory.size for memory in self._on_device.memories]
+        shared = tuple(zip(self._on_device.devices, sizes_there, strict=True))
+        self.layout = Layout(blocks, specs, shared=shared)
         pairs = zip(specs, names, strict=True)
         self.regenerated = tuple(dict.fromkeys(name for spec, name in pairs if spec.block in drawn))
         sizes = memory_budget.sizes(names, [merged[spec.block].size for spec in specs])
         with contextlib.ExitStack() as on_error:
-            on_error.callback(self._on_device.close)
+            on_error.callback(self._close_shared)
             self.fd = self._copy(tensors, merged, sizes)
             on_error.pop_all()
 
@@ -137,7 +139,12 @@ class Snapshot:
     def close(self) -> None:
         """Close the memory; children that have mapped it keep their mapping."""
         os.close(self.fd)
-        self._on_device.close()
+        self._close_shared()
+
+    def _close_shared(self) -> None:
+        """Give the memory of devices back, but for what a child still maps."""
+        for memory in self._on_device.memories:
+            memory.close()
 
     def move_to_host(self) -> None:
         """Have the memory file hold what was on devices, for a child that could not map that."""
@@ -161,7 +168,7 @@ class Snapshot:
                     self._on_device.read(block.place, ctypes.addressof(start))
                 finally:
                     del start  # the mapping cannot be closed under it
-        self._on_device.close()
+        self._close_shared()
         self._on_device = HandOver()
         self.layout = replace(self.layout, blocks=tuple(blocks), shared=())
 

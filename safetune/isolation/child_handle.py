@@ -18,11 +18,11 @@ from safetune.errors import DeviceUnavailable, WorkerUnavailable
 from safetune.isolation import backend, protocol
 from safetune.isolation.fork_server import (
     ForkServer,
+    Output,
     child_environment,
     search_path,
     server,
 )
-from safetune.isolation.output import Output
 from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.outcome import Outcome, Verdict
 

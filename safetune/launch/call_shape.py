@@ -1,4 +1,4 @@
-"""How a kernel is called: its arguments by name, its memory key, and what its binary depends on.
+"""How a kernel is called: arguments by name, memory key, and the launch by Triton's own path.
 
 A `CallShape` is made once for each way of calling (positionally, by keyword, with which options):
 straight-line code, so that a hit reads the arguments it needs and nothing else.
@@ -10,20 +10,25 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
+from triton.runtime.errors import OutOfResources, PTXASError
 
-from safetune import triton_internals
+from safetune import triton_internals, triton_launch
 from safetune.config import check_conflicts
 from safetune.errors import TracingError
+from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import base_function
+from safetune.launch import scratch_memory
 
 if TYPE_CHECKING:
     from safetune.keys.key_names import KeyReport
     from safetune.keys.lazy_key import Basis
-    from safetune.launch.key_state import KeyStates
+    from safetune.launch.key_state import KeyState, KeyStates
 
 #: What the compiled kernel sees for every dropped name. Triton makes a constant of an integer 1,
 #: so the argument costs nothing at launch either.
@@ -31,6 +36,9 @@ PIN = 1
 
 #: What a launch says beside the kernel's arguments.
 LAUNCH_KEYWORDS = frozenset({"grid", "warmup"})
+
+#: Exceptions that Triton raises before anything has run on the device.
+CLEAN_FAILURES = (OutOfResources, CompilationError, CompileTimeAssertionFailure, PTXASError)
 
 #: Equal values of these are the same value, once their classes are equal too.
 _SCALARS = frozenset({int, bool, float, str, type(None)})
@@ -146,10 +154,25 @@ class Tuner(Protocol):
         """Launch by Triton's path, with values that the tuner's heuristics have given."""
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A launch by Triton's own path."""
+
+    result: Any  # what Triton returned
+    config: Config | None  # None if the config took the place of another
+    options: Kwargs  # what the config set for this launch, by name
+    values: Kwargs  # what the heuristics set for this launch, by name
+
+
+#: Launches another config after a clean failure: (specialisation, config, error) → Triton's result.
+Relaunch = Callable[[Any, Config, Exception], Any]
+
+
 class CallShape:
     """One way of calling one kernel."""
 
     def __init__(self, tuner: Tuner, positional: int, keywords: tuple[str, ...]) -> None:
+        self._tuner = tuner
         self._positions = {name: i for i, name in enumerate(tuner.arg_names[:positional])}
         self._where = {
             **{name: f"a[{i}]" for name, i in self._positions.items()},
@@ -161,6 +184,56 @@ class CallShape:
         self.pins = tuple(name for name in tuner.key_report.pinned if name in self._where)
         #: (args, kwargs) → the memory key: kept values with their types, dtypes, extra options.
         self.key = self._key_function(tuner.keys)
+
+    def launch(
+        self,
+        config: Config,
+        args: Args,
+        kwargs: Kwargs,
+        values: Kwargs | None = None,
+        state: KeyState | None = None,
+        relaunch: Relaunch | None = None,
+    ) -> Launched:
+        """Launch a call with a config by Triton's path.
+
+        Args:
+            values: what the heuristics have said for this launch; None to call them.
+            state: of the call's key, where that may launch another config in place of this one.
+            relaunch: called where Triton cannot launch the config; None to raise its error.
+        """
+        tuner = self._tuner
+        tuner.best_config = config
+        options = config.all_kwargs()
+        if config.pre_hook is not None:
+            config.pre_hook({**named_arguments(tuner.arg_names, args, kwargs), **options})
+        below, heuristics = own_heuristics(tuner.fn)
+        if triton_internals.is_watched(below):  # by one who is to see the caller's values
+            pinned, passed = args, dict(kwargs)
+        else:
+            pinned, passed = self.pinned(args, kwargs)
+        passed = dict(**passed, **options)  # TypeError if the call passes what the config sets
+        named = named_arguments(tuner.arg_names, pinned, passed)
+        if values is None:
+            values = {}
+            for each in heuristics:
+                values = set_by(each, named, values)
+        specialise = functools.partial(specialisation, tuner, {**named, **values})
+        if state is not None and (other := state.allowed(config, specialise)) is not config:
+            return replace(self.launch(other, args, kwargs), config=None)
+        run = functools.partial(below.run, *pinned, **{**passed, **values})
+        try:
+            result = scratch_memory.launch(run) if tuner.needs_scratch else run()
+        except RuntimeError as error:
+            if tuner.needs_scratch or not triton_launch.lacks_allocator(error):
+                refuse_vmap(tuner.base_fn.__name__, args)
+                raise
+            tuner.needs_scratch = True
+            result = scratch_memory.launch(run)
+        except CLEAN_FAILURES as error:
+            if relaunch is None:
+                raise
+            return Launched(relaunch(specialise(), config, error), None, options, values)
+        return Launched(result, config, options, values)
 
     def pinned(self, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]]:
         """Return the arguments with every dropped constexpr or integer replaced by `PIN`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -21,7 +21,14 @@ from triton.runtime.jit import JITFunction
 
 from safetune import triton_internals, triton_launch
 from safetune.launch import fast_path_codegen, scratch_memory
-from safetune.launch.call_shape import PIN, CallShape, Tuner, named_arguments, own_heuristics
+from safetune.launch.call_shape import (
+    PIN,
+    CallShape,
+    Launched,
+    Tuner,
+    named_arguments,
+    own_heuristics,
+)
 from safetune.launch.grid_functions import only_reads
 from safetune.settings import Settings
 
@@ -34,15 +41,6 @@ Kind = tuple[Any, ...]
 #: What a call is remembered by here, and its memory key where there are several configs.
 Key = tuple[tuple[Any, ...], Any]
 Launch = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
-
-
-class Launched(Protocol):
-    """A launch by Triton's own path: see `miss.relaunch`."""
-
-    result: Any
-    config: Config | None
-    options: Mapping[str, Any]
-    values: Mapping[str, Any]
 
 
 class FastPath:

@@ -6,7 +6,6 @@ and replaces the fallback with the choice.
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import time
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from safetune.launch.key_state import KeyState
-    from safetune.miss.tuner import Tuner
     from safetune.settings import Settings
 
 #: Seconds that the end of the process waits for the running tuning to end its children.
@@ -64,7 +62,7 @@ class Job:
     fallback: Config  # which the key launches meanwhile
     store: Store
     hold: bool  # keep the choice back until `sync`
-    report: Callable[[TuningResult], None]
+    report: Callable[[TuningRequest, TuningResult], None]
     size: int  # the bytes of the copied inputs
     #: Set when the tuning has ended, with or without a choice.
     over: threading.Event = field(default_factory=threading.Event)
@@ -121,13 +119,17 @@ class BackgroundBench(LaunchBench):
 
 
 def tune_meanwhile(
-    tuner: Tuner,
     state: KeyState,
     request: TuningRequest,
     store: Store,
     settings: Settings,
+    report: Callable[[TuningRequest, TuningResult], None],
 ) -> Config:
-    """Copy the call's inputs, queue it for tuning, and return the fallback."""
+    """Copy the call's inputs, queue it for tuning, and return the fallback.
+
+    Args:
+        report: called with the request, without its arguments, and the result.
+    """
     call = request.call
     size = _input_bytes(call) if call.hooks.inputs is None else 0
     limit = settings.copy_limit
@@ -151,7 +153,6 @@ def tune_meanwhile(
     except (KernelNotTransferable, WorkerUnavailable) as error:
         return retry.fall_back(state, request, config, error)
     state.set_fallback(config)
-    report = functools.partial(reporting.report_result, tuner, bench.request)
     hold = settings.world_size > 1
     _worker.submit(Job(state, bench.request, bench, config, store, hold, report, size))
     return config
@@ -268,7 +269,7 @@ def _tune(job: Job) -> None:
             job.state.held = result.choice
         else:
             job.state.set_choice(result.choice)
-        job.report(result)
+        job.report(request, result)
 
 
 def _others_ns() -> int:

@@ -1,4 +1,4 @@
-"""A launch by Triton's own path, and another config for a call that cannot launch the key's.
+"""Another config for a call that cannot launch its key's.
 
 A choice is tuned for a key, and Triton compiles once more for each specialisation: constexpr
 values, alignment, an integer that is 1. So a config that works for one call of a key may be out of
@@ -10,128 +10,52 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Config
-from triton.runtime.errors import OutOfResources, PTXASError
 
-from safetune import triton_internals, triton_launch
 from safetune.config import config_text
 from safetune.errors import TuningWarning
-from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import inner_heuristics
-from safetune.launch import scratch_memory
-from safetune.launch.call_shape import (
-    CallShape,
-    named_arguments,
-    own_heuristics,
-    refuse_vmap,
-    set_by,
-    specialisation,
-)
-from safetune.launch.key_state import KeyState, without_frames
+from safetune.launch.call_shape import CLEAN_FAILURES
+from safetune.launch.key_state import without_frames
 from safetune.messages import warn
 from safetune.settings import Mode, Settings
 
 if TYPE_CHECKING:
+    from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
-
-#: Exceptions that Triton raises before anything has run on the device.
-_CLEAN_FAILURES = (OutOfResources, CompilationError, CompileTimeAssertionFailure, PTXASError)
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A launch by Triton's own path."""
-
-    result: Any  # what Triton returned
-    config: Config | None  # None if the config took the place of another
-    options: Kwargs  # what the config set for this launch, by name
-    values: Kwargs  # what the heuristics set for this launch, by name
-
-
-def launch(
-    tuner: Tuner,
-    key: Any,
-    shape: CallShape,
-    config: Config,
-    args: Args,
-    kwargs: Kwargs,
-    values: Kwargs | None = None,
-) -> Launched:
-    """Launch a call with a config, or with the next-best config if Triton cannot launch it.
-
-    Args:
-        key: the memory key; None to raise the error of this config.
-        values: what the heuristics have said for this launch; None to call them.
-    """
-    tuner.best_config = config
-    options = config.all_kwargs()
-    if config.pre_hook is not None:
-        config.pre_hook({**named_arguments(tuner.arg_names, args, kwargs), **options})
-    below, heuristics = own_heuristics(tuner.fn)
-    if triton_internals.is_watched(below):  # by one who is to see the caller's values
-        pinned, passed = args, kwargs
-    else:
-        pinned, passed = shape.pinned(args, kwargs)
-    passed = dict(**passed, **options)  # TypeError if the call passes what the config sets
-    named = named_arguments(tuner.arg_names, pinned, passed)
-    if values is None:
-        values = {}
-        for each in heuristics:
-            values = set_by(each, named, values)
-    specialise = functools.partial(specialisation, tuner, {**named, **values})
-    state = None if key is None else tuner.states.of(key)
-    if state is not None and (other := state.allowed(config, specialise)) is not config:
-        return replace(launch(tuner, None, shape, other, args, kwargs), config=None)
-    passed |= values
-    launched = functools.partial(Launched, options=options, values=values)
-    try:
-        if tuner.needs_scratch:
-            return launched(scratch_memory.launch(below.run, *pinned, **passed), config)
-        return launched(below.run(*pinned, **passed), config)
-    except RuntimeError as error:
-        if tuner.needs_scratch or not triton_launch.lacks_allocator(error):
-            refuse_vmap(tuner.base_fn.__name__, args)
-            raise
-        tuner.needs_scratch = True
-        return launched(scratch_memory.launch(below.run, *pinned, **passed), config)
-    except _CLEAN_FAILURES as error:
-        if state is None or Settings.current().mode is Mode.OFF:
-            raise
-        if _is_callers(error, tuner.fn, kwargs):
-            raise
-        result = _relaunch(tuner, state, specialise(), shape, config, error, args, kwargs)
-        return launched(result, None)
-
-
-def _relaunch(
+def next_best(
     tuner: Tuner,
     state: KeyState,
-    special: Any,
-    shape: CallShape,
-    config: Config,
-    error: Exception,
     args: Args,
     kwargs: Kwargs,
+    special: Any,
+    config: Config,
+    error: Exception,
 ) -> Any:
     """Launch a call with the next-best config after `config` could not be launched.
 
     Where none can be, this raises the last error; one of the caller's grid or heuristic at once.
+
+    Args:
+        special: what decides which binary the call needs: see `call_shape.specialisation`.
     """
+    if Settings.current().mode is Mode.OFF or _is_callers(error, tuner.fn, kwargs):
+        raise error
     rejected = state.reject(special, config)
     reason = _text(error)
     for other in _candidates(tuner, args, kwargs):
         if other in rejected:
             continue
         try:
-            result = launch(tuner, None, shape, other, args, kwargs).result
-        except _CLEAN_FAILURES as next_error:
+            result = tuner.shapes.of(args, kwargs).launch(other, args, kwargs).result
+        except CLEAN_FAILURES as next_error:
             if _is_callers(next_error, tuner.fn, kwargs):
                 raise
             state.reject(special, other)

@@ -10,22 +10,19 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
-from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
 from safetune.errors import DisputeWarning, TuningWarning
-from safetune.keys.kernel_digest import base_function
 from safetune.messages import EVERY_S, FIRST_S, is_first_of_node, logger, tell, warn
 from safetune.outcome import VIOLENT, Verdict, duration
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.miss.tuner import Tuner
-    from safetune.outcome import Outcome
     from safetune.store.local.store import Store
     from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
 
@@ -100,58 +97,6 @@ class Tally:
         if self.waits_for:
             return f"waits for {self.waits_for}"
         return _DOING.get(self._phases.name if self._phases else "", "") or self._step
-
-
-def report(
-    tuner: Tuner,
-    key: tuple[Any, ...],
-    choice: Config,
-    timings: dict[Config, list[float]],
-    phases: Mapping[str, float] | None = None,
-) -> None:
-    """Report a choice as Triton's tuner does: attributes, listener, TRITON_PRINT_AUTOTUNING.
-
-    Args:
-        key: as `keys.tuning_key.readable_key` returns it.
-        phases: the seconds of the tuning; None if the choice was known.
-    """
-    seconds = None if phases is None else sum(phases.values())
-    tuner.configs_timings = timings
-    tuner.bench_time = seconds or 0.0
-    listener = getattr(knobs.autotuning, "listener", None)
-    if listener is not None:
-        listener(
-            fn=base_function(tuner.fn)[0],
-            key=key,
-            best_config=choice,
-            configs_timings=timings,
-            duration=seconds,
-            cache_hit=seconds is None,
-        )
-    if knobs.autotuning.print and phases is not None:
-        spent = ", ".join(f"{name} {part:.2f}s" for name, part in phases.items())
-        sys.stdout.write(
-            f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
-            f"finished after {seconds:.2f}s,\nof which {spent},\nbest config selected: {choice};\n"
-        )
-
-
-def report_result(tuner: Tuner, request: TuningRequest, result: TuningResult) -> None:
-    """Report a finished tuning: to the user, and as Triton's tuner does."""
-    tell_result(request, result)
-    tuner.tuning_phases = dict(result.phases)
-    phases = result.phases if result.measured else None
-    report(tuner, request.readable_key, result.choice, timings_of(result.outcomes), phases)
-
-
-def timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
-    """Return outcomes as Triton's tuner keeps them: median, 20th, 80th percentile, or infinity."""
-    return {
-        config: [float("inf")] * 3
-        if outcome.timing is None
-        else [outcome.timing.median_ms, outcome.timing.p20_ms, outcome.timing.p80_ms]
-        for config, outcome in outcomes
-    }
 
 
 _tunings = itertools.count(1)

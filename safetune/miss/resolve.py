@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from triton import knobs
 from triton.runtime.autotuner import Config
 
 from safetune import triton_internals
@@ -30,7 +31,7 @@ from safetune.errors import (
 from safetune.inputs.call import Call
 from safetune.isolation import backend
 from safetune.keys import encoding, text_facts
-from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.kernel_digest import base_function, is_interpreted
 from safetune.keys.tuning_key import (
     TuningKey,
     active_driver,
@@ -38,7 +39,7 @@ from safetune.keys.tuning_key import (
     readable_key,
     tuning_key,
 )
-from safetune.launch import call_shape, scratch_memory
+from safetune.launch import call_shape
 from safetune.launch.key_state import Asked, Reason
 from safetune.messages import logger, warn
 from safetune.miss import reporting
@@ -52,7 +53,9 @@ from safetune.tuning.requests import Phases, TuningRequest
 if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
     from safetune.miss.tuner import Tuner
+    from safetune.outcome import Outcome
     from safetune.store.records import TrialRecord
+    from safetune.tuning.requests import TuningResult
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -189,7 +192,7 @@ def _find(
     if settings.mode is Mode.BACKGROUND and not _waiting:
         from safetune.miss.background import tune_meanwhile
 
-        return tune_meanwhile(tuner, state, request, lookup.store, settings)
+        return tune_meanwhile(state, request, lookup.store, settings, partial(report_result, tuner))
     return _tune(miss, state, request, lookup.store, settings, choice)
 
 
@@ -210,36 +213,15 @@ def _inline(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, reason: s
     except Exception as error:  # the tuning raises what matters
         if from_signal_handler(error):
             raise
-    return state.set_choice(_tune_inline(tuner, args, kwargs))
+    from safetune.miss import inline
 
-
-def _tune_inline(tuner: Tuner, args: Args, kwargs: Kwargs) -> Config:
-    """Return the fastest config, measured as `triton.autotune` does; nothing is stored."""
-    view: Any = copy.copy(tuner)
-    view.nargs = named = call_shape.named_arguments(tuner.arg_names, args)
-    configs = view.prune_configs(kwargs)
-    if len(configs) == 1:
-        return configs[0]
-    if tuner.hooks.do_bench is None and is_interpreted(tuner.fn):
-        view.do_bench = _wall_clock
     start = time.perf_counter()
-    reporting.count_tuning()
-    with scratch_memory.scratch_allocator():
-        timings = {config: view._bench(*args, config=config, **kwargs) for config in configs}
-    best = min(timings, key=lambda config: timings[config])
-    view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
-    key = readable_key(tuner.keys, tuner.arg_names, {**named, **kwargs})
-    reporting.report(tuner, key, best, timings, {"measure": time.perf_counter() - start})
-    return best
-
-
-def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
-    """Take the place of Triton's `do_bench` in its interpreter, where that finds no device."""
-    from safetune.isolation.protocol import Budget
-    from safetune.launch.timing import Timer, measure
-
-    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
-    return [timing.median_ms, timing.p20_ms, timing.p80_ms]
+    best, timings = inline.tune(tuner, args, kwargs)
+    if timings:
+        named = call_shape.named_arguments(tuner.arg_names, args, kwargs)
+        key = readable_key(tuner.keys, tuner.arg_names, named)
+        report(tuner, key, best, timings, {"measure": time.perf_counter() - start})
+    return state.set_choice(best)
 
 
 def for_no_work(state: KeyState, request: TuningRequest) -> Config:
@@ -291,7 +273,7 @@ def stored(
     lasting = [trial for trial in trials if trial.outcome.verdict not in TRANSIENT]
     latest = {trial.config_digest: trial.outcome for trial in lasting}
     known = [(configs[digest], latest[digest]) for digest in latest if digest in configs]
-    reporting.report(tuner, request.readable_key, config, reporting.timings_of(known))
+    report(tuner, request.readable_key, config, _timings_of(known))
     return config, trials
 
 
@@ -330,8 +312,58 @@ def _tune(
             raise
         return retry.fall_back(state, request, candidates.fallback(request, store), error)
     config = _adopt(state, result.choice, settings)  # first, as a warning may be an error
-    reporting.report_result(tuner, request, result)
+    report_result(tuner, request, result)
     return config
+
+
+def report_result(tuner: Tuner, request: TuningRequest, result: TuningResult) -> None:
+    """Report a finished tuning: to the user, and as Triton's tuner does."""
+    reporting.tell_result(request, result)
+    tuner.tuning_phases = dict(result.phases)
+    phases = result.phases if result.measured else None
+    report(tuner, request.readable_key, result.choice, _timings_of(result.outcomes), phases)
+
+
+def report(
+    tuner: Tuner,
+    key: tuple[Any, ...],
+    choice: Config,
+    timings: dict[Config, list[float]],
+    phases: Mapping[str, float] | None = None,
+) -> None:
+    """Report a choice as Triton's tuner does: attributes, listener, TRITON_PRINT_AUTOTUNING.
+
+    Args:
+        key: as `readable_key` returns it.
+        phases: the seconds of the tuning; None if the choice was known.
+    """
+    seconds = sum(phases.values()) if phases is not None else None
+    tuner.configs_timings, tuner.bench_time = timings, seconds or 0.0
+    if (listener := getattr(knobs.autotuning, "listener", None)) is not None:
+        listener(
+            fn=base_function(tuner.fn)[0],
+            key=key,
+            best_config=choice,
+            configs_timings=timings,
+            duration=seconds,
+            cache_hit=seconds is None,
+        )
+    if knobs.autotuning.print and phases is not None:
+        spent = ", ".join(f"{name} {part:.2f}s" for name, part in phases.items())
+        sys.stdout.write(
+            f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
+            f"finished after {seconds:.2f}s,\nof which {spent},\nbest config selected: {choice};\n"
+        )
+
+
+def _timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
+    """Return outcomes as Triton's tuner keeps them: median, 20th, 80th percentile, or infinity."""
+    return {
+        config: [math.inf] * 3
+        if outcome.timing is None
+        else [outcome.timing.median_ms, outcome.timing.p20_ms, outcome.timing.p80_ms]
+        for config, outcome in outcomes
+    }
 
 
 def _adopt(state: KeyState, choice: Config, settings: Settings) -> Config:
@@ -352,6 +384,6 @@ def why_not_isolated(call: Call) -> str:
     return backend.why_missing(active_driver().get_current_target().backend)
 
 
-@functools.cache
+@cache
 def _warn_once(reason: str) -> None:
     warn(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)

@@ -7,12 +7,12 @@ from typing import Protocol
 from triton.runtime.autotuner import Config
 
 from safetune.inputs.call import Hooks
+from safetune.inputs.workload import DeclaredWorkload
 from safetune.keys.tuning_key import KernelIdentity
 from safetune.launch import call_shape
 from safetune.settings import CaptureMissPolicy
 from safetune.tuning.requests import Limits, SearchBudget
 from safetune.tuning.search import Proposer
-from safetune.workload import DeclaredWorkload
 
 
 class Tuner(call_shape.Tuner, Protocol):

@@ -15,13 +15,13 @@ import torch
 from safetune.config import config_digest
 from safetune.frozen import dataclass
 from safetune.inputs import call_description
+from safetune.inputs.workload import Workload
 from safetune.keys.tuning_key import describe_call
 from safetune.offline import plan
 from safetune.offline.plan import Sketch
 from safetune.offline.tasks import OfflineKernel, Task, find_kernels
 from safetune.outcome import Mark
 from safetune.store.records import RecordedCall
-from safetune.workload import Workload
 
 
 @dataclass(frozen=True)

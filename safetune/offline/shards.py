@@ -21,7 +21,7 @@ from safetune.errors import StoreError, TargetError
 from safetune.frozen import dataclass
 from safetune.messages import LAUNCHERS
 from safetune.store.local import locks
-from safetune.store.local.locks import pauses
+from safetune.store.local.db_files import pauses
 from safetune.store.shared.protocol import space_of
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from triton.runtime.autotuner import Heuristics
 from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
 from safetune.frontend.autotuner import Autotuner
 from safetune.frozen import dataclass
+from safetune.inputs.workload import Workload
 from safetune.integrations import install
 from safetune.keys.kernel_digest import is_interpreted
 from safetune.launch.call_shape import heuristic_values, named_arguments
@@ -29,7 +30,6 @@ from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
 from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
-from safetune.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from safetune.isolation.compile_pool import CompilePool
 from safetune.keys import tuning_key
 from safetune.keys.kernel_digest import base_function
 from safetune.keys.tuning_key import Device
-from safetune.launch.call_shape import heuristic_values, named_arguments
+from safetune.launch.call_shape import Launched, heuristic_values, named_arguments
 from safetune.messages import logger
 from safetune.miss import candidates
-from safetune.miss.relaunch import Launched
 from safetune.miss.resolve import Miss, stored
 from safetune.offline import replay, tasks
 from safetune.offline.tasks import OfflineKernel, Task

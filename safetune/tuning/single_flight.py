@@ -38,7 +38,8 @@ from safetune.errors import (
 from safetune.messages import logger, warn
 from safetune.outcome import Outcome
 from safetune.store.local import locks
-from safetune.store.local.locks import Waited, pauses, waited
+from safetune.store.local.db_files import pauses
+from safetune.store.local.locks import Waited, waited
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 from safetune.tuning import requests

@@ -15,7 +15,7 @@ import pytest
 import safetune
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import fork_server
-from safetune.isolation.output import Output
+from safetune.isolation.fork_server import Output
 
 # What the scripts begin with; each is a program of its own.
 PRELUDE = """

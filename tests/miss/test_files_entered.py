@@ -49,15 +49,15 @@ print(*sorted(name.removeprefix(product + "/") for name in entered), sep="\\n")
 def test_a_first_miss_and_a_stored_choice_enter_few_files(
     tmp_path: Path, fresh_process: FreshProcess
 ) -> None:
-    """They were 74 and 36, then 41 and 25. Names of the key are classified at the first need since,
-    what that rests on is compared at each launch, and stored verdicts are judged again.
+    """They were 74 and 36. A file is entered only where it has work to do: another config after a
+    failed launch, copies on a device, addresses among the arguments.
     """
     script = tmp_path / "launch.py"
     script.write_text(SCRIPT)
     entered = [fresh_process(script) for _ in range(2)]
     assert [done.stderr for done in entered] == ["", ""]
     miss, stored = (done.stdout.split() for done in entered)
-    assert len(miss) <= 49, "\n".join(miss)
-    assert len(stored) <= 28, "\n".join(stored)
+    assert len(miss) <= 45, "\n".join(miss)
+    assert len(stored) <= 25, "\n".join(stored)
     assert "miss/resolve.py" in miss, "what is counted"
     assert "tuning/tuner.py" in {*miss} - {*stored}

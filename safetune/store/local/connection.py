@@ -26,8 +26,8 @@ from safetune import forks
 from safetune.errors import StoreError
 from safetune.messages import logger
 from safetune.store.local import db_files, lost_log, opening
-from safetune.store.local.db_files import Damaged, Locked
-from safetune.store.local.locks import Identity, identity, tries, waited
+from safetune.store.local.db_files import Damaged, Identity, Locked, identity, tries
+from safetune.store.local.locks import waited
 from safetune.store.local.rows import RecordError
 
 #: How long a use of a database waits for another process that has locked it, in seconds. Less where

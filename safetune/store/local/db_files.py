@@ -1,5 +1,7 @@
 """The files of the database: where they are, whose they are, and moved aside when damaged.
 
+Their locks, too: `tries` waits for a process that has one.
+
 SQLite's log is memory that processes share, which two machines cannot, and its locks are those of
 the file system (https://www.sqlite.org/wal.html, https://www.sqlite.org/lockingv3.html). So where
 the cache directory is on a network file system, the database goes to a disk of this node, and the
@@ -15,6 +17,7 @@ import contextlib
 import ctypes
 import math
 import os
+import random
 import re
 import sqlite3
 import stat
@@ -30,7 +33,9 @@ from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.messages import warn
 from safetune.settings import Settings
-from safetune.store.local.locks import Identity, identity, open_lock, tries
+
+#: Device and inode of a file.
+Identity = tuple[int, int] | None
 
 DATABASE_NAME = "safetune.db"
 
@@ -79,6 +84,9 @@ _LOCAL_FUSE = re.compile(
 )
 
 _MOUNTS = Path("/proc/self/mountinfo")
+
+#: The program's own random numbers stay as they are: ranks that wait would differ in them after.
+_random = random.SystemRandom()
 
 
 def network_of(
@@ -214,6 +222,15 @@ def make(path: Path) -> None:
         check(path)
 
 
+def identity(path: Path | int) -> Identity:
+    """Return the device and inode of a file or descriptor; None if there is no such file."""
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
 def logs(path: Path) -> tuple[Identity, ...]:
     """Return which files are the logs of a database now."""
     return tuple(identity(path.with_name(path.name + suffix)) for suffix in LOGS[:2])
@@ -346,3 +363,32 @@ def _locked(path: Path, exclusive: bool, wait_s: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def open_lock(path: Path) -> int:
+    """Open a lock file for writing, making it if it is missing; return its descriptor."""
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def pauses(first_s: float, most_s: float) -> Iterator[float]:
+    """Yield how long to sleep before the next try, without end.
+
+    Twice as long each time, and drawn at random, so that processes that began together spread out.
+    """
+    pause_s = first_s
+    while True:
+        yield _random.uniform(pause_s / 2, pause_s)
+        pause_s = min(2 * pause_s, most_s)
+
+
+def tries(
+    wait_s: float, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[bool]:
+    """Yield for each try whether it is the last one; sleep between them for `wait_s` in all."""
+    end = clock() + wait_s
+    for pause_s in pauses(first_s, most_s):
+        left_s = end - clock()
+        yield left_s <= 0
+        if left_s <= 0:
+            return
+        time.sleep(max(0.0, min(pause_s, end - clock())))

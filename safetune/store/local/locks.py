@@ -1,4 +1,4 @@
-"""Locks between the processes of this machine, and waiting for those that have them.
+"""The locks of keys, between the processes of this machine, and how long this one has waited.
 
 The lock of a key says which process tunes it: one byte of a file beside the database, locked by
 `fcntl.lockf` (a POSIX record lock). The kernel frees it when the process ends, however it ends, and
@@ -16,24 +16,20 @@ import contextlib
 import errno
 import os
 import platform
-import random
 import struct
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetune import forks
 from safetune.keys import encoding
+from safetune.store.local.db_files import identity, open_lock
 
 try:
     import fcntl
 except ImportError:  # not POSIX
     fcntl = None  # type: ignore[assignment]
-
-#: Device and inode of a file.
-Identity = tuple[int, int] | None
 
 #: Beside `safetune.db`: the file whose bytes are the locks of keys.
 KEY_LOCKS = ".keys.lock"
@@ -153,20 +149,6 @@ def _opened(path: Path) -> tuple[int, int]:
     return opened.st_dev, opened.st_ino
 
 
-def open_lock(path: Path) -> int:
-    """Open a lock file for writing, making it if it is missing; return its descriptor."""
-    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def identity(path: Path | int) -> Identity:
-    """Return the device and inode of a file or descriptor; None if there is no such file."""
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino
-
-
 class Waited:
     """The seconds that a process has waited for others; a forked child has not waited yet."""
 
@@ -187,33 +169,5 @@ class Waited:
 
 #: The waits of this process, for tunings and for the lock of a database: SAFETUNE_WAIT bounds them.
 waited = Waited()
-
-#: The program's own random numbers stay as they are: ranks that wait would differ in them after.
-_random = random.SystemRandom()
-
-
-def pauses(first_s: float, most_s: float) -> Iterator[float]:
-    """Yield how long to sleep before the next try, without end.
-
-    Twice as long each time, and drawn at random, so that processes that began together spread out.
-    """
-    pause_s = first_s
-    while True:
-        yield _random.uniform(pause_s / 2, pause_s)
-        pause_s = min(2 * pause_s, most_s)
-
-
-def tries(
-    wait_s: float, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
-) -> Iterator[bool]:
-    """Yield for each try whether it is the last one; sleep between them for `wait_s` in all."""
-    end = clock() + wait_s
-    for pause_s in pauses(first_s, most_s):
-        left_s = end - clock()
-        yield left_s <= 0
-        if left_s <= 0:
-            return
-        time.sleep(max(0.0, min(pause_s, end - clock())))
-
 
 forks.register("tuning", after_in_child=_held.clear)  # the locks are the parent's alone

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from safetune.errors import StoreError
 from safetune.store.local import db_files
-from safetune.store.local.db_files import Damaged
-from safetune.store.local.locks import Identity, identity
+from safetune.store.local.db_files import Damaged, Identity, identity
 from safetune.store.local.rows import TABLES
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetune.store.local import db_files, locks
-from safetune.store.local.locks import tries
+from safetune.store.local.db_files import tries
 
 
 class Turn(enum.Enum):
@@ -42,7 +42,7 @@ def turn(
         yield Turn.MINE
         return
     answered = db_files.answer(database, name)
-    _, inode = locks.identity(database) or (0, 0)
+    _, inode = db_files.identity(database) or (0, 0)
     mark = f"{inode:020} {origin}\n".encode()
     with contextlib.ExitStack() as held:
         found = Turn.MINE
@@ -54,7 +54,7 @@ def turn(
                 found = Turn.DONE if answered.read_bytes() == mark else Turn.MINE
         yield found
         if found is Turn.MINE:
-            with contextlib.suppress(OSError), open(locks.open_lock(answered), "wb") as file:
+            with contextlib.suppress(OSError), open(db_files.open_lock(answered), "wb") as file:
                 file.write(mark)
                 file.truncate()
 

@@ -24,7 +24,7 @@ from psycopg.pq import Conninfo
 from safetune.errors import SafetuneError, StoreError
 from safetune.keys import encoding
 from safetune.settings import display_url, without_password
-from safetune.store.local.locks import tries
+from safetune.store.local.db_files import tries
 from safetune.store.records import StoredChoice
 from safetune.store.shared.protocol import (
     MAX_BYTES,

@@ -13,7 +13,7 @@ from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
 from safetune.errors import StoreError
-from safetune.store.local import db_files, locks, opening, rows
+from safetune.store.local import db_files, opening, rows
 from safetune.store.local.store import Store
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path):
         connection, found = opening.connect(path, prepare_slowly, wait_s=0.0)
     connection.close()
     assert len(refused) == len(db_files.moved(path)) == 1
-    assert found == locks.identity(path)
+    assert found == db_files.identity(path)
 
 
 def test_a_database_is_opened_where_no_lock_is_to_be_had(tmp_path, records):

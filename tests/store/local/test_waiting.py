@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import islice
 
-from safetune.store.local.locks import pauses
+from safetune.store.local.db_files import pauses
 
 
 def test_the_random_numbers_of_the_program_stay_as_they_are() -> None:
