@@ -16,7 +16,8 @@ from recording import Figures, Row
 SHAPES = ("450x256", "1x4096", "8x4096", "64x4096")
 SYSTEMS = ("ours", "compile_max")
 PARTS = [f"{norm}-{shape}" for shape in SHAPES for norm in norms.NORMS]
-PART_S = 40.0
+#: What a part takes where nothing is compiled, and where all is.
+PART_S, WARM_PART_S = 40.0, 8.0
 REPLAYS = 15
 
 
@@ -40,6 +41,7 @@ def figures(rows: Sequence[Row]) -> Figures:
 def main() -> None:
     """Run the parts that are still missing, print and record."""
     parser = recording.part_arguments((__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--warm", action="store_true", help="first, compile in parallel")
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     options = parser.parse_args()
     options.ops, options.systems = norm_calls.OPS, SYSTEMS
@@ -50,7 +52,11 @@ def main() -> None:
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
     path = result.save(folder, figures)
-    for part in recording.parts_to_run(PARTS, result.rows, options, PART_S):
+    if options.warm:
+        done = {row["part"] for row in result.rows}
+        norm_calls.warm_all([part for part in PARTS if part not in done], options)
+    expected_s = WARM_PART_S if options.warm else PART_S
+    for part in recording.parts_to_run(PARTS, result.rows, options, expected_s):
         result.rows += norms.measure(part, norm_calls.OPS, SYSTEMS, REPLAYS)
         path = result.save(folder, figures)
     print(recording.figures_table(result, path))
