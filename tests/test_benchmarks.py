@@ -785,7 +785,6 @@ SCRIPT_OF = {
 
 SAMPLE_ROWS = {
     "install_time": INSTALL_ROWS,
-    "unmodified": UNMODIFIED_ROWS,
     "unmodified_stored": [row for row in UNMODIFIED_ROWS if row["state"] == "warm"],
     "store": [{**FIRST_LAUNCH, "kind": kind, "ms": 9.0} for kind in ("jit", "safetune")],
     "norms": NORM_ROWS,
