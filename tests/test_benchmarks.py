@@ -836,9 +836,9 @@ def test_a_bar_says_whether_small_or_great_is_good(bars: ModuleType) -> None:
     assert found["wall_ratio_cold"].verdict(0.26) == "missed"
     assert found["wall_ratio_cold"].reached(0.125) == "yes"
     assert found["wall_ratio_cold"].reached(0.2) == "no"
-    assert found["share_within_2pct"].verdict(0.95) == "met"
-    assert found["share_within_2pct"].verdict(0.94) == "missed"
-    assert found["share_within_2pct"].verdict(None) == "absent"
+    assert found["share_within_1pct"].verdict(1.0) == "met"
+    assert found["share_within_1pct"].verdict(0.99) == "missed"
+    assert found["share_within_1pct"].verdict(None) == "absent"
     assert found["share_within_1pct"].verdict(0.5) == "no bar"
     assert found["backward_share_D32768_rms"].bar == 0.80
     assert found["backward_vs_best_peer_D32768_ln"].bar == 0.85

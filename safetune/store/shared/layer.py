@@ -227,7 +227,7 @@ class SharedLayer:
             local_copy.adopt(self._local, unkept.values(), wait_s, self._origin)
             for name, written in unkept.items():
                 if self._unkept.get(name) is written:
-                    del self._unkept[name]
+                    self._unkept.pop(name, None)  # the thread may write them, too
 
     def _call(self, work: Callable[[], Result], otherwise: Result) -> Result:
         if not self.is_on:
