@@ -21,6 +21,7 @@ from safetune.keys.source_text import (
     FRAME_READERS,
     MISSING,
     Scope,
+    children,
     dotted,
     is_foreign,
     last_name,
@@ -28,6 +29,7 @@ from safetune.keys.source_text import (
     source_of,
     stores,
     tree_of,
+    walk,
 )
 from safetune.outcome import Effects
 
@@ -161,12 +163,12 @@ class _Function:
             case ast.If() | ast.For() | ast.While():
                 self._branches(node)
             case _:
-                for child in ast.iter_child_nodes(node):
+                for child in children(node):
                     self._statement(child)
 
     def _branches(self, node: ast.If | ast.For | ast.While) -> None:
         """Follow two texts of which either may run: after them, names point to what either says."""
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             if isinstance(child, ast.expr):
                 self._statement(child)
         before = dict(self._based_on)
@@ -181,7 +183,7 @@ class _Function:
     def _assign(self, targets: Iterable[ast.expr], value: ast.expr) -> None:
         pointers = self._pointers(value)
         for target in targets:
-            for part in ast.walk(target):
+            for part in walk(target):
                 if isinstance(part, (ast.Subscript, ast.Attribute)):
                     self._read |= pointers
                 elif isinstance(part, ast.Name):
@@ -246,9 +248,9 @@ class _Function:
             case ast.Compare(left=ast.Name(), ops=[ast.Is() | ast.IsNot()]):
                 pass
             case ast.Lambda() | ast.FunctionDef():
-                self._read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                self._read |= {n.id for n in walk(node) if isinstance(n, ast.Name)}
             case _:
-                for child in ast.iter_child_nodes(node):
+                for child in children(node):
                     self._use(child)
 
     def _call(self, node: ast.Call, used: bool) -> None:
@@ -306,7 +308,7 @@ class _Function:
         value = self._value(node.func)
         name = last_name(node.func) if value is MISSING else getattr(value, "__name__", "")
         if name == _ASSEMBLY:
-            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+            texts = [n.value for n in walk(node) if isinstance(n, ast.Constant)]
             return any(isinstance(t, str) and ("atom" in t or "red." in t) for t in texts)
         return name.startswith("atomic_") and self._is_triton(node.func)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from safetune.keys.body_usage import Usage
 from safetune.keys.callback_usage import usage_of_dict
-from safetune.keys.launches import Launch, Scopes
+from safetune.keys.launches import Launch, Scopes, walk_hosts
 from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
     KEPT_TREES,
@@ -99,7 +99,7 @@ def _functions_in(maker: ast.AST | None) -> list[ast.AST | None]:
     """Return the functions in the text of a function that makes a grid."""
     if not isinstance(maker, ast.FunctionDef):
         return [None]
-    return [n for n in ast.walk(maker) if isinstance(n, _FUNCTIONS) and n is not maker]
+    return [n for n in walk(maker) if isinstance(n, _FUNCTIONS) and n is not maker]
 
 
 class LaunchArguments:
@@ -242,8 +242,9 @@ def followed(node: ast.AST, scopes: Scopes) -> list[ast.AST | None]:
 def _passed_and_set(module: ast.AST) -> dict[tuple[str, str], list[ast.AST | None]]:
     """Return what a module passes for (function, parameter), and what it sets for ("", field)."""
     found: dict[tuple[str, str], list[ast.AST | None]] = {}
-    functions = {node.name: node for node in walk(module) if isinstance(node, ast.FunctionDef)}
-    for node in walk(module):
+    nodes = [*walk_hosts(module)]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
         if isinstance(node, ast.Assign):
             fields = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
             for field in fields:

@@ -23,6 +23,7 @@ from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
     KEPT_TREES,
     children,
+    dotted,
     files_in,
     last_name,
     module_text,
@@ -112,7 +113,8 @@ def _texts(kernel: Any) -> Iterator[tuple[str, str, frozenset[str]]]:
 
 def _is_mentioned(text: str, names: Collection[str]) -> bool:
     """Whether a text does more with a kernel than to define it and to launch it by its name."""
-    return re.search(rf"(?<!def )\b(?:{'|'.join(names)})\b(?!\s*\[)", text) is not None
+    # The name comes first: that is what the text is searched for.
+    return any(re.search(rf"{n}(?<!\w{n})(?<!def {n})\b(?!\s*\[)", text) for n in names)
 
 
 def _is_handed_on(text: str, names: Collection[str]) -> bool:
@@ -140,6 +142,8 @@ def _launches(text: str) -> tuple[Launch, ...]:
 
 def _find_launches(node: ast.AST, scopes: Scopes) -> Iterator[Launch]:
     for child in children(node):
+        if _is_kernel(child):
+            continue
         if isinstance(child, ast.Call):
             if isinstance(child.func, ast.Subscript):
                 yield Launch(child.func.value, child.func.slice, child, scopes)
@@ -150,6 +154,24 @@ def _find_launches(node: ast.AST, scopes: Scopes) -> Iterator[Launch]:
             yield Launch(child.value, child.slice, None, scopes)
         inner = (child, *scopes) if isinstance(child, (ast.FunctionDef, ast.Lambda)) else scopes
         yield from _find_launches(child, inner)
+
+
+def walk_hosts(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node as `walk` does, but for the kernels' text: it runs on the device."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if not _is_kernel(node):
+            yield node
+            pending += children(node)
+
+
+def _is_kernel(node: ast.AST) -> bool:
+    """Whether a node is a function that is decorated with `@triton.jit`."""
+    return isinstance(node, ast.FunctionDef) and any(
+        dotted(each.func if isinstance(each, ast.Call) else each) == "triton.jit"
+        for each in node.decorator_list
+    )
 
 
 def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
@@ -192,7 +214,7 @@ def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
     """Return the values that a module assigns to names, except for results of a launch."""
     module = parse(text)
     found = []
-    for node in walk(module.tree) if module else ():
+    for node in walk_hosts(module.tree) if module else ():
         match node:
             case ast.Assign(targets=targets, value=value):
                 pass

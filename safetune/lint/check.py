@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -42,7 +43,7 @@ def check(paths: Sequence[Path], rules: Collection[str] = DEFAULT) -> tuple[list
         tuners += 1
         asked = [each for each in findings_of(tuner, str(path)) if each.rule in rules]
         found += [each for each in asked if not _is_ignored(each, tuner.file)]
-    return sorted(set(found), key=lambda f: (f.path, f.line, f.column, f.rule)), tuners
+    return sorted(set(found), key=lambda f: (f.path, f.line, f.column, f.rule, f.message)), tuners
 
 
 def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
@@ -59,6 +60,9 @@ def _tuners(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
             file = files.file(path.resolve()) if _mentions(path) else None
             for tuner in tuners_in(file, interpreter) if file else ():
                 yield path, tuner
+        # The trees count as old, so the collector does not walk them when it goes on.
+        gc.freeze()
+        gc.unfreeze()
 
 
 def _mentions(path: Path) -> bool:

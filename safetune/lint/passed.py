@@ -10,7 +10,7 @@ from typing import Any
 from safetune.frozen import dataclass
 from safetune.keys.launch_usage import bindings, followed, sizes_in, texts_of
 from safetune.keys.launches import Launch, Scopes
-from safetune.keys.source_text import FunctionNode, children, last_name
+from safetune.keys.source_text import FunctionNode, children, last_name, walk
 
 #: Attributes of a tensor that Triton's key has, or that a process has one of.
 _COVERED = frozenset({"device", "dtype", "element_size", "itemsize"})
@@ -110,7 +110,7 @@ class Passed:
 def _tests(function: FunctionNode) -> Iterator[ast.Name]:
     """Yield the names that a body takes as true or false."""
     pending: list[ast.AST] = [
-        node.test for node in ast.walk(function) if isinstance(node, (ast.If, ast.IfExp))
+        node.test for node in walk(function) if isinstance(node, (ast.If, ast.IfExp))
     ]
     while pending:
         match pending.pop():

@@ -49,21 +49,23 @@ def _elements(tile: Tile, sizes: Mapping[str, Any]) -> int:
 
 
 def _operands(loop: ast.AST, function: ast.FunctionDef) -> Iterator[Tile]:
-    products = [n for n in walk(loop) if isinstance(n, ast.Call) and last_name(n.func) == "dot"]
+    inside = [*walk(loop)]
+    products = [n for n in inside if isinstance(n, ast.Call) and last_name(n.func) == "dot"]
     operands = [operand for product in products for operand in product.args[:2]]
-    loads = (load for operand in operands for load in _loads(operand, loop))
+    assigned = [node for node in inside if isinstance(node, ast.Assign)] if operands else []
+    loads = (load for operand in operands for load in _loads(operand, assigned))
     for load in {ast.dump(each): each for each in loads}.values():
         sides = sorted({*_sides(load, function)})
         if len(sides) == 2:
             yield sides[0], sides[1]
 
 
-def _loads(operand: ast.expr, loop: ast.AST) -> Iterator[ast.Call]:
-    """Yield the load whose result is an operand, inside the loop."""
+def _loads(operand: ast.expr, assigned: Sequence[ast.Assign]) -> Iterator[ast.Call]:
+    """Yield the load whose result is an operand, of what the loop assigns."""
     if isinstance(operand, ast.Call) and last_name(operand.func) == "load":
         yield operand
     elif isinstance(operand, ast.Name):
-        for node in walk(loop):
+        for node in assigned:
             match node:
                 case ast.Assign(targets=[ast.Name(id=operand.id)], value=ast.Call() as call):
                     if last_name(call.func) == "load":
