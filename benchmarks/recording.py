@@ -150,6 +150,7 @@ def versions() -> dict[str, str]:
         "triton": _version("triton"),
         "safetune": _version("safetune"),
         "cuda": str(torch.version.cuda),
+        "hip": str(torch.version.hip or ""),
         "driver": _driver(),
         "cpus": str(len(os.sched_getaffinity(0))),
         "sources": _sources_digest(),
@@ -173,7 +174,8 @@ def _sources_digest() -> str:
 
 
 def _driver() -> str:
-    return _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    nvidia = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return nvidia or _output(["cat", "/sys/module/amdgpu/version"])
 
 
 def commit() -> str:

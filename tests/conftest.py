@@ -41,12 +41,14 @@ LEAK_TAG = f"{os.getpid()}-{uuid.uuid4().hex}"
 #: Asks the driver, as CUDA_VISIBLE_DEVICES, containers and WSL (which has no /dev/nvidia0) all have
 #: their say in it.
 _COUNT_DEVICES = """
-import ctypes, sys
+import ctypes, os, sys
+count = ctypes.c_int(0)
+if hip := os.environ.get("TRITON_LIBHIP_PATH"):  # benchmarks/rocm.py sets it
+    sys.exit(ctypes.CDLL(hip).hipGetDeviceCount(ctypes.byref(count)) or not count.value)
 try:
     cuda = ctypes.CDLL("libcuda.so.1")
 except OSError:
     sys.exit("no CUDA driver (libcuda.so.1) on this machine")
-count = ctypes.c_int(0)
 if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
     sys.exit("the CUDA driver shows no device")
 """
@@ -168,9 +170,12 @@ def _interpreter_looks_for_builtins_once() -> None:
 
 @pytest.fixture(autouse=True)
 def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test's SAFETUNE_CACHE_DIR, not made yet; every other SAFETUNE_* variable is unset."""
+    """The test's SAFETUNE_CACHE_DIR, not made yet; every other SAFETUNE_* variable is unset, but
+    for the one that benchmarks/rocm.py runs tests with.
+    """
     for name in [name for name in os.environ if name.startswith("SAFETUNE_")]:
-        monkeypatch.delenv(name)
+        if name != "SAFETUNE_EXPERIMENTAL_HIP":
+            monkeypatch.delenv(name)
     directory = tmp_path_factory.mktemp("cache") / "safetune"
     monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(directory))
     return directory

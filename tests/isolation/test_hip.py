@@ -6,6 +6,7 @@ Nothing here says that an AMD GPU does what the library does.
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import shutil
 import subprocess
@@ -30,12 +31,47 @@ from safetune.isolation import backend, hip
 from safetune.isolation.compile_pool import CompilePool
 from safetune.isolation.device_bytes import Run
 from safetune.outcome import Verdict
+from tests import conftest
 from tests.conftest import ROOT, FreshProcess
 from tests.isolation.conftest import Records
 
-PROGRAM = Path(__file__).with_name("programs") / "amd.py"
+PROGRAM = ROOT / "benchmarks/rocm_isolation.py"
 INCLUDED = Path(triton.__file__).parent / "backends/amd/include"
 UUID = "GPU-0123456789abcdef"
+
+IN_THE_PROCESS = """
+import sys
+sys.path.insert(0, ".")
+import rocm_isolation as program
+
+device = program.use_device()
+kernel = program.tuner(2, 1, do_bench=lambda launch, quantiles: [launch() or 1.0] * 3)
+for _ in range(2):
+    right = program.is_right(kernel, device)
+    print(kernel.best_config.num_warps, right)
+"""
+
+#: `benchmarks/rocm.py` on a card that the library stands for.
+ROCM = """
+import sys
+sys.path.insert(0, ".")
+import recording, rocm
+sys.argv[0] = rocm.__file__
+rocm.why_not_here = lambda: ""
+recording.device_name = lambda: "AMD Instinct of the test"
+CHANGES
+rocm.main()
+"""
+ON_THE_CARD = """
+import os, pytest
+pytestmark = pytest.mark.gpu
+def test_passes():
+    assert os.environ["SAFETUNE_EXPERIMENTAL_HIP"] == "1"
+def test_fails():
+    raise AssertionError("as it should")
+def test_skips():
+    pytest.skip("no")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +102,13 @@ class TestTuning:
         tmp_path: Path,
     ) -> None:
         environment["SAFETUNE_EXPERIMENTAL_HIP"] = "1"
-        warps = map(str, (16, 8, 4, 2, 1))
-        done = fresh_process(PROGRAM, "isolated", *warps, env=environment, warm=True)
+        done = fresh_process(PROGRAM, "alone", env=environment, warm=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == ["1 True", "1 True"]
+        rows = json.loads(done.stdout)
+        assert [row for row in rows if not row["ok"]] == []
+        assert {"the next call is right", "a fault of the device ends a child only"} <= {
+            row["check"] for row in rows
+        }
 
         labels = {16: "died(SIGABRT)", 8: "wrong_result", 4: "ok", 2: "ok", 1: "ok"}
         assert records.labels("num_warps") == labels
@@ -85,13 +124,44 @@ class TestTuning:
     def test_without_the_variable_it_is_tuned_in_the_process_with_one_warning(
         self, fresh_process: FreshProcess, environment: dict[str, str | None], cache_dir: Path
     ) -> None:
-        done = fresh_process(PROGRAM, "inline", "2", "1", env=environment, warm=True)
+        done = fresh_process(IN_THE_PROCESS, env=environment, cwd=PROGRAM.parent, warm=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == ["2 True", "2 True"]
         told = re.findall("TuningWarning: (.*)", done.stderr)
         reason = "there is no isolation for the hip back end yet"
         assert told == [f"safetune: {reason}; kernels are tuned as triton.autotune does"]
         assert not cache_dir.exists(), "nothing is stored"
+
+    @pytest.mark.full
+    def test_the_script_for_a_card_writes_what_it_has_found(
+        self, fresh_process: FreshProcess, environment: dict[str, str | None], tmp_path: Path
+    ) -> None:
+        (tmp_path / "test_card.py").write_text(ON_THE_CARD)
+        files = [str(tmp_path / "test_card.py")]
+        script = f"rocm.TESTS, rocm.BENCHMARKS = {files!r}, ['no_such_benchmark']"
+        done = fresh_process(
+            ROCM.replace("CHANGES", script), "--out", tmp_path, env=environment, cwd=PROGRAM.parent
+        )
+        assert done.returncode == 0, done.stderr
+        *_, last = done.stdout.splitlines()
+        (path,) = tmp_path.glob("*/rocm.json")
+        assert f"attach {path}, and the files beside it, to an issue: https://" in last
+        result = json.loads(path.read_text())
+        assert result["device"] == "AMD_Instinct_of_the_test"
+        found = result["figures"]
+        assert found["checks_ok"] == found["checks"] == 9
+        counts = [found[f"tests_{name}"] for name in ("passed", "failed", "skipped")]
+        assert counts == [1, 1, 1]
+        assert (found["files_without_a_report"], found["benchmarks_run"]) == (0, 0)
+        (tests,) = (row for row in result["rows"] if row["kind"] == "tests")
+        assert tests["failures"] == {"test_fails": "AssertionError: as it should"}
+
+    def test_tests_that_need_a_gpu_run_where_the_script_has_named_the_library(
+        self, library: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TRITON_LIBHIP_PATH", str(library))
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        assert conftest._why_no_gpu() == ""
 
 
 class TestLibrary:
@@ -133,6 +203,13 @@ class TestLibrary:
         missing = [n for n in called if not re.search(rf"\bhipError_t {hip.named(n)}\(", header)]
         assert len(called) > 40
         assert missing == []
+
+
+def test_the_script_for_a_card_says_what_is_missing_here(fresh_process: FreshProcess) -> None:
+    done = fresh_process(ROOT / "benchmarks/rocm.py", warm=True)
+    assert done.returncode == 1
+    expected = f"this script is for an AMD GPU: torch {torch.__version__} is not built for ROCm"
+    assert done.stderr.strip().splitlines()[-1] == expected
 
 
 def small(x, n, BLOCK: tl.constexpr):
