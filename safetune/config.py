@@ -162,10 +162,13 @@ def check_names(
 
 
 def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
-    """Raise `InvalidSetting` for a value that is neither None nor a function nor a proposer."""
+    """Raise `InvalidSetting` for a value that is neither None nor a function, or a proposer."""
     for parameter, value in parameters.items():
-        if value is not None and not callable(getattr(value, "propose", value)):
-            raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not a function")
+        proposes = parameter == "proposer"
+        function = getattr(value, "propose", None) if proposes else value
+        if value is not None and not callable(function):
+            wanted = "an object with a method `propose`" if proposes else "a function"
+            raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not {wanted}")
 
 
 def check_seconds(kernel: str, limits: object, *names: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from safetune.cli.listing import Filter, filter_options
-from safetune.cli.output import counted, date, echo, examples, print_json
+from safetune.cli.output import Number, counted, date, echo, examples, print_json
 from safetune.cli.stored import (
     DAY_S,
     json_option,
@@ -43,7 +43,7 @@ class _Known:
 @filter_options
 @click.option(
     "--older-than",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     metavar="DAYS",
     help="Only keys without a trial or choice of the last DAYS.",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -42,12 +43,24 @@ _KERNELS = str(Path(_PACKAGE) / "kernels")
 _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 
 _WIDE = 10_000
+_STDOUT = 1
 
 #: In the context of a command that has printed its JSON.
 PRINTED = "safetune.printed"
 
 #: The end of a shared store's identity, which tells databases of one location apart.
 _DIGEST = re.compile(" [0-9a-f]{32}$")
+
+
+class Number(click.FloatRange):
+    """A number in a range; for click, NaN is in each."""
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
+        """Return the number."""
+        found = super().convert(value, parameter, context)
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number.", parameter, context)
+        return found
 
 
 def echo(text: object, err: bool = False) -> None:
@@ -124,6 +137,21 @@ def warnings_as_lines() -> Iterator[None]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+@contextlib.contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Have what a target prints go to standard error: also libraries in C, and processes."""
+    with contextlib.ExitStack() as at_the_end:
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or not a file
+            if sys.stdout.fileno() == _STDOUT:
+                sys.stdout.flush()
+                own = os.dup(_STDOUT)
+                at_the_end.callback(os.close, own)
+                os.dup2(sys.stderr.fileno(), _STDOUT)
+                at_the_end.callback(os.dup2, own, _STDOUT)
+        at_the_end.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 def print_json(data: Any) -> None:

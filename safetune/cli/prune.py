@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from safetune.cli.output import (
     empty_table,
     examples,
     print_json,
+    prints_to_stderr,
     stdout_console,
 )
 from safetune.cli.stored import json_option, open_store
@@ -131,7 +130,7 @@ def _found(target: str, within: float, keep: int, device: str | None) -> _Pruned
 
 
 def _kernel(target: str) -> OfflineKernel:
-    with contextlib.redirect_stdout(sys.stderr):  # what the target prints
+    with prints_to_stderr():
         kernels = targets.kernels_of([target], with_workload=False)
     if len(kernels) > 1:
         names = ", ".join(kernel.name for kernel in kernels)

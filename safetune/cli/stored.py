@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.output import (
-    counted,
-    echo,
-    examples,
-    moment,
-    print_json,
-)
+from safetune.cli.output import Number, counted, echo, examples, moment, print_json
 from safetune.errors import SafetuneError, StoreError, TargetError
 from safetune.settings import Settings, display_url, parse_size
 
@@ -68,7 +62,7 @@ def path(as_json: bool) -> None:
 @click.command("gc", epilog=examples("safetune gc --older-than 180 --dry-run"))
 @click.option(
     "--older-than",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     metavar="DAYS",
     help="Delete keys without a trial or choice of the last DAYS, and damaged databases.",
 )

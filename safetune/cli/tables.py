@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from safetune.cli.output import counted, echo, print_json
+from safetune.cli.output import counted, echo, print_json, prints_to_stderr
 from safetune.cli.stored import open_store
 from safetune.errors import TargetError
 from safetune.store.records import StoredChoice
@@ -59,17 +57,18 @@ def export_tables(
     entries: Sequence[StoredChoice], path: Path, kind: str, names: dict[str, str], as_json: bool
 ) -> None:
     """Write selected choices as the tables of others."""
-    from safetune.store.packs import tables
+    from safetune.store.packs import exchange, tables
 
     found = tables.tables_of(entries, tables.Kind(kind), names)
     counts = {name: len(table.rows) for name, table in found.items()}
-    _write({path / name: table.text() for name, table in found.items()})
+    for name, table in found.items():
+        exchange.write(path / name, table.text())
     _report({str(path / name): count for name, count in counts.items()}, "choices", as_json)
 
 
 def export_trials(path: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
     """Write all stored trials as T4 files, one for each key."""
-    from safetune.store.packs import t4
+    from safetune.store.packs import exchange, t4
 
     stored = [
         (key, trials)
@@ -80,7 +79,8 @@ def export_trials(path: Path, kernel: tuple[str, ...], device: str | None, as_js
     found = t4.t4_files(stored)
     if not found:
         raise TargetError("no such trial is stored; run `safetune tune` first")
-    _write({path / name: json.dumps(data, indent=2) + "\n" for name, data in found.items()})
+    for name, data in found.items():
+        exchange.write(path / name, json.dumps(data, indent=2) + "\n")
     counts = {str(path / name): len(data["results"]) for name, data in found.items()}
     _report(counts, "trials", as_json)
 
@@ -95,7 +95,7 @@ def read(
     from safetune.offline import foreign
     from safetune.store.packs import tables
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the target prints
+    with prints_to_stderr():
         kernels = targets.kernels_of([target], with_workload=False)
     store, found = open_store(), []
     if kind == DEJAVU:
@@ -122,12 +122,6 @@ def read(
 
 def _files(source: Path) -> list[Path]:
     return sorted(source.rglob("*device_name=*.json")) if source.is_dir() else [source]
-
-
-def _write(texts: dict[Path, str]) -> None:
-    for file, text in texts.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
 
 
 def _report(counts: dict[str, int], noun: str, as_json: bool) -> None:

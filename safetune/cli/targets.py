@@ -204,7 +204,10 @@ def _files_with_kernels(directory: Path) -> list[Path]:
             for name in inner
             if not name.startswith((".", "__")) and not Path(folder, name, "pyvenv.cfg").exists()
         )
-        for file in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+        for name in sorted(names):
+            file = Path(folder, name)
+            if name.startswith(".") or file.suffix != ".py" or not file.is_file():
+                continue  # an editor marks what it has open by a link to nothing
             text = file.read_bytes()
             if b"safetune" in text and b".workload" in text:
                 found.append(file)

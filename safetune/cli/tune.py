@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
@@ -14,10 +13,7 @@ import click
 
 from safetune.cli import targets, workers
 from safetune.cli.display import Display
-from safetune.cli.output import (
-    echo,
-    examples,
-)
+from safetune.cli.output import Number, echo, examples, prints_to_stderr
 from safetune.cli.plan import print_plan
 from safetune.cli.report import Report
 from safetune.cli.stored import check_writable
@@ -77,7 +73,7 @@ if TYPE_CHECKING:
 @click.option(
     "--top",
     metavar="SHARE",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     help="With --recorded: only the keys that make this share of the time, e.g. 0.95.",
 )
 @click.option("--zeros", is_flag=True, help="With --recorded: fill integer tensors with zeros.")
@@ -107,7 +103,7 @@ def tune_command(**given: Any) -> None:
         _tune_elsewhere(options, report)
         sys.exit(report.print(options.as_json))
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the targets print
+        with prints_to_stderr():
             sketches = _asked_for(options, report.left_out)
             if switched:
                 echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
@@ -153,6 +149,9 @@ class _Options:
     def __post_init__(self) -> None:
         if not (self.target or self.recorded):
             raise click.UsageError("Missing argument 'TARGET...'.")
+        for name in ("device", "devices", "shard", "ray"):
+            if getattr(self, name) == "":  # of a variable that is not set: not the same as without
+                raise click.UsageError(f"--{name} is empty.")
         if self.recorded and (self.shape or self.dtype):
             raise click.UsageError(
                 "--shape and --dtype choose workloads; with --recorded there are no workloads."
@@ -274,7 +273,7 @@ def _tune_elsewhere(options: _Options, report: Report) -> None:
     else:
         found = targets.devices_of(options.devices or "all", interpreted)
         events = workers.tune_on(found, arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # what Ray prints
+    with prints_to_stderr():
         for name, event in events:
             report.take(name, event)
 

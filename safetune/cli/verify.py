@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -22,6 +21,7 @@ from safetune.cli.output import (
     examples,
     location_of,
     print_json,
+    prints_to_stderr,
     stdout_console,
     typed,
 )
@@ -68,7 +68,7 @@ def verify_command(
     """
     targets.use_interpreter_without_gpu()
     left_out: list[str] = []
-    with contextlib.redirect_stdout(sys.stderr):  # what the targets print
+    with prints_to_stderr():
         kernels = targets.kernels_of(target, left_out=left_out)
         rows = list(_verify_all(kernels, shape, dtype, max_elements))
     ok = all(row.ok for row in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,15 @@ import click
 
 from safetune.cli import targets
 from safetune.cli.moving import all_choices
-from safetune.cli.output import counted, echo, empty_table, examples, print_json, stdout_console
+from safetune.cli.output import (
+    counted,
+    echo,
+    empty_table,
+    examples,
+    print_json,
+    prints_to_stderr,
+    stdout_console,
+)
 from safetune.cli.stored import json_option, open_store
 from safetune.errors import TargetError
 from safetune.settings import Mode, Settings
@@ -69,7 +76,7 @@ def warm_command(
     from safetune.store.lookup import open_lookup
 
     left_out: list[LeftOut] = []
-    with contextlib.redirect_stdout(sys.stderr):  # what the targets print
+    with prints_to_stderr():
         kernels = targets.kernels_of(target, with_workload=not recorded)
         if recorded:
             calls = _recorded(kernels, left_out)

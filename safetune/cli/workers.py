@@ -210,11 +210,11 @@ def begin_worker(text: str, shard: Shard) -> Part:
 
 def printer() -> Callable[[Event], None]:
     """Return a function that prints an event on what is now standard output."""
-    out = sys.stdout
+    out = os.dup(sys.stdout.fileno())
 
     def tell(event: Event) -> None:
-        out.write(json.dumps(event) + "\n")
-        out.flush()
+        with open(out, "w", encoding="utf-8", closefd=False) as file:
+            file.write(json.dumps(event) + "\n")
 
     return tell
 

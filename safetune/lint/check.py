@@ -24,7 +24,8 @@ def python_files(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield the Python files under some paths; raises `InvalidSetting` for a missing one."""
     for path in paths:
         if path.is_dir():
-            yield from sorted(p for p in path.rglob("*.py") if not _is_hidden(p.relative_to(path)))
+            here = (p for p in path.rglob("*.py") if not _is_hidden(p.relative_to(path)))
+            yield from sorted(p for p in here if p.is_file())
         elif path.is_file():
             yield path
         else:

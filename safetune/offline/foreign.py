@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,11 @@ from safetune.store.packs.tables import DEFAULTS, Kind, Table
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 _DEJAVU = "cache.json"
+#: What reading a file raises that is another one; it may be as deep as anybody made it.
+_NOT_ITS_FORM = (
+    *(OSError, LookupError, AttributeError, TypeError, ValueError, SyntaxError),
+    *(RecursionError, MemoryError),
+)
 #: Options of earlier Tritons, which triton-dejavu writes down with their defaults.
 _RETIRED = frozenset(
     {
@@ -106,9 +112,11 @@ def read_dejavu(path: Path) -> Iterator[DejavuRow]:
                 values = dict(zip(names, parts, strict=False))
                 ms = float(content["timings"].get(text, [0.0])[0])
                 device = folders[-1] if folders else ""
-                yield DejavuRow(device, values, kinds, _parsed(config), ms)
-        except (OSError, LookupError, TypeError, ValueError, SyntaxError) as error:
-            raise PackError(f"{file}: it is not a cache of triton-dejavu: {error!r}") from error
+                if math.isfinite(ms):  # else no config worked
+                    yield DejavuRow(device, values, kinds, _parsed(config), ms)
+        except _NOT_ITS_FORM as error:
+            reason = f"{type(error).__name__}: {error!s:.80}"
+            raise PackError(f"{file}: it is not a cache of triton-dejavu: {reason}") from error
 
 
 def _parsed(config: str) -> dict[str, Any]:
@@ -120,7 +128,7 @@ def _parsed(config: str) -> dict[str, Any]:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 

@@ -74,9 +74,9 @@ class SearchBudget:
         text = "" if isinstance(budget, bool) else str(budget).strip()
         match = re.fullmatch(r"(\d+|\d*\.\d+)([smh]?)", text)
         number = float(match[1]) if match else 0.0
-        if match and match[2] and number > 0:
+        if match and match[2] and 0 < number < math.inf:
             return cls(seconds=number * _UNITS_S[match[2]])
-        if match and number >= 1 and number == int(number):
+        if match and number >= 1 and number.is_integer():
             return cls(configs=int(number))
         raise InvalidSetting(
             f"budget={budget!r} of {owner} is neither a number of configs, e.g. 200, nor a time, "

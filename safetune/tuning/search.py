@@ -9,12 +9,14 @@ before some config works.
 from __future__ import annotations
 
 import random
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, Protocol
 
 from triton.runtime.autotuner import Config
 
+from safetune.errors import InvalidSetting
 from safetune.frozen import dataclass
 
 #: At most this many configs are compiled and measured before a proposer is asked again.
@@ -125,7 +127,15 @@ class Search:
         most = remaining - reserve if remaining > reserve else remaining
         trials = tuple(Trial(configs[index], time_ms) for index, time_ms in times.items())
         proposed = self.proposer.propose(replace(self.start, trials=trials), most)
+        self._check(proposed)
         return self._untried(proposed, times)[:most] or polish[:remaining]
+
+    def _check(self, proposed: object) -> None:
+        if not isinstance(proposed, Sequence) or not all(isinstance(p, Config) for p in proposed):
+            raise InvalidSetting(
+                f"the proposer of {self.start.kernel} returned {reprlib.repr(proposed)}, not a "
+                "list of configs: take them from `history.configs`"
+            )
 
     def _untried(self, proposed: Iterable[Config], times: Mapping[int, float | None]) -> list[int]:
         """Return the indexes of those configs that are in the list and were not tried."""

@@ -164,6 +164,15 @@ class TestTarget:
             "kernel decorated with @safetune"
         )
 
+    def test_links_to_nothing_and_hidden_files_are_no_part_of_a_directory(
+        self, safetune: Any, file: Path
+    ) -> None:
+        file.write_text(GOOD)
+        for name in ("gone.py", f".#{file.name}"):  # Emacs marks so what it has open
+            (file.parent / name).symlink_to("nowhere")
+
+        assert safetune.json("tune", file.parent, "--dry-run")["tunings"]
+
     def test_no_target(self, safetune: Any) -> None:
         result = safetune("tune")
 
@@ -195,6 +204,24 @@ class TestOptions:
 
         assert result.exit_code == 2
         assert "'none' is not one of 'config', 'worker'" in result.stderr
+
+    @pytest.mark.parametrize("option", ["--device", "--devices", "--shard", "--ray"])
+    def test_one_without_text(self, safetune: Any, targets: Path, option: str) -> None:
+        result = safetune("tune", targets / "add.py", f"{option}=")
+
+        assert result.exit_code == 2
+        assert f"Error: {option} is empty." in result.stderr
+
+    @pytest.mark.parametrize(
+        "words",
+        [("gc", "--older-than"), ("clear", "kernel", "--older-than"), ("tune", "--top")],
+        ids=" ".join,
+    )
+    def test_a_number_that_is_none(self, safetune: Any, words: tuple[str, ...]) -> None:
+        result = safetune(*words, "nan")
+
+        assert result.exit_code == 2
+        assert "'nan' is not a number" in result.stderr
 
     def test_a_setting(self, safetune: Any, targets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SAFETUNE_MODE", "fast")

@@ -172,8 +172,47 @@ def test_a_cache_of_triton_dejavu_is_imported_with_its_times(
     assert (entry["config"]["BLOCK_M"], entry["config"]["num_warps"]) == (64, 8)
     assert "triton-dejavu has no such call" in safetune(*words).stderr, "its dtype is another"
 
-    (folder / "cache.json").write_text("{}", encoding="utf-8")
-    assert "is not a cache of triton-dejavu" in safetune.error(*words)
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{}", "[]", "5", "no JSON", "[" * 100_000),
+        '{"keys": ["M"], "cache": [], "timings": {}}',
+        '{"keys": ["M"], "cache": {"(1,)": {"BLOCK_M": 64}}, "timings": {}}',
+        '{"keys": ["M"], "cache": {"(1,)": "BLOCK_M: 64"}, "timings": [1]}',
+        '{"keys": ["M"], "cache": {"1": "BLOCK_M: 64"}, "timings": {}}',
+        f'{{"keys": ["M"], "cache": {{"{"(" * 9000}": "BLOCK_M: 64"}}, "timings": {{}}}}',
+    ],
+)
+def test_a_file_of_another_form_is_named(
+    safetune: Any, fill: Fill, tmp_path: Path, text: str
+) -> None:
+    fill([(1, 512)])
+    Path("cache.json").write_text(text, encoding="utf-8")
+    words = ("import", "cache.json", "--target", "gemms.py:gemm", "--format")
+    line = safetune.error(*words, "dejavu")
+    assert line.startswith("Error: cache.json: it is not a cache of triton-dejavu: ")
+    assert len(line) < 200
+    assert safetune.error(*words, "vllm").startswith("Error: cache.json: ")
+
+
+def test_a_call_of_which_no_config_worked_is_not_imported(safetune: Any, fill: Fill) -> None:
+    fill([(1, 512)])
+    call = "(1, 512, 'torch.float16')"
+    content = {"keys": ["M", "N"], "cache": {call: "BLOCK_M: 64, num_warps: 8"}}
+    words = ("import", "cache.json", "--target", "gemms.py:gemm", "--format", "dejavu")
+    for ms in (float("inf"), float("nan"), 0.25):
+        text = json.dumps({**content, "timings": {call: [ms]}})
+        Path("cache.json").write_text(text, encoding="utf-8")
+        assert (safetune(*words).exit_code == 0) is (ms == 0.25)
+
+
+@pytest.mark.parametrize("kind", ["t4", "vllm", "pack"])
+def test_a_folder_that_cannot_be_made_is_named(safetune: Any, fill: Fill, kind: str) -> None:
+    fill([(1, 512)], 0)
+    assert safetune.error("export", "gemms.py", "--format", kind).startswith(
+        "Error: cannot write gemms.py/"
+    )
 
 
 def test_trials_are_exported_as_t4(safetune: Any, fill: Fill) -> None:

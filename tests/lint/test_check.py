@@ -164,6 +164,8 @@ def test_json_github_and_sarif_have_the_place_and_the_rule(file: Path) -> None:
 def test_a_tree_without_findings_exits_with_0_and_a_path_that_is_not_there_with_2(
     tmp_path: Path,
 ) -> None:
+    (tmp_path / "gone.py").symlink_to("nowhere")
+    (tmp_path / "folder.py").mkdir()
     assert safetune(tmp_path).exit_code == 0
     missing = safetune(tmp_path / "missing")
     assert missing.exit_code == 2

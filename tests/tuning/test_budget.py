@@ -215,8 +215,9 @@ def test_without_scikit_learn_the_search_is_random_and_says_so(
 def test_a_budget_or_proposer_that_is_none_of_them_is_refused() -> None:
     with pytest.raises(InvalidSetting, match="budget='soon' of copy_kernel"):
         decorated(budget="soon")
-    with pytest.raises(InvalidSetting, match="proposer=3 of copy_kernel is not a function"):
-        decorated(proposer=3)
+    for proposer in (3, len):
+        with pytest.raises(InvalidSetting, match="of copy_kernel is not an object with a method"):
+            decorated(proposer=proposer)
 
 
 def test_budget_and_proposer_are_not_part_of_the_key(tmp_path: Path) -> None:

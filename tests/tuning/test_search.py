@@ -100,6 +100,12 @@ def test_what_a_proposer_is_told_and_what_is_taken_of_its_answers() -> None:
     assert second.trials == (Trial(CONFIGS[5], 2.0), Trial(CONFIGS[1], None))
 
 
+@pytest.mark.parametrize("answer", [None, 0, "all", [0, 1], [{"BM": 16}], CONFIGS[0]])
+def test_an_answer_that_is_not_a_list_of_configs_names_the_proposer(answer: Any) -> None:
+    with pytest.raises(InvalidSetting, match=r"of kernel returned .*, not a list of configs"):
+        Search(HISTORY, Named(answer)).ask({}, 40)
+
+
 def test_a_random_proposer_says_the_same_in_each_process_and_never_a_config_twice() -> None:
     one, other = (run(Search(HISTORY, RandomProposer(seed=3)), 128) for _ in range(2))
     assert one == other
@@ -157,7 +163,13 @@ def test_a_budget_is_a_number_of_configs_or_a_time(
     assert SearchBudget.parse("kernel", written) == budget
 
 
-@pytest.mark.parametrize("written", [0, -1, True, 1.5, "0s", "5 minutes", "m", "", "1d", [200]])
+@pytest.mark.parametrize(
+    "written",
+    [
+        *(0, -1, True, 1.5, "0s", "5 minutes", "m", "", "1d", [200]),
+        *(float("nan"), 10**400, f"{10**400}h"),
+    ],
+)
 def test_another_budget_is_refused_by_name(written: object) -> None:
     with pytest.raises(InvalidSetting, match=r"budget=.* of add_kernel is neither a number"):
         SearchBudget.parse("add_kernel", written)

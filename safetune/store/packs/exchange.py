@@ -147,8 +147,12 @@ def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
 
 
 def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
-    """Write a pack in place of what is there, whole or not at all; raises `PackError`."""
-    text = dump(entries)
+    """Write a pack as `write` does."""
+    write(path, dump(entries))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file in place of what is there, whole or not at all; raises `PackError`."""
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with contextlib.ExitStack() as on_error:

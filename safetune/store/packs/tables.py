@@ -88,7 +88,7 @@ def read_table(path: Path) -> Table:
             raise PackError("it does not have one config for each M")
         if any(isinstance(value, (dict, list)) for value in extra.values()):
             raise PackError(f"it has more than configs by M: {', '.join(extra)}")
-    except (OSError, ValueError, PackError) as error:
+    except (OSError, ValueError, RecursionError, PackError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise PackError(f"{path}: {reason}") from error
     words = [part.partition("=") for part in _COMMA.split(path.stem)]
