@@ -52,6 +52,8 @@ def grouped_matmul_kernel(
 
 
 KEY = ["M", "N", "K"]
+#: The batch sizes that SGLang tunes.
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 
 
 def configs(most: int | None = None) -> list[triton.Config]:

@@ -1,12 +1,14 @@
-"""The spaces on which ways of searching are compared: four kernels, each with several keys.
+"""The spaces on which ways of searching are compared: five kernels, each with several keys.
 
-`matmul` is the grid that SGLang tries for a fused mixture of experts, 1,920 configs for 18 batch
-sizes. The others have a few hundred configs: attention, layer norm backward, and the output of a
-chunk of gated linear attention.
+`fused_moe_bf16` and `fused_moe_fp8` are SGLang's kernel for a mixture of experts, 1,920 configs for
+18 batch sizes; only where Python finds `sglang`. `matmul` is a plain product with the same configs
+and sizes. The others have a few hundred configs: attention, layer norm backward, and the output of
+a chunk of gated linear attention.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +22,6 @@ import triton
 import triton.language as tl
 from choice_problems import Problem, Work
 
-#: The batch sizes that SGLang tunes.
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 SIZE = 4096
 #: Positions of one chunk.
 CHUNK = 64
@@ -147,9 +147,15 @@ def spaces() -> dict[str, dict[str, Problem]]:
     lengths = ((128, 512), (64, 1024), (32, 2048), (8, 8192))
     columns = ((65536, 256), (65536, 512), (32768, 1024), (16384, 2048))
     chunks = ((256, 256), (128, 1024), (32, 4096), (8, 16384))
-    return {
-        "matmul": _of_shapes(matmul, {f"M={m}": (m, SIZE) for m in BATCHES}),
+    found = {
+        "matmul": _of_shapes(matmul, {f"M={m}": (m, SIZE) for m in grouped_matmul.BATCHES}),
         "attention": _of_shapes(attention, {f"length={n}": (1, h, n, 128) for h, n in lengths}),
         "norm_backward": _of_shapes(norm, {f"COLUMNS={c}": (rows, c) for rows, c in columns}),
         "chunk": _of_shapes(chunk, {f"length={n}": (h, n, 128) for h, n in chunks}),
     }
+    if importlib.util.find_spec("sglang") is not None:
+        import fused_moe
+
+        for name, dtype in zip(("bf16", "fp8"), fused_moe.DTYPES, strict=True):
+            found[f"fused_moe_{name}"] = fused_moe.problems(dtype)
+    return found

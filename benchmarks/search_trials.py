@@ -3,8 +3,8 @@
 For each key all configs are tuned, from an empty store; the times are those that a search would
 have seen, and those of the best are of the final rounds. A space is one file,
 `<out>/<device>/search_trials/<space>.json.gz`, which grows key by key; the script goes on where it
-ended. The first key of a space compiles (matmul: 61 s on an H100 with 16 cores), a further one of
-matmul takes 13 to 29 s.
+ended, and begins no key that does not fit the budget. The first key of a space compiles (matmul:
+61 s on an H100 with 16 cores), a further one of matmul takes 13 to 29 s.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from choice_problems import Problem
 
 ERROR_LIMIT = 2e-2
-#: What the first key of a space is expected to take.
-FIRST_KEY_S = 90.0
+#: What the first key of a space is expected to take, with the time of each config; a further one
+#: takes as long as the one before it took for all but compiling, and a share more.
+FIRST_KEY_S, CONFIG_S, MORE = 10.0, 0.045, 1.3
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -120,6 +121,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=Path("/tmp/safetune-search"),
         help="compile caches, store and finished trials, for the next part",
     )
+    parser.add_argument("--keys", nargs="+", metavar="KEY", help="some, in this order: M=64")
     parser.add_argument("--configs", type=int, help="at most, for a trial run")
     return parser.parse_args(argv)
 
@@ -141,12 +143,15 @@ def main() -> None:
         configs = next(iter(keys.values())).configs
         configs = configs[:: -(-len(configs) // (options.configs or len(configs)))]
         data = begun(space, configs, [folder, options.work], options.fresh)
-        done = [{"part": key["name"]} for key in data["keys"]]
-        left = argparse.Namespace(
-            parts=options.parts, budget=options.budget - (time.monotonic() - start)
-        )
-        for name in recording.parts_to_run(keys, done, left, FIRST_KEY_S):
+        done = {key["name"] for key in data["keys"]}
+        missing = [name for name in options.keys or keys if name not in done]
+        expected_s = FIRST_KEY_S + CONFIG_S * len(configs)
+        for name in missing[: options.parts]:
+            if time.monotonic() - start + expected_s > options.budget:
+                print(f"{space} {name} does not fit {options.budget:g} s: run again for the rest")
+                break
             found = measure(keys[name], configs)
+            expected_s = MORE * (found["seconds"] - found["phases"].get("phase_s_compile", 0.0))
             data["keys"].append(found)
             save(data, folder, options.work)
             verdicts = found["verdicts"]

@@ -180,6 +180,91 @@ def test_the_sweep_has_1920_configs() -> None:
     assert len(configs(most=5)) == 5
 
 
+LIBRARY = """
+import triton
+from sglang.srt.environ import envs
+from sglang.srt.utils import is_cuda, is_hip
+assert not is_cuda() and not envs.SGLANG_USE_AITER.get()
+
+@triton.jit
+def fused_moe_kernel(a_pointer):
+    pass
+"""
+
+
+@pytest.fixture
+def fused_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, beside an SGLang of which only the kernel's file is there."""
+    folder = tmp_path / "sglang" / "kernels" / "ops" / "moe"
+    folder.mkdir(parents=True)
+    (folder / "fused_moe_triton_kernels.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return importlib.import_module("fused_moe")
+
+
+def test_the_kernel_of_sglang_is_run_without_the_rest_of_it(fused_moe: ModuleType) -> None:
+    assert fused_moe.library_kernel.fn.__module__ == "sglang_fused_moe"
+    assert not [name for name in sys.modules if name.startswith("sglang.")]
+    assert len(fused_moe.CONFIGS) == 1920
+    spaces = importlib.import_module("search_spaces").spaces()
+    assert {"fused_moe_bf16", "fused_moe_fp8"} <= set(spaces)
+    assert len(spaces["fused_moe_bf16"]) == 18
+
+
+def test_without_sglang_its_spaces_are_left_out() -> None:
+    assert not any("moe" in name for name in importlib.import_module("search_spaces").spaces())
+    with pytest.raises(ModuleNotFoundError, match="no sglang: pip install"):
+        importlib.import_module("fused_moe")
+
+
+def test_tokens_are_sorted_by_expert_in_whole_blocks_for_each_size_of_block(
+    fused_moe: ModuleType,
+) -> None:
+    import torch
+
+    experts, tokens = 16, 40
+    chosen = torch.rand(tokens, experts).topk(fused_moe.TOP_K).indices
+    table, owners, padded = fused_moe._sorted(chosen, experts)
+    for block in fused_moe.TILES:
+        count = int(padded[block // 16])
+        assert count % block == 0
+        rows = table[block // 16, :count].view(-1, block)
+        real = rows < chosen.numel()
+        assert sorted(rows[real].tolist()) == list(range(chosen.numel()))
+        owner = owners[block // 16, : len(rows), None].expand_as(rows)
+        assert torch.equal(chosen.flatten()[rows[real].long()], owner[real].long())
+
+
+def fused_moe_row(dtype: str, tokens: int, regret: float | None) -> dict[str, Any]:
+    row = {"part": dtype, "dtype": dtype, "wall_s": 150.5, "tokens": tokens}
+    return {**row, "measured": 40, "regret": regret}
+
+
+FUSED_MOE_ROWS = [
+    *(fused_moe_row("bfloat16", 1, None), fused_moe_row("bfloat16", 64, 0.01)),
+    *(fused_moe_row("bfloat16", 96, 0.03), fused_moe_row("float8_e4m3fn", 1, None)),
+]
+
+
+def test_fused_moe_sweep_figures() -> None:
+    """The command's time is of all batch sizes; a regret only where all configs were measured."""
+    module = importlib.import_module("fused_moe_sweep")
+    assert module.figures(FUSED_MOE_ROWS) == {
+        "fused_moe_bf16_wall_s": 150.5,
+        "fused_moe_bf16_keys": 3,
+        "fused_moe_bf16_configs": 120,
+        "fused_moe_bf16_regret_keys": 2,
+        "fused_moe_bf16_regret_median": 0.02,
+        "fused_moe_bf16_regret_worst": 0.03,
+        "fused_moe_fp8_wall_s": 150.5,
+        "fused_moe_fp8_keys": 1,
+        "fused_moe_fp8_configs": 40,
+    }
+    times = [({"BM": 16}, None), ({"BM": 32}, 2.0), ({"BM": 64}, 3.0)]
+    assert module.regret({"BM": 64}, times) == 0.5
+    assert module.regret({"BM": 16}, times) is None
+
+
 def test_tuning_time_figures_of_half_a_part() -> None:
     """No ratio of something to nothing, and no figure that was not measured."""
     module = importlib.import_module("tuning_time")
@@ -805,6 +890,7 @@ SAMPLE_ROWS = {
     ],
     "sweep": SWEEP_ROWS,
     "search_replay": SEARCH_ROWS,
+    "fused_moe_sweep": FUSED_MOE_ROWS,
     "choice_quality": CHOICE_ROWS,
     "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],
 }

@@ -1,0 +1,123 @@
+"""How long `safetune tune --budget` takes for all batch sizes of a fused mixture of experts.
+
+A part is one dtype: the command begins with an empty store and an empty compile cache. Where
+`search_trials` has measured all configs of a batch size (spaces `fused_moe_bf16`, `fused_moe_fp8`),
+the regret says how much slower the choice is there than the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import recording
+import search_trials
+from recording import Figures, Row
+
+SPACES = {"bfloat16": "fused_moe_bf16", "float8_e4m3fn": "fused_moe_fp8"}
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return for each dtype the seconds of the whole command, its configs, and its regrets."""
+    found: Figures = {}
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        of_dtype = [row for row in rows if row["dtype"] == dtype]
+        name = SPACES[dtype]
+        found[f"{name}_wall_s"] = of_dtype[0]["wall_s"]
+        found[f"{name}_keys"] = len(of_dtype)
+        found[f"{name}_configs"] = sum(row["measured"] for row in of_dtype)
+        if regrets := [row["regret"] for row in of_dtype if row["regret"] is not None]:
+            found[f"{name}_regret_keys"] = len(regrets)
+            found[f"{name}_regret_median"] = statistics.median(regrets)
+            found[f"{name}_regret_worst"] = max(regrets)
+    return found
+
+
+def run_part(dtype: str, options: argparse.Namespace, folders: Sequence[Path]) -> list[Row]:
+    """Tune all batch sizes of a dtype within the time."""
+    target = Path(__file__).with_name("fused_moe.py")
+    command = [sys.executable, "-m", "safetune", "tune", str(target), "--dtype", dtype, "--json"]
+    command += [word for tokens in options.tokens or () for word in ("--shape", tokens)]
+    with tempfile.TemporaryDirectory(prefix="fused-moe-") as name:
+        caches = {"TRITON_CACHE_DIR": f"{name}/triton", "SAFETUNE_CACHE_DIR": f"{name}/store"}
+        paths = [str(target.parent), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        start = time.monotonic()
+        done = subprocess.run(
+            [*command, "--budget", options.time], env=env, stdout=subprocess.PIPE, text=True
+        )
+        wall_s = round(time.monotonic() - start, 1)
+    if done.returncode:
+        raise SystemExit(f"safetune tune ended with {done.returncode}")
+    known = measured(SPACES[dtype], folders)
+    rows = []
+    for tuning in json.loads(done.stdout)["tunings"]:
+        row = {"part": dtype, "dtype": dtype, "time": options.time, "wall_s": wall_s}
+        row |= {"tokens": int(tuning["shape"]), "choice": tuning["choice"]}
+        row |= {name: tuning[name] for name in ("measured", "median_ms")}
+        row["phases"] = {name: round(s, 2) for name, s in tuning["phases"].items() if s >= 0.01}
+        times = known.get(f"tokens={tuning['shape']}")
+        row["regret"] = None if times is None else regret(tuning["config"], times)
+        rows.append(row)
+    return rows
+
+
+def measured(space: str, folders: Sequence[Path]) -> dict[str, list[tuple[Any, float | None]]]:
+    """Return the configs of each key of a space with their times, as far as they are measured."""
+    device = recording.device_slug(recording.device_name())
+    for folder in folders:
+        path = folder / device / "search_trials" / f"{space}.json.gz"
+        if path.exists():
+            data = search_trials.load(path)
+            return {
+                key["name"]: list(zip(data["configs"], key["median_ms"], strict=True))
+                for key in data["keys"]
+            }
+    return {}
+
+
+def regret(choice: Any, times: Sequence[tuple[Any, float | None]]) -> float | None:
+    """Return how much slower a config was than the best; None where it was not measured."""
+    chosen = next((time_ms for config, time_ms in times if config == choice), None)
+    best = min(time_ms for _, time_ms in times if time_ms is not None)
+    return None if chosen is None else round(chosen / best - 1.0, 6)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("dtypes", nargs="*", metavar="DTYPE", help="default: both")
+    parser.add_argument("--time", default="170s", help="of all batch sizes of a dtype")
+    parser.add_argument("--tokens", nargs="+", metavar="N", help="some batch sizes only")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Tune the dtypes that are still missing."""
+    options = parse()
+    recording.require_device()
+    folder = recording.output_folder(options)
+    result = recording.begin("fused_moe_sweep")
+    folders = [folder, recording.RESULTS]
+    if not options.fresh:
+        recording.resume(result, folders)
+    every = options.dtypes or [*SPACES]
+    for dtype in recording.parts_to_run(every, result.rows, options, 200.0):
+        result.rows += run_part(dtype, options, folders)
+        result.save(folder, figures)
+    path = result.save(folder, figures)
+    print(recording.table(result.rows, ["dtype", "tokens", "measured", "median_ms", "regret"]))
+    print(recording.figures_table(result, path))
+
+
+if __name__ == "__main__":
+    main()
