@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from safetune.offline.plan import Plan, Planned, Sketch, Sweep
     from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Part, Turn, Turns
-    from safetune.offline.tasks import OfflineKernel
+    from safetune.offline.tasks import OfflineKernel, Task
     from safetune.tuning.requests import SearchBudget
     from safetune.tuning.single_flight import WaitBudget
 
@@ -290,7 +291,11 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
             display.begin(turn.item.sketch.words)
             budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
             try:
-                _tune(turn, sweep, options, display.watch, report, budget)
+                if turn.helps:
+                    _help(turn, options, display.watch)
+                    turns.put_back(turn)
+                else:
+                    _tune(turn, sweep, options, display.watch, report, budget, turns.helps)
             except NotExclusive:
                 report.left += 1
             except Busy:
@@ -313,7 +318,7 @@ def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[
         request = turn.item.sketch.request
         return states(request.key, request.declared, look=not turn.is_of_shards)
 
-    return shards.Turns(turns, state, again=again)
+    return shards.Turns(turns, state, again=again, helps=part.shard.workers > 1 and not again)
 
 
 def _tune(
@@ -323,6 +328,7 @@ def _tune(
     watch: Callable[[Tally], None],
     report: Report,
     budget: WaitBudget | None,
+    shared: bool,
 ) -> None:
     from safetune.offline.tasks import tune_task
 
@@ -330,11 +336,24 @@ def _tune(
     if options.isolation is not None:
         task.kernel.tuner.isolate(options.isolation)
     try:
-        result = tune_task(task, watch, options.force, budget)
+        result = tune_task(task, watch, options.force, budget, shared)
     except NoWorkingConfig as error:
         report.add_failed(turn, task, error)
     else:
         report.add(turn, result)
+
+
+def _help(turn: Turn[Planned], options: _Options, watch: Callable[[Tally], None]) -> None:
+    from safetune.offline.tasks import help_with_task
+
+    def make() -> Task:
+        task = turn.item.sketch.make()
+        if options.isolation is not None:
+            task.kernel.tuner.isolate(options.isolation)
+        return task
+
+    with contextlib.suppress(NoWorkingConfig):  # the process that tunes the key reports it
+        help_with_task(turn.item.sketch.request, make, watch)
 
 
 def _check_written() -> None:

@@ -1,7 +1,8 @@
 """Which of many processes tunes which key, without one that directs the others.
 
 Every process has the whole list. It begins with a part of its own, and goes on with keys of the
-others that no process tunes. The lock of a key keeps a second process of the node from it, and the
+others that no process tunes; at last it helps another worker. The lock of a
+key keeps a second process of the node from it, and the
 lease of the shared store a second node. Both come free when their holder dies: its keys are then
 tuned by others. Where the shared store has no leases, a shard leaves the parts of other shards.
 """
@@ -14,6 +15,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -61,10 +63,14 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Turn(Generic[Item]):
-    """An item that this process may try, and who begins with it."""
+    """An item that this process may try, and who begins with it.
+
+    Where it `helps`, another process of this node has the item, and nothing else is left to try.
+    """
 
     item: Item
     whose: Whose
+    helps: bool = False
 
     @property
     def is_own(self) -> bool:
@@ -213,6 +219,7 @@ class Turns(Generic[Item]):
         state: of an item.
         again: all is tuned again, and only the state tells what other processes have done already.
             Nothing of that is yielded.
+        helps: yield once what another process of this node has, where nothing else is left.
     """
 
     def __init__(
@@ -221,7 +228,10 @@ class Turns(Generic[Item]):
         state: Callable[[Turn[Item]], State],
         sleep: Callable[[float], None] = time.sleep,
         again: bool = False,
+        helps: bool = False,
     ) -> None:
+        self.helps = helps
+        self._helped: set[int] = set()
         self._untried = [*reversed(turns)]
         self._again = again
         self._busy: list[Turn[Item]] = []
@@ -247,7 +257,7 @@ class Turns(Generic[Item]):
 
     def put_back(self, turn: Turn[Item]) -> None:
         """Another process tunes the item: it is yielded again when that is done, or has failed."""
-        self._busy.append(turn)
+        self._busy.append(replace(turn, helps=False))
         if self._state(turn) is State.FREE:
             self._sleep(next(self._pauses))
 
@@ -265,7 +275,18 @@ class Turns(Generic[Item]):
             for wanted in (State.DONE, State.FREE):
                 if ready := [n for n, (_, state) in enumerate(found) if state is wanted]:
                     return self._busy.pop(self._random.choice(ready))
+            if turn := self._to_help():
+                return turn
             self._sleep(_LOOK_S)
+
+    def _to_help(self) -> Turn[Item] | None:
+        new = [turn for turn in self._busy if self.helps and id(turn.item) not in self._helped]
+        if not new:
+            return None
+        turn = self._random.choice(new)
+        self._helped.add(id(turn.item))
+        self._busy.remove(turn)
+        return replace(turn, helps=True)
 
     def _may_be_over(self, turn: Turn[Item]) -> bool:
         """Whether there is nothing to do or to report for an item that is done."""

@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from safetune.settings import Mode, Settings
 from safetune.store.local import db_files
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
+from safetune.tuning import requests
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
+from safetune.tuning.shared_bench import HelpersBench, SharedBench
 from safetune.tuning.single_flight import WaitBudget
-from safetune.tuning.tuner import tune
+from safetune.tuning.tuner import measure, recall, tune
 
 
 @dataclass(frozen=True)
@@ -163,12 +166,14 @@ def tune_task(
     watch: Callable[[reporting.Tally], None],
     force: bool = False,
     key_budget: WaitBudget | None = None,
+    shared: bool = False,
 ) -> TuningResult:
     """Tune one task into the local store; configs with a stored outcome are not measured again.
 
     Args:
         watch: gets what knows how far the tuning is, and may show it.
         key_budget: how long to wait for another process that tunes the key; without end if None.
+        shared: with other processes of this node, which may `help_with_task`.
 
     Raises:
         NoWorkingConfig: every config failed.
@@ -177,12 +182,40 @@ def tune_task(
     phases = Phases("lookup")
     request = request_for(task, force)
     store = open_tuning_store()
+    if shared and request.budget is None:
+        request = replace(request, bench=partial(SharedBench, store))
     with reporting.observing(request, store, phases, quiet=True) as tally:
         watch(tally)
         budget = WaitBudget(tell=tally.wait_for)
         result = tune(request, store, tally, None, budget, phases, key_budget)
     reporting.tell_result(request, result, shown=True)
     return result
+
+
+#: A process that helps takes some seconds to begin: not for fewer configs than this.
+_MANY = 16
+
+
+def help_with_task(
+    planned: TuningRequest, make: Callable[[], Task], watch: Callable[[reporting.Tally], None]
+) -> None:
+    """Measure configs of a key that another process of this node tunes; that one chooses.
+
+    Args:
+        planned: the request without its call.
+        make: makes the task.
+    """
+    store = open_tuning_store()
+    left = len(planned.configs) - len(requests.lasting_outcomes(planned, store))
+    if planned.budget is not None or left < _MANY:
+        return
+    phases = Phases("lookup")
+    request = replace(request_for(make()), bench=partial(HelpersBench, store))
+    with reporting.observing(request, store, phases, quiet=True) as tally:
+        watch(tally)
+        tuning = recall(request, store, tally, phases)
+        if tuning.new:
+            measure(tuning, None, WaitBudget(0.0))
 
 
 #: The characters of a wrong workload that a message shows: it may be a tensor.

@@ -52,7 +52,7 @@ forks.register("tuning", after_in_child=_device_locks.clear)
 
 
 class Ready(NamedTuple):
-    """A config that can be launched, or the outcome of one that cannot.
+    """A config that can be launched, or the outcome of one that cannot or need not be.
 
     `same` is one that came before, and whose launch does the same to the last bit.
     """
@@ -71,6 +71,8 @@ class LaunchBench:
         notes: what to report to the user, a sentence for each finding.
     """
 
+    #: Whether the choice is made of the outcomes; else another process makes it.
+    chooses = True
     #: Whether configs may be resolved on the caller's arguments.
     _has_arguments = True
     #: Whether something is noted of each measurement.

@@ -126,6 +126,7 @@ class TuningRequest:
     budget: SearchBudget | None = None  # measure some configs, not all
     proposer: Proposer | None = None  # who names them; None for the default
     goes_on: bool = False  # with the configs that an earlier search of this key has left out
+    bench: Callable[..., Any] | None = None  # of the request and phases, in place of `LaunchBench`
     #: What later tunings of the kernel compile, done while cores are free: see `CompilePool`.
     ahead: deque[bytes] = field(default_factory=deque)
 

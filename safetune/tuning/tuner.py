@@ -61,12 +61,12 @@ def tune(
     phases.enter("wait")
     with single_flight.elect(request, store, key_budget or budget) as election:
         phases.enter("store")
-        tuning = _recall(request, store, observe, phases)
+        tuning = recall(request, store, observe, phases)
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
             return replace(tuning.result(election.choice), adopted=True)
         if tuning.new:  # also those that an earlier tuning has timed and not judged
-            _measure(tuning, bench, budget)
+            measure(tuning, bench, budget)
         choice = _store_choice(tuning, _best(tuning), election)
         return tuning.result(choice)
 
@@ -174,7 +174,7 @@ class _Tuning:
         )
 
 
-def _recall(request: TuningRequest, store: Store, observe: Observer, phases: Phases) -> _Tuning:
+def recall(request: TuningRequest, store: Store, observe: Observer, phases: Phases) -> _Tuning:
     """Return a tuning with the outcomes in the store that still count."""
     key = request.key.digest
     digests = tuple(config_digest(config) for config in request.configs)
@@ -203,7 +203,7 @@ def _recall(request: TuningRequest, store: Store, observe: Observer, phases: Pha
     )
 
 
-def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
+def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
     """Find the outcome of each new config."""
     call, phases = tuning.request.call, tuning.phases
     with system_errors(), contextlib.ExitStack() as compiling, contextlib.ExitStack() as device:
@@ -211,7 +211,7 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
             if not call.interpreted:  # before anything is started or copied
                 compiling.enter_context(single_flight.compiling(tuning.store, budget))
             device.enter_context(device_lock(call.index))
-        with made or LaunchBench(tuning.request, phases) as bench:
+        with made or (tuning.request.bench or LaunchBench)(tuning.request, phases) as bench:
             tuning.notes.extend(bench.notes)
             request, outcomes = tuning.request, tuning.outcomes
             batches: Iterable[Sequence[int]] = [[i for i in tuning.new if i not in outcomes]]
@@ -220,6 +220,8 @@ def _measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> N
                 batches = budgets.batches(*known, tuning.notes, phases)
             for configs in batches:
                 _screen(tuning, bench, configs)
+            if not bench.chooses:
+                return
             no_memory = [i for i, o in outcomes.items() if o.verdict is Verdict.NO_MEMORY]
             if no_memory:  # the memory of the other configs is free now
                 bench.replace()

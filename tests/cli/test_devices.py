@@ -6,6 +6,7 @@ In the interpreter a device is a process on the CPU.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,21 @@ class TestDevices:
         again = safetune.json("tune", target)
         assert again["measured"] == 0
         assert choices(again) == choices(data)
+
+    @pytest.mark.full
+    def test_with_fewer_keys_than_devices_they_share_the_configs_of_a_key(
+        self, start: Start, targets: Path, tmp_path: Path
+    ) -> None:
+        """The one that tunes the key launches all once more, to judge and to choose."""
+        os.mkfifo(tmp_path / "fifo")
+        environment = {"TEST_CARDS": str(tmp_path)}
+        command = ("tune", targets / "one_key.py", "--devices=0,1", "--json")
+        data, errors = finished(start(*command, env=environment, **PIPES))
+        assert [tuning["measured"] for tuning in data["tunings"]] == [20], errors
+        assert [trial["verdict"] for trial in data["trials"]] == ["ok"] * 20
+        cards = [{*card.read_text().split()} for card in tmp_path.glob("card.*")]
+        assert max(map(len, cards)) == 20
+        assert 0 < min(map(len, cards)) < 20, "the helper has measured a part"
 
     @pytest.mark.full
     def test_force_measures_every_key_again_and_once(self, start: Start, target: str) -> None:

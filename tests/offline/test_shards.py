@@ -74,6 +74,24 @@ def test_pauses_grow_while_other_nodes_have_all_that_is_left() -> None:
     assert pauses.slept[-1] > 4 * pauses.slept[0]
 
 
+def test_a_process_with_nothing_else_to_try_helps_others_once() -> None:
+    pauses = Pauses()
+    pauses.states = {0: State.LOCKED, 1: State.LOCKED, 2: State.LOCKED}
+    turns = Turns(
+        Shard(worker=0, workers=2).order(range(3)),
+        lambda turn: pauses.states[turn.item],
+        pauses.sleep,
+        helps=True,
+    )
+    tried = []
+    for turn in turns:
+        tried.append((turn.item, turn.helps))
+        if pauses.states[turn.item] is State.LOCKED:
+            turns.put_back(turn)
+    assert [helps for _, helps in tried] == [False] * 3 + [True] * 3 + [False] * 3
+    assert [sorted(item for item, _ in tried[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2]] * 3
+
+
 def test_what_others_have_done_is_not_yielded() -> None:
     """The items of other shards never, and where all is tuned again none that is done already."""
     states = {0: State.DONE, 1: State.DONE, 2: State.DONE, 3: State.FREE}

@@ -46,6 +46,7 @@ CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
 CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
 _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
 _CHOSEN = "SELECT key, declared FROM choice WHERE created > ?"
+_TRIED = "SELECT config_digest FROM trial WHERE key = ? AND created > ?"
 _ORIGIN = "SELECT origin FROM choice WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 
@@ -209,6 +210,11 @@ class Store:
         with self.connection.reading() as connection:
             return {(key, declared) for key, declared in connection.execute(_CHOSEN, (since,))}
 
+    def tried(self, key: str, since: float) -> set[str]:
+        """Return the configs of a key with an outcome stored after a time; raises `StoreError`."""
+        with self.connection.reading() as connection:
+            return {digest for (digest,) in connection.execute(_TRIED, (key, since))}
+
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key and list, the newest list of a key first."""
         with self.connection.reading() as connection:
@@ -222,10 +228,7 @@ class Store:
         ]
 
     def origin(self, choice: ChoiceRecord) -> str:
-        """Return which shared store a choice is from, `IMPORTED` or `AGREED`; empty for no other.
-
-        It is also empty where that is not known.
-        """
+        """Return which shared store a choice is from, `IMPORTED` or `AGREED`; else an empty one."""
         wanted = (choice.key, choice.declared, choice.generation)
         try:
             with self.connection.reading() as connection:
