@@ -40,7 +40,7 @@ def doubled(x, y, n, FAULTY: tl.constexpr, WRONG: tl.constexpr, BLOCK: tl.conste
 def config(warps: int) -> triton.Config:
     """Return the config that is known by its warps."""
     faults = {"FAULTY": warps == FAULTY, "WRONG": warps == WRONG}
-    return triton.Config({**faults, "BLOCK": 256}, num_warps=warps)
+    return triton.Config({**faults, "BLOCK": 256, "waves_per_eu": warps % 2}, num_warps=warps)
 
 
 def tuner(*warps: int, **options: Any) -> Any:

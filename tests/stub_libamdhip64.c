@@ -166,6 +166,7 @@ hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned int x, unsigne
                                  void **parameters, void **extra) {
     if (strcmp((const char *)function, "doubled")) return hipErrorInvalidDeviceFunction;
     if (threads == ABORTS) {
+        if (!getenv("HSA_DISABLE_COREDUMP_ON_EXCEPTION")) fprintf(stderr, "GPU coredump\n");
         fprintf(stderr, "HW Exception by GPU node-1 (Agent handle: 0x5581) reason :GPU Hang\n");
         abort();
     }

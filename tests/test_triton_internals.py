@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends import backends
+from triton.backends.amd import driver as amd
 from triton.backends.amd.compiler import HIPOptions
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -567,3 +568,28 @@ def test_a_process_without_torch_can_launch(monkeypatch: pytest.MonkeyPatch) -> 
     assert (active.get_current_device(), active.get_current_stream(1)) == (1, 0)
     assert active.launcher_cls is nvidia.CudaLauncher
     assert not hasattr(active.utils, "load_binary")
+
+
+def test_a_process_whose_torch_is_not_for_rocm_can_launch_on_an_amd_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(amd, "HIPUtils", SimpleNamespace)
+    monkeypatch.setattr(driver, "_active", None)
+    triton_launch.use_amd_device_without_torch(1)
+    active = driver.active
+    assert (active.get_current_device(), active.get_current_stream(1)) == (1, 0)
+    assert active.launcher_cls is amd.HIPLauncher
+
+
+def test_launches_on_amd_gpus_use_the_library_that_a_variable_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "libamdhip64.so"
+    library.touch()
+    monkeypatch.setenv("TRITON_LIBHIP_PATH", str(library))
+    amd._get_path_to_hip_runtime_dylib.cache_clear()
+    assert triton_launch.hip_library() == str(library)
+    amd._get_path_to_hip_runtime_dylib.cache_clear()
+    monkeypatch.setenv("TRITON_LIBHIP_PATH", str(tmp_path / "none.so"))
+    with pytest.raises(RuntimeError, match="does not point to a valid"):
+        triton_launch.hip_library()

@@ -71,7 +71,9 @@ class Backend(Protocol):
         """Whether an address is device memory, or host memory that the driver has pinned."""
 
     def visible_environment(self) -> Mapping[str, str]:
-        """Return the variables with which a child counts devices as this process does."""
+        """Return the variables with which a child counts devices as this process does, and leaves
+        no core file of one.
+        """
 
     def why_not_shared(self, index: int) -> str:
         """Return why a child must not use a device; empty where it can.

@@ -35,6 +35,9 @@ _NAMES = {
     "cuStreamCreate": "hipStreamCreateWithFlags",
     "cuStreamGetCaptureInfo_v2": "hipStreamGetCaptureInfo_v2",
 }
+#: A core file of a device takes minutes, and may go to a program, which no limit of its size stops
+#: (github.com/ROCm/rocm-systems/issues/6206).
+_NO_CORE = {"HSA_DISABLE_COREDUMP_ON_EXCEPTION": "1"}
 _ANY_DIRECTION = 4  # hipMemcpyDefault
 #: As the runtimes print it: `GPU-` and 16 digits of these. Some cards have none.
 _UUID = re.compile(r"[0-9a-f]{16}", re.IGNORECASE)
@@ -107,7 +110,7 @@ class Hip(Cuda):
     def visible_environment(self) -> dict[str, str]:
         torch = sys.modules.get("torch")
         listed = torch is not None and torch.cuda.is_initialized()
-        return visible_devices(self.device_uuids() if listed else ())
+        return {**visible_devices(self.device_uuids() if listed else ()), **_NO_CORE}
 
     def why_not_shared(self, index: int) -> str:
         return ""  # HIP has neither exclusive modes nor a server that all processes share

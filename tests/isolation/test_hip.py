@@ -114,6 +114,7 @@ class TestTuning:
         assert records.labels("num_warps") == labels
         (aborted,) = (trial for trial in records.trials() if trial.verdict == "died")
         assert "HW Exception by GPU node-1" in aborted.stderr
+        assert "coredump" not in aborted.stderr, "it would take minutes"
         times = [trial.median_ms for trial in records.trials() if trial.verdict == "ok"]
         assert sorted(filter(None, times)) == [1.0, 2.0, 4.0], "those of the library's events"
         (choice,) = records.choices()
