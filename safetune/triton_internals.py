@@ -134,6 +134,10 @@ class FirstDriver:
                     self._thread = thread
             return self._thread is not None and self._thread.is_alive()
 
+    def current_device(self) -> int:
+        """Return the device that it will name as the current one."""
+        return int(sys.modules["torch"].cuda.current_device())
+
     def wait(self) -> None:
         """Return when it is made, or was not begun."""
         thread = self._thread

@@ -35,6 +35,9 @@ from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
 
 from safetune import triton_internals, triton_launch
+from safetune.isolation import backend
+from safetune.keys.tuning_key import current_index
+from safetune.miss.resolve import why_not_isolated
 from tests.backends import launching_on
 
 pytestmark = pytest.mark.internals
@@ -156,6 +159,16 @@ class TestDriver:
         assert triton_internals.active_driver() is driver._active is not None
         assert not triton_internals.first_driver.begin()
         assert triton_internals.target_name() == "made"
+
+    def test_a_tuning_begins_while_a_thread_makes_it(
+        self, monkeypatch: pytest.MonkeyPatch, making: threading.Event
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        call: Any = SimpleNamespace(interpreted=False)
+        assert triton_internals.target_name() == "cuda"
+        assert current_index() == 3
+        assert why_not_isolated(call) == backend.why_missing("cuda")
+        assert driver._active is None, "nothing has waited for it, and nothing made a second one"
 
     def test_where_it_cannot_be_made_a_launch_says_so(
         self, monkeypatch: pytest.MonkeyPatch, making: threading.Event

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from safetune import triton_internals
 from safetune.errors import from_signal_handler
 from safetune.inputs import kernel_pickle
+from safetune.keys.tuning_key import current_index
 
 if TYPE_CHECKING:
     from triton.runtime.autotuner import Config
@@ -81,15 +82,13 @@ class CallerSpecs:
 
 def _plain(call: Call, jit: JITFunction) -> bool:
     """Whether heuristics are the only code of the user that runs before Triton's compile step."""
-    from triton.runtime import driver
-
     hooks = call.hooks
     return (
         hooks.pre_hook is None
         and hooks.post_hook is None
         and hooks.inputs is None
         and not triton_internals.has_launch_hooks(jit)
-        and driver.active.get_current_device() == call.index
+        and current_index() == call.index
     )
 
 

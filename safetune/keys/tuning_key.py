@@ -325,6 +325,8 @@ def active_driver() -> Any:
 
 def current_index() -> int:
     """Return the index of the device that Triton launches on now; raises `NoDevice`."""
+    if triton_internals.first_driver.begin():
+        return triton_internals.first_driver.current_device()
     if triton_internals.target_name() is None and backend.describer() is not None:
         return 0  # nothing has started the driver, so no other device was chosen
     return int(active_driver().get_current_device())

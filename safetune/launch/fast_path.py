@@ -244,7 +244,7 @@ def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
         **triton_launch.launch_names(jit, _JIT_RUN),
         "configs": tuner.configs,
         "driver": driver,
-        "own_driver": driver.active,
+        "own_driver": triton_internals.active_driver(),
         "torch_device": torch_device,
         "quick_device": getattr(torch._C, "_cuda_getDevice", torch_device),
         "wide": _wide,

@@ -381,7 +381,8 @@ def why_not_isolated(call: Call) -> str:
         return f"there is no isolation on {sys.platform} yet"
     if call.interpreted:
         return ""
-    return backend.why_missing(active_driver().get_current_target().backend)
+    name = triton_internals.target_name() or active_driver().get_current_target().backend
+    return backend.why_missing(name)
 
 
 @cache
