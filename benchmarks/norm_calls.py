@@ -26,6 +26,15 @@ RESIDUAL_OPS = ("prenorm", "dresidual")
 #: The systems, that whose calls take the longest to compile first.
 SLOWEST_FIRST = ("compile_max", "fla", "compile", "ours", "liger", "quack", "torch")
 
+#: What is not measured: one of the configs of FLA, of two warps, takes a minute to compile there.
+LEFT_OUT = {("fla", "32768")}
+
+
+def systems_of(part: str, systems: Sequence[str]) -> list[str]:
+    """Return the systems that are measured in a part."""
+    columns = part.rpartition("x")[2]
+    return [system for system in systems if (system, columns) not in LEFT_OUT]
+
 
 def calls_of(
     op: str, norm: norm_systems.Norm, operands: Sequence[Operands]
@@ -82,6 +91,7 @@ def warm_all(parts: Sequence[str], options: argparse.Namespace) -> None:
             pool.submit(warm, part, options.ops, system)
             for system in sorted(options.systems, key=SLOWEST_FIRST.index)
             for part in parts
+            if system in systems_of(part, options.systems)
         ]
         for job in concurrent.futures.as_completed(jobs):
             print(f"{time.monotonic() - began:4.0f} s", job.exception() or job.result(), flush=True)

@@ -131,7 +131,8 @@ def unmeasured(part: str, systems: Sequence[str], rows: Sequence[Row]) -> list[s
     Rows of another command count, so what takes long can be measured by several.
     """
     done = {row.get("system", "") for row in rows if row["part"] == part}
-    return [system for system in (systems if "x" in part else [""]) if system not in done]
+    wanted = norm_calls.systems_of(part, systems) if "x" in part else [""]
+    return [system for system in wanted if system not in done]
 
 
 def run_part(part: str, systems: Sequence[str], options: argparse.Namespace) -> list[Row]:

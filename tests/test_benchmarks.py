@@ -849,6 +849,7 @@ def test_a_later_command_measures_the_missing_systems() -> None:
     part = "ln-32768x1024"
     rows = [{"part": part, "op": "forward", "system": "ours"}, {"part": "copy"}]
     assert norms.unmeasured(part, ["ours", "torch"], rows) == ["torch"]
+    assert norms.unmeasured("ln-4096x32768", ["ours", "fla"], rows) == ["ours"]
     assert norms.unmeasured("copy", ["ours", "torch"], rows) == []
     assert norms.unmeasured("copy", ["ours", "torch"], []) == [""]
 
