@@ -239,23 +239,55 @@ def sweep(results: Results) -> str:
     return _section(results, "sweep", _table(heads, rows))
 
 
+def fused_moe(results: Results) -> str:
+    """Return what a search takes for all batch sizes of SGLang's fused mixture of experts."""
+    found = results.figures("fused_moe_sweep")
+    rows = []
+    for name in ("bf16", "fp8"):
+        key = f"fused_moe_{name}"
+        if f"{key}_wall_s" in found:
+            row = [name, f"{found[f'{key}_wall_s']:.0f} s", f"{found[f'{key}_configs']:.0f}"]
+            regrets = [found.get(f"{key}_regret_{part}") for part in ("median", "worst")]
+            row += ["" if regret is None else f"{regret:.1%}" for regret in regrets]
+            rows.append([*row, f"{found.get(f'{key}_regret_keys', 0):.0f}"])
+    heads = ("dtype", "time in all", "configs measured", "slower than the best: median", "at worst")
+    return _section(results, "fused_moe_sweep", _table((*heads, "batch sizes of these"), rows))
+
+
 def searches(results: Results) -> str:
     """Return how good the choices of searches are, with chance beside them."""
-    found = results.figures("search_replay")
+    return _searches(results, "search_replay", {"matmul": "matmul, 1,920"})
+
+
+def other_searches(results: Results) -> str:
+    """Return the same of the kernels on which the search was not tried when it was made."""
+    spaces = {
+        "fused_moe_bf16": "SGLang's fused MoE, bf16, 1,920",
+        "fused_moe_fp8": "SGLang's fused MoE, fp8, 1,920",
+        "attention": "attention, 328",
+        "norm_backward": "layer norm backward, 288",
+        "chunk": "chunk of GLA, 256",
+    }
+    return _searches(results, "search_replay_others", spaces)
+
+
+def _searches(results: Results, bench: str, spaces: Mapping[str, str]) -> str:
+    found = results.figures(bench)
     words = {
         "random": "random subset",
         "forest": "forest",
         "forest_neighbours": "forest, two neighbouring keys measured",
     }
     rows = [
-        [f"{budget}", words[strategy], *(f"{found[f'{name}_{part}']:.1%}" for part in parts)]
+        [space, f"{budget}", strategy, *(f"{found[f'{name}_{part}']:.1%}" for part in parts)]
+        for key, space in spaces.items()
         for budget in (32, 100)
-        for strategy in words
-        for name, parts in [(f"matmul_{strategy}_{budget}", ("median", "p90"))]
+        for known, strategy in words.items()
+        for name, parts in [(f"{key}_{known}_{budget}", ("median", "p90"))]
         if f"{name}_median" in found
     ]
-    heads = ("of 1,920 configs", "chosen by", "slower than the best: median", "90th percentile")
-    return _section(results, "search_replay", _table(heads, rows))
+    heads = ("configs of", "tried", "chosen by", "slower than the best: median", "90th percentile")
+    return _section(results, bench, _table(heads, rows))
 
 
 def start(results: Results) -> str:
@@ -454,7 +486,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
             first_tunings,
             arguments,
             sweep,
-            searches,
+            *(searches, other_searches, fused_moe),
             start,
             libraries,
             choices,

@@ -3,7 +3,8 @@
 `search_trials` has measured every config of a space for several keys, and the searches see those
 times: random subsets of the list, the forest, and the forest with the trials of the two nearest
 keys. The regret of a search is how much slower its best config is than the best of all; the final
-rounds of a tuning are not replayed.
+rounds of a tuning are not replayed. `search_replay` has the searches of `matmul`, on which their
+settings were made, and `search_replay_others` those of the other spaces.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import recording
 import search_trials
 from recording import Figures, Row
 
+MATMUL = "matmul.json.gz"
 SEEDS = 200
 SEARCHES = (
     *(("random", 32), ("random", 100)),
@@ -64,7 +66,7 @@ class Key:
         times = tuple(time_ms if verdict == "ok" else None for time_ms, verdict in pairs)
         return cls(stored["name"], times)
 
-    @property
+    @functools.cached_property
     def best(self) -> int:
         """The fastest config."""
         works = {index: ms for index, ms in enumerate(self.times) if ms is not None}
@@ -132,7 +134,7 @@ def _forest() -> Any:
 
 
 def search(path: Path, name: str, strategy: str, seed: int, budget: int) -> list[int]:
-    """Return the configs that a search measures."""
+    """Return the configs that a search measures, until it has found the best of all."""
     from safetune.tuning.search import Search
 
     if strategy == "random":
@@ -142,9 +144,12 @@ def search(path: Path, name: str, strategy: str, seed: int, budget: int) -> list
     proposer._seed = 1000 * seed
     history = start(path, name, NEIGHBOURS if strategy == "forest_neighbours" else 0)
     asked, times = Search(history, proposer, _near(path)), dict[int, float | None]()
-    _, keys = space(path)
-    while batch := asked.ask(times, budget - len(times)) if len(times) < budget else []:
-        times |= {index: keys[name].times[index] for index in batch}
+    key = space(path)[1][name]
+    while len(times) < budget and key.best not in times:
+        batch = asked.ask(times, budget - len(times))
+        if not batch:
+            break
+        times |= {index: key.times[index] for index in batch}
     return list(times)
 
 
@@ -180,17 +185,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="NVIDIA_H100_80GB_HBM3", help="a folder in it")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each key; random: always 200")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--others", action="store_true", help="the other spaces, not matmul")
     return parser.parse_args(argv)
 
 
 def main() -> None:
-    """Search every key of every space that has trials."""
+    """Search every key of matmul, or of the other spaces that have trials."""
     options = parse()
     paths = sorted((options.trials / options.device / "search_trials").glob("*.json.gz"))
+    paths = [path for path in paths if (path.name != MATMUL) == options.others]
     parts = {f"{path.name} {name}": (path, name) for path in paths for name in space(path)[1]}
     versions = {**recording.versions(), "scikit-learn": metadata.version("scikit-learn")}
     result = recording.Result(
-        "search_replay", options.device, versions, recording.commit(), recording.command()
+        "search_replay_others" if options.others else "search_replay",
+        *(options.device, versions, recording.commit(), recording.command()),
     )
     if not options.fresh:
         recording.resume(result, [options.out])

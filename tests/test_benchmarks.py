@@ -168,7 +168,8 @@ def test_a_replayed_search_sees_the_stored_times_and_its_regret_is_to_the_best(
     assert found["M=64"].regret([0, 5]) == 5.0
     assert found["M=64"].regret([5]) == float("inf")
     for strategy, budget in (("random", 36), ("forest", 20), ("forest_neighbours", 3)):
-        assert len(replay.search(path, "M=64", strategy, 0, budget)) == budget
+        tried = replay.search(path, "M=64", strategy, 0, budget)
+        assert len(tried) == budget or found["M=64"].best in tried, "no search ends before that"
         assert replay.regret(path, "M=64", strategy, budget, 0) == 0, strategy
     nearest = replay.start(path, "M=64", 2).neighbours
     assert [round(each.distance) for each in nearest] == [1, 4]
@@ -866,6 +867,7 @@ SCRIPT_OF = {
     "norms_max_autotune": "norms",
     "norms_residual_max_autotune": "norms",
     "judge_in_the_wild": "wild",
+    "search_replay_others": "search_replay",
     "unmodified_stored": "unmodified",
 }
 
