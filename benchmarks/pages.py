@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import proof_list
 import recording
 
 DEVICE = figures.DEVICE
@@ -455,6 +456,23 @@ def judge_in_the_wild(results: Results) -> str:
     return _counts(results, "judge_in_the_wild", words)
 
 
+def proofs(results: Results) -> str:
+    """Return what libraries' own tests say under safetune, and the time of their first step."""
+    found = results.figures("proofs") | results.figures("proof_steps")
+    rows = []
+    for proof in proof_list.PROOFS:
+        passed = [found.get(f"passed {proof.name}, {way}") for way in ("stock", "run", "shim")]
+        steps = [found.get(f"first_step_s {proof.name}, run {s}") for s in ("cold", "stored")]
+        if None not in passed:
+            cells = [f"{count:g} of {found[f'tests {proof.name}, stock']:g}" for count in passed]
+            tuned = f"{found[f'tunings {proof.name}, run']:g}"
+            times = [f"{step:.1f} s" if step is not None else "" for step in steps]
+            rows.append([proof.name, *cells, tuned, *times])
+    heads = ("passed", "triton.autotune", "`safetune run`", "the shim", "tunings")
+    heads += ("first step, empty caches", "stored choices")
+    return _section(results, "proofs", _table(heads, rows))
+
+
 def _counts(results: Results, bench: str, words: Mapping[str, str]) -> str:
     found = results.figures(bench)
     rows = [[text, f"{found[name]:g}"] for name, text in words.items() if name in found]
@@ -490,6 +508,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
             start,
             libraries,
             choices,
+            proofs,
         ),
         *(launches, stored, installed, norms, residual, small, host, soak, judge_in_the_wild),
     )

@@ -869,6 +869,7 @@ SCRIPT_OF = {
     "judge_in_the_wild": "wild",
     "search_replay_others": "search_replay",
     "unmodified_stored": "unmodified",
+    "proof_steps": "proofs",
 }
 
 SAMPLE_ROWS = {
