@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.cli.doctor import machine
+from safetune.cli.doctor import gpus, machine
 from tests.libcuda import stub
 
 if TYPE_CHECKING:
@@ -98,6 +98,17 @@ class TestGpu:
         assert driver["state"] == "fail"
         assert "cuInit returned CUDA_ERROR_999" in driver["found"]
         assert "nvidia-smi" in driver["fix"]
+
+    def test_of_amd_gpus_it_says_that_nothing_is_isolated(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(gpus.metadata, "version", lambda name: "2.13.0+rocm7.1")
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+        (check,) = gpus.gpus()
+
+        assert (check.state, check.found) == ("warn", "torch is built for ROCm")
+        assert "SAFETUNE_EXPERIMENTAL_HIP=1" in check.fix
 
 
 class TestStores:

@@ -178,6 +178,15 @@ class TestLibrary:
         assert found.why_not_shared(0) == ""
         assert found.capture_id(0) == 0
 
+    def test_once_torch_has_listed_devices_a_child_gets_their_uuids_and_writes_no_core_file(
+        self, found: hip.Hip, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        no_core = {"HSA_DISABLE_COREDUMP_ON_EXCEPTION": "1"}
+        assert found.visible_environment() == no_core
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        visible = {"ROCR_VISIBLE_DEVICES": UUID, **dict.fromkeys(VARIABLES[1:], "0")}
+        assert found.visible_environment() == {**visible, **no_core}
+
     def test_an_error_names_hips_function_and_hips_error(self, found: hip.Hip) -> None:
         where = found.bytes_of(0)
         with pytest.raises(MemoryError, match="HIP failed: hipMalloc returned hipErrorOutOfMem"):

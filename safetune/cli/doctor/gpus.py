@@ -25,6 +25,7 @@ def gpus() -> Iterator[Check]:
         tried = "SAFETUNE_EXPERIMENTAL_HIP=1 tries isolation there"
         fix = f"AMD GPUs tune as Triton does, without isolation; {tried}"
         yield warn("GPU", "torch is built for ROCm", fix)
+        return
     try:
         driver = cuda_driver.load()
     except BackendError as error:
