@@ -25,6 +25,7 @@ from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import child_handle
+from safetune.isolation.hip import Hip
 from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
 from safetune.isolation.protocol import Budget, Prepare
 from safetune.outcome import Effects, Outcome, OutputReport, Verdict
@@ -346,9 +347,16 @@ def test_hooks_that_return_tensors_are_never_tried_without_torch(device: Device,
 
 def test_a_triton_that_is_not_known_is_given_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     call: Any = SimpleNamespace(interpreted=False, hooks=Hooks())
-    assert not _asks_for_torch(call)
-    monkeypatch.setattr(triton, "__version__", "4.0.0")
-    assert _asks_for_torch(call)
+    with launching_on(FakeBackend()):
+        assert not _asks_for_torch(call)
+        monkeypatch.setattr(triton, "__version__", "4.0.0")
+        assert _asks_for_torch(call)
+
+
+def test_a_device_whose_memory_only_torch_works_on_is_given_torch() -> None:
+    call: Any = SimpleNamespace(interpreted=False, hooks=Hooks())
+    with launching_on(FakeBackend(needs_torch=Hip.needs_torch)):
+        assert _asks_for_torch(call)
 
 
 def calls_torch(arguments: dict[str, Any]) -> None:
