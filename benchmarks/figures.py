@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import norms
+import norms_sweep
 import recording
 from recording import Row
 
@@ -91,9 +92,8 @@ def shares(results: Rows) -> Shares:
         bandwidth = max(row["tb_per_s"] for row in rows if row["part"] == "copy")
         of_result: Shares = {}
         for row in rows:
-            shape = tuple(map(int, row.get("shape", "0x0").split("x")))
-            if shape in norms.LARGE and "microseconds" in row:
-                height, columns = shape
+            height, columns = map(int, row.get("shape", "0x0").split("x"))
+            if height * columns >= norms.LARGE and "microseconds" in row:
                 moved = norms.MATRICES[row["op"]] * height * columns * 2
                 share = 100 * moved / row["microseconds"] / 1e6 / bandwidth
                 case = of_result.setdefault((row["op"], row["norm"]), {})
@@ -107,7 +107,7 @@ def draw_norms(pyplot: Any, results: Rows, theme: Theme) -> None:
     """Draw one panel for each operation and norm."""
     found = shares(results)
     _, panels = pyplot.subplots(2, 2, figsize=(9, 5.6), sharex=True, sharey=True)
-    columns = [width for _, width in norms.LARGE]
+    columns = [width for _, width in norms_sweep.SHAPES]
     for line, op in zip(panels, ("backward", "forward"), strict=True):
         for panel, norm in zip(line, NORMS, strict=True):
             for system, style in SYSTEMS.items():
