@@ -219,10 +219,9 @@ class Connection:
             yield
         except RecordError:
             raise
-        except (StoreError, sqlite3.Error, OSError, ImportError, OverflowError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            message = f"cannot {action} the store {self._name}: {reason}"
-            if db_files.is_damage(error):
+        except (StoreError, *opening.SQLITE_ERRORS, OSError, ImportError, OverflowError) as error:
+            message = f"cannot {action} the store {self._name}: {opening.reason_of(error)}"
+            if opening.is_damage(error):
                 self._prepare = opening.prepare_suspect
                 self._disconnect()
                 raise Damaged(message) from error

@@ -19,7 +19,6 @@ import math
 import os
 import random
 import re
-import sqlite3
 import stat
 import sys
 import time
@@ -267,15 +266,7 @@ class Damaged(StoreError):
     """A database of safetune that cannot be used."""
 
 
-def is_damage(error: BaseException) -> bool:
-    """Whether an error says that the file itself is bad, and not the disk, a lock or a program.
-
-    SQLite's "malformed" and "not a database" have the plain class; every other one a subclass.
-    """
-    return isinstance(error, Damaged) or type(error) is sqlite3.DatabaseError
-
-
-def move_aside(path: Path, found: Identity, reason: BaseException, wait_s: float) -> None:
+def move_aside(path: Path, found: Identity, reason: str, wait_s: float) -> None:
     """Rename a damaged database and its logs, with one warning that names the new file.
 
     Of many processes that see the damage one moves; `found` is the file that was seen.

@@ -31,7 +31,7 @@ def rows(connection: sqlite3.Connection, earlier: Rows) -> Rows:
     """Return the rows that a connection sees in tables that can be read, after `earlier` ones."""
     found = {table.name: list(earlier.get(table.name, ())) for table in TABLES}
     for name, of_table in found.items():
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*opening.SQLITE_ERRORS):
             of_table += connection.execute(f"SELECT * FROM {name}").fetchall()
     return found
 

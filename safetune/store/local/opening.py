@@ -101,6 +101,9 @@ _APPLY = (
     "VALUES ('safetune', ?, strftime('%Y-%m-%d %H:%M:%f+00:00', 'now'))"
 )
 
+#: What SQLite raises. Python cannot make a message that quotes damaged text: it is not UTF-8.
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+
 #: What stands for the tables of a database that is only read and lacks their newest columns.
 _WITH_NEWER_COLUMNS = [
     f"CREATE TEMP VIEW {table.name} AS SELECT *, {value!r} AS {name} FROM main.{table.name}"
@@ -131,19 +134,35 @@ def connect(path: Path, prepare: Prepare, wait_s: float) -> tuple[sqlite3.Connec
                 db_files.make(path)
                 found = identity(path)
                 connection = _opened(path, prepare, wait_s)
-        except (sqlite3.Error, Damaged) as error:
+        except (*SQLITE_ERRORS, Damaged) as error:
             # An error of a file that was replaced says nothing about the new one.
             replaced = identity(path) != found
-            if last or not (replaced or db_files.is_damage(error)):
+            if last or not (replaced or is_damage(error)):
                 raise
             if looked and not replaced:
-                db_files.move_aside(path, found, error, wait_s)
+                db_files.move_aside(path, found, reason_of(error), wait_s)
             looked = not replaced
             continue
         if found == identity(path):
             return connection, found
         connection.close()  # it was replaced meanwhile
     raise StoreError("other processes replace it again and again")
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error says that the file itself is bad, and not the disk, a lock or a program.
+
+    SQLite's "malformed" and "not a database" have the plain class; every other one a subclass.
+    """
+    quotes_damage = isinstance(error, (Damaged, UnicodeDecodeError))
+    return quotes_damage or type(error) is sqlite3.DatabaseError
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's message; of one that Python could not make, what can be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.object.decode("utf-8", "replace")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def connect_read_only(path: Path, wait_s: float) -> sqlite3.Connection:
@@ -318,7 +337,7 @@ def ending(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*SQLITE_ERRORS):
             connection.execute("ROLLBACK")
         raise
 

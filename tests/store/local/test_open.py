@@ -12,7 +12,9 @@ import pytest
 from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
-from safetune.errors import StoreError
+from safetune.errors import StoreError, StoreWarning
+from safetune.settings import Settings
+from safetune.store import lookup
 from safetune.store.local import db_files, opening, rows
 from safetune.store.local.store import Store
 
@@ -123,6 +125,24 @@ def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, reco
     store.put_choice(records.choice())
     assert store.choice("key") == records.choice()
     store.close()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["written to", "frozen"])
+def test_damage_that_sqlite_quotes_and_python_cannot_read_does_not_reach_the_caller(
+    store, records, frozen, monkeypatch
+):
+    """The text of the schema is not UTF-8 any more, and is a part of SQLite's message."""
+    store.put_choice(records.choice())
+    store.close()
+    content = store.path.read_bytes()
+    assert b"CREATE TABLE" in content
+    store.path.write_bytes(content.replace(b"CREATE TABLE", b"\xc2REATE TABLE", 1))
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(store.path.parent))
+    monkeypatch.setenv("SAFETUNE_MODE", "frozen" if frozen else "tune")
+    with pytest.warns(StoreWarning, match="malformed database schema"):
+        opened = lookup.open_lookup(Settings.current())
+    assert opened.store.choice("key") is None
+    assert len(list(store.path.parent.glob("*.corrupt-*"))) == (0 if frozen else 1)
 
 
 def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path):
