@@ -39,8 +39,10 @@ def doubled(x, y, n, FAULTY: tl.constexpr, WRONG: tl.constexpr, BLOCK: tl.conste
 
 def config(warps: int) -> triton.Config:
     """Return the config that is known by its warps."""
-    faults = {"FAULTY": warps == FAULTY, "WRONG": warps == WRONG}
-    return triton.Config({**faults, "BLOCK": 256, "waves_per_eu": warps % 2}, num_warps=warps)
+    options = {"FAULTY": warps == FAULTY, "WRONG": warps == WRONG, "BLOCK": 256}
+    if not torch.version.cuda:
+        options["waves_per_eu"] = warps % 2
+    return triton.Config(options, num_warps=warps)
 
 
 def tuner(*warps: int, **options: Any) -> Any:
@@ -51,8 +53,8 @@ def tuner(*warps: int, **options: Any) -> Any:
 
 
 def use_device() -> str:
-    """Return torch's name of the device; without torch for ROCm, Triton alone launches there."""
-    if torch.version.hip:
+    """Return torch's name of the device; without torch for a GPU, Triton alone launches there."""
+    if torch.cuda.is_available():
         return "cuda"
     triton_launch.use_amd_device_without_torch(0)
     return "cpu"
@@ -91,7 +93,7 @@ def rows() -> Iterator[dict[str, Any]]:
     contained = faulty.startswith(("died", "illegal_access"))
     yield row("a fault of the device ends a child only", contained, faulty)
     used: Any = backend.required()
-    own = used.device_uuids()[torch.cuda.current_device() if torch.version.hip else 0]
+    own = used.device_uuids()[torch.cuda.current_device() if device == "cuda" else 0]
     theirs = {outcome.gpu_uuid for outcome in outcomes.values() if outcome.ok}
     yield row("children have measured on this device", theirs == {own}, f"{own}, {theirs}")
     yield row("the next call is right", is_right(kernel, device), "")
