@@ -109,7 +109,7 @@ class Session:
                 timing = self._time(launch, job.budget)
             self._timer.synchronize()
             self._outputs.check_guards()
-        except (InvalidTime, OutOfBounds, WrongResult) as error:
+        except tuple(_VERDICTS) as error:
             return Answer(Outcome(_VERDICTS[type(error)], message=str(error)))
         except BaseException as error:
             return Answer(failures.of_launch(error))
