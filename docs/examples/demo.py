@@ -4,7 +4,7 @@
 2. Tune a kernel one of whose configs dies of a SIGSEGV and another of which hangs.
 3. Run both again, in new processes: nothing is measured, the stored choices are used.
 
-On a GPU if there is one, else in Triton's interpreter. Exits with 1 if anything went otherwise.
+On a GPU if there is one, else in Triton's interpreter. Exits with 1 if any of this fails.
 """
 
 import json

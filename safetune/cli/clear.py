@@ -45,7 +45,7 @@ class _Known:
     "--older-than",
     type=Number(min=0),
     metavar="DAYS",
-    help="Only keys without a trial or choice of the last DAYS.",
+    help="Only keys with no trial and no choice in the last DAYS.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
@@ -54,8 +54,8 @@ def clear(
 ) -> None:
     """Delete the trials and choices of KERNEL.
 
-    Names what it deletes, and asks. Without a terminal, and where kernels of several files have
-    that name, it deletes nothing unless --yes is given, or --file leaves one of them.
+    Prints what it will delete, and asks first. Without a terminal, or if several files have a
+    kernel of this name, it deletes nothing unless you give --yes, or choose a file with --file.
     """
     store = open_store()
     if kernel not in store.kernels():

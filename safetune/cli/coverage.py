@@ -45,7 +45,7 @@ _MOST_LISTED = 10
 )
 @json_option
 def coverage_command(database: Path | None, as_json: bool) -> None:
-    """Show which calls that SAFETUNE_MODE=record has recorded have a choice.
+    """Show which of the calls that SAFETUNE_MODE=record has recorded have a choice.
 
     A call is launched with the choice of its key in the store (exact) or in a pack, with that of
     the nearest key of its kernel, or with the first config (nothing).

@@ -23,11 +23,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
     help="Copy the examples to DIR, a new directory, and run nothing.",
 )
 def demo(copy: Path | None) -> None:
-    """Tune kernels, of which some configs crash or hang, in a store that is deleted at the end.
+    """Tune kernels with configs that crash or hang, in a store that is deleted at the end.
 
     Tunes the shipped layer norm kernels for two shapes and a vector addition, then runs both again:
     nothing is measured twice. Takes half a minute, on a GPU or in Triton's interpreter. Exits with
-    1 if anything went otherwise.
+    1 if any of this fails.
     """
     folder = _folder()
     if copy is None:

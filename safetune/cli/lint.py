@@ -34,7 +34,7 @@ _CHOICE = click.Choice([*RULES, "all"])
     help="How findings are printed; `github` is for annotations in a workflow.",
 )
 @click.option("--select", multiple=True, type=_CHOICE, help="Only this rule; can be repeated.")
-@click.option("--ignore", multiple=True, type=_CHOICE, help="Not this rule; can be repeated.")
+@click.option("--ignore", multiple=True, type=_CHOICE, help="Leave out this rule; can be repeated.")
 @json_option
 def lint_command(
     paths: tuple[Path, ...],
@@ -46,7 +46,7 @@ def lint_command(
     """Find mistakes in the tuners under PATHS: phantom key names, missing flags, and others.
 
     Nothing is imported or run. A comment `# safetune: ignore[RULE]` on the line of a finding, of
-    the decorator or of the kernel's `def` leaves findings out. Exits with 1 if there are any.
+    the decorator or of the kernel's `def` suppresses findings. Exits with 1 if there are any.
     """
     rules = {*RULES} if "all" in select else {*(select or DEFAULT)}
     findings, tuners = check(paths, rules.difference(ignore))

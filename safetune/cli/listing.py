@@ -110,7 +110,7 @@ def filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Choice(list(_SORTS)),
     default="kernel",
     show_default=True,
-    help="By kernel and file, by time, or the newest first.",
+    help="Sort by kernel and file, by time, or the newest first.",
 )
 @json_option
 def list_choices(
@@ -125,7 +125,7 @@ def list_choices(
     """List the stored choices, one row per kernel, arguments and device.
 
     Kernels of one name are told apart by file, line and digest. Choices in the directories of
-    SAFETUNEPACKS count too, where the store has no other for the key.
+    SAFETUNE_PACKS are listed for keys that have none in the store.
     """
     chosen, after = Filter(device, file), since.timestamp() if since else 0.0
     entries = [

@@ -85,8 +85,8 @@ def import_(
     """Copy the choices of SOURCE into the store.
 
     SOURCE is a file that export wrote, a directory of such files, or another safetune.db. If a
-    file is broken, no choice is copied. With --format, SOURCE has tables of others, or caches of
-    triton-dejavu, and each stored key of TARGET gets the config that they have for it.
+    file is broken, no choice is copied. With --format, SOURCE has tables of another project,
+    or caches of triton-dejavu, and each stored key of TARGET gets the config that they name.
     """
     from safetune.store.packs import exchange
     from safetune.store.shared.protocol import namespace

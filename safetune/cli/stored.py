@@ -64,7 +64,7 @@ def path(as_json: bool) -> None:
     "--older-than",
     type=Number(min=0),
     metavar="DAYS",
-    help="Delete keys without a trial or choice of the last DAYS, and damaged databases.",
+    help="Delete keys with no trial and no choice in the last DAYS, and damaged databases.",
 )
 @click.option(
     "--dead-toolchains",
@@ -85,7 +85,7 @@ def gc(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Delete stored keys that are old, of another Triton, or over a size limit.
+    """Delete stored keys that are old, of another Triton version, or over a size limit.
 
     A key is deleted with its trials and choices. Keys that are being tuned now stay.
     """

@@ -39,7 +39,7 @@ def format_option(*more: str) -> Callable[[Callable[..., Any]], Callable[..., An
         type=click.Choice([PACK, *_TABLES, *more]),
         default=PACK,
         show_default=True,
-        help="Whose files these are.",
+        help="The project whose files these are.",
     )
 
 
@@ -49,7 +49,7 @@ names_option = click.option(
     multiple=True,
     type=_Names(),
     metavar="TABLE=KEY",
-    help="What a name in the tables is in the kernel's key, e.g. M=n_tokens.",
+    help="The name in the kernel's key for a name in the tables, e.g. M=n_tokens.",
 )
 
 
@@ -114,7 +114,7 @@ def read(
             echo(f"Warning: left out: {line}", err=True)
     if not found:
         raise TargetError(
-            f"nothing is chosen for a stored key of {target}; run the program with "
+            f"no stored key of {target} gets a choice; run the program with "
             "SAFETUNE_MODE=record first, which stores its keys"
         )
     return found

@@ -75,11 +75,11 @@ if TYPE_CHECKING:
     "--top",
     metavar="SHARE",
     type=Number(0, 1, min_open=True),
-    help="With --recorded: only the keys that make this share of the time, e.g. 0.95.",
+    help="With --recorded: only the keys that take this share of the time, e.g. 0.95.",
 )
 @click.option("--zeros", is_flag=True, help="With --recorded: fill integer tensors with zeros.")
 @click.option(
-    "--allow-disputed", is_flag=True, help="Exit with 0 though the result of a choice is disputed."
+    "--allow-disputed", is_flag=True, help="Exit with 0 even if the result of a choice is disputed."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be measured, and measure nothing.")
 @click.option("--all", "everything", is_flag=True, help="Print every config, not only the choices.")

@@ -63,7 +63,7 @@ def warm_command(
     """Compile what TARGET launches under SAFETUNE_MODE=frozen into Triton's cache.
 
     For each workload of TARGET and each device of a stored key, in the store or in packs: the
-    stored config, or the one that is launched for want of it. No GPU is needed. Exits with 1 if
+    stored config, or the fallback where none is stored. No GPU is needed. Exits with 1 if
     something could not be compiled.
     """
     if not (target or recorded):

@@ -91,7 +91,9 @@ def gather(workers: Sequence[Worker]) -> Iterator[tuple[str, Event]]:
             then = "the others do its work" if left or finished else "no device is left"
             echo(f"Warning: {name} drops out: {event}; {then}", err=True)
     if not finished:
-        raise DroppedOut("no device went through the list; what is tuned is stored: run it again")
+        raise DroppedOut(
+            "no device finished the list; what was tuned is stored: run the command again"
+        )
 
 
 class LocalWorker:

@@ -187,7 +187,7 @@ def how_far(tally: Tally) -> str:
 def _interrupted(tally: Tally, store: Store) -> str:
     name = f"{tally.request.key.kernel.name} for {tally.request.key}"
     if not tally.done or store.path is None:
-        return f"interrupted; nothing is stored of {name}"
+        return f"interrupted; nothing is stored for {name}"
     return (
         f"interrupted; {tally.done} of {tally.total} configs of {name} are stored, and the next "
         "tuning goes on from there"
@@ -241,7 +241,7 @@ def _as_line(request: TuningRequest, result: TuningResult) -> str:
     name, choice = request.key.kernel.name, config_text(result.choice)
     if result.adopted:
         return (
-            f"{name} has the choice of another process for {request.key} after "
+            f"{name} uses the choice of another process for {request.key} after "
             f"{result.seconds:.2f} s: {choice}"
         )
     failed: dict[Verdict, list[str]] = {}

@@ -130,6 +130,6 @@ def _global_name(value: Any, function: FunctionType) -> str:
         if found is value:
             return name
     raise TargetError(
-        f"a config of {function.__name__} has a pre_hook that no global of its module is: change "
-        "the list by hand"
+        f"a config of {function.__name__} has a pre_hook that is not a global of its module: "
+        "change the list by hand"
     )

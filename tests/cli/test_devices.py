@@ -95,7 +95,7 @@ class TestDevices:
         assert process.returncode == 2
         assert "process 0: Error: " in errors
         assert "no_such_module" in errors
-        assert errors.splitlines()[-1].startswith("Error: no device went through the list")
+        assert errors.splitlines()[-1].startswith("Error: no device finished the list")
 
     @pytest.mark.parametrize("text", ["first", "0;1", ""])
     def test_what_is_not_a_list_of_devices_is_an_error(

@@ -34,7 +34,7 @@ def test_a_machine_without_a_gpu_is_fit_for_the_interpreter(
     checks = found(safetune)
 
     assert {"safetune", "torch", "triton", "driver", "CPUs", "memory", "open files"} < set(checks)
-    assert checks["database"]["found"].endswith("does not exist yet, and can be made")
+    assert checks["database"]["found"].endswith("does not exist yet, and can be created")
     assert not cache_dir.exists()
     safetune.json("tune", targets / "add.py", "--shape", "small")
     checks = found(safetune)
@@ -136,7 +136,7 @@ class TestStores:
 
         check = found(safetune, code=1)["database"]
 
-        assert check["found"] == f"{tmp_path}/file/cache cannot be made in {tmp_path}/file"
+        assert check["found"] == f"{tmp_path}/file/cache cannot be created in {tmp_path}/file"
 
     def test_a_directory_that_others_write_to(
         self, safetune: Any, targets: Path, cache_dir: Path

@@ -338,7 +338,7 @@ def test_a_choice_of_another_process_is_not_told_as_a_tuning(
     reporting.tell_result(request_, result)
     (text,) = caplog.messages
     assert text.startswith(
-        "copy_kernel has the choice of another process for n=100 (float32) after 0.0"
+        "copy_kernel uses the choice of another process for n=100 (float32) after 0.0"
     )
 
 

@@ -23,8 +23,8 @@ _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
 def doctor(quick: bool, as_json: bool) -> None:
     """Check the GPU, the versions, isolation, the store and the limits of this process.
 
-    Prints a line for each check: ok, warn or fail, and how to mend it. Isolation is tried for real:
-    a kernel is tuned of which one config crashes. Exits with 1 if a check fails.
+    Prints a line for each check: ok, warn or fail, and how to fix it. Isolation is checked with a
+    real tuning, in which one config crashes. Exits with 1 if a check fails.
     """
     from safetune.cli.doctor import gpus, machine, stores
 

@@ -145,7 +145,7 @@ def judged(code: int, stdout: str, stderr: str) -> Check:
         labels = {trial["config"].split()[0]: trial["label"] for trial in trials}
     except (ValueError, KeyError):
         last = (stderr.strip().splitlines() or [f"the command ended with {code}"])[-1]
-        fix = "nothing can be tuned on this machine until this is mended"
+        fix = "nothing can be tuned on this machine until this is fixed"
         return fail("isolation", last.removeprefix("Error: "), fix)
     words = ", ".join(f"{name} {label}" for name, label in labels.items())
     working = [name for name, label in labels.items() if label == "ok"]

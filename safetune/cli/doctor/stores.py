@@ -89,8 +89,8 @@ def _writable(directory: Path) -> Check:
     parent = _existing(directory)
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
         fix = "set SAFETUNE_CACHE_DIR to a directory that you can write to"
-        return fail("database", f"{directory} cannot be made in {parent}", fix)
-    return ok("database", f"{database} does not exist yet, and can be made")
+        return fail("database", f"{directory} cannot be created in {parent}", fix)
+    return ok("database", f"{database} does not exist yet, and can be created")
 
 
 def _permissions(directory: Path) -> Iterator[Check]:
