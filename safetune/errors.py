@@ -63,7 +63,9 @@ class NoMemory(WorkerUnavailable):
 
 
 class DeviceUnavailable(WorkerUnavailable):
-    """A child must not use the device: its compute mode, MPS, or a stuck process forbids it."""
+    """A child must not use the device: its compute mode, MPS, or a stuck process forbids it; or
+    every launch fails there.
+    """
 
 
 class BackendError(WorkerUnavailable):

@@ -286,6 +286,7 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
     turns = _turns(plan, part, options.force, report)
     sweep = Sweep(turns.own, plan.most_s)
     report.begin(len(plan.tunings))
+    shared = part is not None and part.shard.workers > 1
     with Display(plan, hidden=options.as_json) as display:
         for turn in turns:
             display.begin(turn.item.sketch.words)
@@ -295,7 +296,7 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
                     _help(turn, options, display.watch)
                     turns.put_back(turn)
                 else:
-                    _tune(turn, sweep, options, display.watch, report, budget, turns.helps)
+                    _tune(turn, sweep, options, display.watch, report, budget, shared)
             except NotExclusive:
                 report.left += 1
             except Busy:

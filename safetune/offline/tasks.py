@@ -173,7 +173,7 @@ def tune_task(
     Args:
         watch: gets what knows how far the tuning is, and may show it.
         key_budget: how long to wait for another process that tunes the key; without end if None.
-        shared: with other processes of this node, which may `help_with_task`.
+        shared: other processes of this node may `help_with_task`, or do it if this card fails.
 
     Raises:
         NoWorkingConfig: every config failed.
@@ -182,7 +182,7 @@ def tune_task(
     phases = Phases("lookup")
     request = request_for(task, force)
     store = open_tuning_store()
-    if shared and request.budget is None:
+    if shared:
         request = replace(request, bench=partial(SharedBench, store))
     with reporting.observing(request, store, phases, quiet=True) as tally:
         watch(tally)

@@ -4,18 +4,24 @@ The process that has the key's lock tunes it. Processes with nothing else to do 
 some of its configs and store the outcomes. A config belongs to the process that has locked it, and
 to no one once that has ended. The owner of the key launches all configs once more to judge them,
 measures the finalists again, and chooses: that is done on one card.
+
+A card may fail without its process dying. Where the last launches of a bench failed, another
+process tries the card; if it fails too, their outcomes are forgotten, and this process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from safetune.config import config_digest
-from safetune.errors import StoreError
+from safetune.errors import DeviceUnavailable, StoreError
+from safetune.isolation import card_check
+from safetune.isolation.protocol import Budget
 from safetune.messages import logger
-from safetune.store.local import locks
+from safetune.outcome import Group, Outcome, OutputReport
+from safetune.store.local import locks, shared_trials
 from safetune.store.local.store import Store
 from safetune.tuning import requests
 from safetune.tuning.bench import LaunchBench, Ready
@@ -26,10 +32,15 @@ _LOOK_S = 0.05
 
 
 class SharedBench(LaunchBench):
-    """A bench that leaves out configs which another process measures, or has measured."""
+    """A bench that leaves out configs which another process measures, or has measured.
+
+    A search shares none, as it decides by their outcomes.
+    """
 
     def __init__(self, store: Store, request: TuningRequest, phases: Phases) -> None:
         self._store, self._since = store, time.time()
+        self._shares = request.budget is None and not request.force
+        self._failed: set[int] = set()  # by the last launches
         super().__init__(request, phases)
         #: The configs that are settled here: they are launched again without asking.
         self._settled: set[int] = set()
@@ -58,11 +69,12 @@ class SharedBench(LaunchBench):
         path, name, key = self._store.path, self._names[config], self._request.key.digest
         with contextlib.ExitStack() as held:
             mine = True
-            if config not in self._settled and path is not None:
+            if self._shares and config not in self._settled and path is not None:
                 try:
                     if lock := locks.try_lock(path, f"{key} {name}"):
                         held.callback(lock.release)
-                    mine = lock is not None and name not in self._store.tried(key, self._since)
+                    known = shared_trials.tried(self._store.connection, key, self._since)
+                    mine = lock is not None and name not in known
                 except (OSError, StoreError) as error:
                     logger.info("%s; a config may be measured twice", error)
             yield mine
@@ -86,6 +98,37 @@ class SharedBench(LaunchBench):
             if others:
                 with self.phases("wait"):
                     time.sleep(_LOOK_S)
+
+    def measure(
+        self, index: int, budget: Budget | None, groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, OutputReport | None]:
+        """Run a config as `LaunchBench` does, and note whether that failed."""
+        outcome, report = super().measure(index, budget, groups)
+        self._note({index: outcome})
+        return outcome, report
+
+    def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
+        """Time configs as `LaunchBench` does, and note which failed."""
+        outcomes = super().in_turn(budgets)
+        self._note(outcomes)
+        return outcomes
+
+    def _note(self, outcomes: Mapping[int, Outcome]) -> None:
+        for config, outcome in outcomes.items():
+            if outcome.ok:
+                self._failed.clear()
+            else:
+                self._failed.add(config)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        super().__exit__(kind, *rest)
+        if kind is not None or not self._failed:
+            return
+        if reason := card_check.why_broken(self._request.call.index):
+            names = [self._names[config] for config in self._failed]
+            key = self._request.key.digest
+            shared_trials.forget(self._store.connection, key, names)
+            raise DeviceUnavailable(f"every launch fails on this device: {reason}")
 
 
 class HelpersBench(SharedBench):

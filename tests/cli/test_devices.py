@@ -81,6 +81,20 @@ class TestDevices:
         assert 0 < min(map(len, cards)) < 20, "the helper has measured a part"
 
     @pytest.mark.full
+    def test_a_card_on_which_every_launch_fails_drops_out_and_its_work_is_done_again(
+        self, start: Start, targets: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PYTHONPATH", str(targets.with_name("broken_card")))
+        command = ("tune", targets / "faulty_card.py", "--devices=0,1", "--json")
+        process = start(*command, env={}, **PIPES)
+        data, errors = finished(process)
+        assert process.returncode == 0, errors
+        assert "process 1: Error: every launch fails on this device: RuntimeError: CUDA" in errors
+        assert "process 1 drops out" in errors
+        assert sorted(choices(data)) == ["40", "50"]
+        assert [trial["verdict"] for trial in data["trials"]] == ["ok"] * 4
+
+    @pytest.mark.full
     def test_force_measures_every_key_again_and_once(self, start: Start, target: str) -> None:
         for _ in range(2):
             process = start("tune", target, "--devices=0,1", "--force", "--json", env={}, **PIPES)

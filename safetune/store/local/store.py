@@ -46,7 +46,6 @@ CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
 CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
 _CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
 _CHOSEN = "SELECT key, declared FROM choice WHERE created > ?"
-_TRIED = "SELECT config_digest FROM trial WHERE key = ? AND created > ?"
 _ORIGIN = "SELECT origin FROM choice WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
 
@@ -209,11 +208,6 @@ class Store:
         """Return the key and the list of each choice made after a time; raises `StoreError`."""
         with self.connection.reading() as connection:
             return {(key, declared) for key, declared in connection.execute(_CHOSEN, (since,))}
-
-    def tried(self, key: str, since: float) -> set[str]:
-        """Return the configs of a key with an outcome stored after a time; raises `StoreError`."""
-        with self.connection.reading() as connection:
-            return {digest for (digest,) in connection.execute(_TRIED, (key, since))}
 
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key and list, the newest list of a key first."""
