@@ -32,23 +32,23 @@ COUNTED = (
     "torchao==0.18.0",
 )
 
+#: Where only the kernels with a flag are counted: wheels, and checkouts that `--tree` gives.
+FLAGS_ONLY = (
+    "transformer-engine==2.20.2",
+    "mamba e9594ce",
+    "attorch 67c2772",
+    "generative-recommenders db1bf8f",
+    "attention-gym 7fdb85d",
+)
+
 #: Findings that are wrong, as (library, rule, pattern of the message, why).
 WRONG = (
-    ("flag-gems", "phantom", r"name dtype:", "a descriptor's dtype, which Triton's key lacks"),
-    ("flag-gems", "unseen", r"name dtype:", "the same"),
     ("flag-gems", "stand-in", r"name M:.*stride_cm", "a stride, not what M decides"),
-    ("torchao", "stand-in", r"x_ptr|out_ptr", "a tensor that is made with it, not an argument"),
-    ("torchao", "length", r"constexpr N .*b\.size", "a weight's size"),
-    ("flag-gems", "flag", r"IS_FLOAT|UPCAST", "told by a dtype of the key"),
-    ("sglang", "flag", r"IS_FP8", "the same"),
-    ("flag-gems", "flag", r"HAVE_(?:ATTN_SINK|TOPK_LENGTH)", "optional arguments of two dtypes"),
-    ("sglang", "flag", r"HAS_(?:ATTN_SINK|TOPK_LENGTH) ", "the same"),
-    (
-        "flag-gems",
-        "in-place",
-        r"(?:abs|ceil|relu|triu)\.py|triu_(?:batch_)?kernel",
-        "a second launch gives the same",
-    ),
+    ("flag-gems", "flag", r"max_kernel.*UPCAST", "made of the sizes in the key"),
+    ("flag-gems", "flag", r"arange_kernel.*IS_FLOAT", "told by a dtype of the key"),
+    ("flag-gems", "in-place", r"_cambricon.*triu_kernel", "a second launch gives the same"),
+    ("sglang", "flag", r"STORE_KG", "told by a dtype of the key"),
+    ("sglang", "flag", r"HAS_TOPK_LENGTH ", "the same"),
 )
 
 #: Known mistakes, as (library, rule, kernel, name, where it was reported).
@@ -95,7 +95,7 @@ KNOWN = (
     ("flag-gems==5.0.2", "stand-in", "grouped_mm_tma_kernel", "M", "this project"),
     ("sglang==0.5.23", "flag", "_layer_norm_fwd_1pass_kernel", "HAS_DROPOUT", "this project"),
     *(
-        ("generative-recommenders", rule, kernel, name, "this project")
+        ("generative-recommenders db1bf8f", rule, kernel, name, "this project")
         for rule, kernel, name in (
             ("stand-in", "_hstu_attn_fwd", "DimQ"),
             ("stand-in", "_hstu_attn_fwd", "DimV"),
@@ -106,7 +106,7 @@ KNOWN = (
         )
     ),
     *(
-        ("attention-gym", rule, kernel, name, "this project")
+        ("attention-gym 7fdb85d", rule, kernel, name, "this project")
         for rule, kernel, name in (
             ("stand-in", "_selected_attention_bwd_dlocal_kv_tma", "D"),
             ("phantom", "l2norm_fwd_kernel", "NB"),
@@ -156,6 +156,22 @@ def count_rows(trees: Mapping[str, Path]) -> Iterator[str]:
         yield f"| {requirement} | {' | '.join(map(str, counts))} | {seconds:.1f} |"
 
 
+def flag_rows(trees: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the rows of the table of kernels with a flag that launches can differ in."""
+    yield "| library | tuners | kernels with such a flag |"
+    yield "| --- | --- | --- |"
+    total = [0, 0]
+    for library in (*COUNTED, *FLAGS_ONLY):
+        if library not in trees:
+            print(f"{library} is not given: --tree '{library}=PATH'", file=sys.stderr)
+            continue
+        findings, tuners = check([trees[library]], ["flag"])
+        kernels = len({(each.path, each.kernel) for each in findings})
+        total = [total[0] + tuners, total[1] + kernels]
+        yield f"| {library} | {tuners} | {kernels} |"
+    yield f"| **all** | **{total[0]}** | **{total[1]}** |"
+
+
 def known_rows(trees: Mapping[str, Path]) -> Iterator[str]:
     """Yield the rows of the table of known mistakes."""
     yield "| library | reported | rule | found |"
@@ -187,11 +203,16 @@ def main(given: tuple[str, ...], write: bool) -> None:
     """Count what `safetune lint` finds in libraries, and look for known mistakes."""
     with tempfile.TemporaryDirectory() as folder:
         trees = {name: Path(path) for name, _, path in (each.rpartition("=") for each in given)}
-        wanted = {*COUNTED, *(library for library, *_ in KNOWN if "==" in library)} - {*trees}
-        trees.update((name, unpacked(name, Path(folder))) for name in sorted(wanted))
+        wanted = {*COUNTED, *FLAGS_ONLY, *(library for library, *_ in KNOWN)} - {*trees}
+        wheels = sorted(name for name in wanted if "==" in name)
+        trees.update((name, unpacked(name, Path(folder))) for name in wheels)
         today = datetime.date.today().isoformat()
-        lines = [f"Counted on {today}:", "", *count_rows(trees), "", "Known mistakes:", ""]
-        text = "\n".join([*lines, *known_rows(trees)])
+        tables = {
+            f"Counted on {today}": count_rows(trees),
+            "Kernels with a true-or-false constexpr that the key lacks": flag_rows(trees),
+            "Known mistakes": known_rows(trees),
+        }
+        text = "\n\n".join(f"{title}:\n\n" + "\n".join(rows) for title, rows in tables.items())
     print(text)
     if write:
         page = Path(__file__).parents[1] / "docs" / "lint.md"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from safetune.frozen import dataclass
 from safetune.keys.launch_usage import bindings, followed, sizes_in, texts_of
 from safetune.keys.launches import Launch, Scopes
-from safetune.keys.source_text import FunctionNode, children, last_name, walk
+from safetune.keys.run_order import bind
+from safetune.keys.source_text import FunctionNode, children, last_name, parameters, walk
 
 #: Attributes of a tensor that Triton's key has, or that a process has one of.
 _COVERED = frozenset({"device", "dtype", "element_size", "itemsize"})
+_COVERED_CALLS = frozenset({"element_size", "is_complex", "is_floating_point"})
 
 #: Names of what a model has one of, and of what differs from one batch to the next.
 _FIXED = re.compile(
@@ -24,6 +26,9 @@ _LENGTH = re.compile(  # of what is unpacked from a shape
     r"^(?:[BLMST]|[NT][TQKS]|N_CTX)$|seq|len|token|rows?$|batch", re.IGNORECASE
 )
 _SURE_LENGTH = re.compile(r"^(?:[BT]|N_CTX)$|seq_?len|length|tokens?$|rows?$|^batch", re.IGNORECASE)
+
+#: Names of tensors of integers.
+INTEGERS = re.compile(r"idx|index|indices|offset|seq_?len|length|table|slot|count", re.IGNORECASE)
 
 #: Calls whose result has few values.
 _FEW = frozenset({"bit_length", "bool", "get", "log2", "min", "next_power_of_2"})
@@ -41,27 +46,46 @@ class Difference:
 
 
 class Passed:
-    """The launches of a kernel whose arguments the text shows."""
+    """The arguments that the text shows of a kernel's launches.
+
+    `value` returns what a name stands for where the kernel is; `key` names the kernel's key.
+    """
 
     def __init__(
-        self, launches: Sequence[Launch], names: Sequence[str], function: FunctionNode
+        self,
+        launches: Sequence[Launch],
+        names: Sequence[str],
+        key: Sequence[str],
+        function: FunctionNode,
+        value: Callable[[str], Any],
     ) -> None:
-        shown = [(launch, launch.arguments(names)) for launch in launches if launch.call]
+        shown = [(launch, _arguments(launch, names, key)) for launch in launches if launch.call]
         self._shown = [(launch, given) for launch, given in shown if given is not None]
         self._tested = {node.id for node in _tests(function)}
+        self._value = value
 
     def names(self) -> set[str]:
         """Return the parameters that some launch passes."""
         return set().union(*(given for _, given in self._shown))
 
+    def is_dtype(self, name: str) -> bool:
+        """Whether a launch passes a dtype for a parameter, or something made of one."""
+        dtype = "attr='dtype'"
+        return any(
+            dtype in text
+            for launch, given in self._shown
+            if name in given
+            for text in texts_of(given[name], launch.scopes, whole=True)
+        )
+
     def difference(self, name: str, key: Sequence[str]) -> Difference | None:
         """Return what can differ in the values of a parameter where those of the key are equal."""
-        constants = set()
+        constants = set[str]()
         for launch, given in self._shown:
             if name not in given:
                 continue
             value, scopes = given[name], launch.scopes
-            leaves = _leaves(value, scopes)
+            leaves = self._leaves(value, scopes)
             known = set[str]().union(
                 *(texts_of(given[each], scopes, whole=False) for each in key if each in given)
             )
@@ -106,6 +130,67 @@ class Passed:
                 if len(pair) == 2 and len(target) == 1 and source - target:
                     yield min(target), min(source - target), launch.location
 
+    def _leaves(self, value: ast.AST, scopes: Scopes) -> list[ast.AST]:
+        """Return the run-time values that an expression is made of, those of a test too."""
+        found, pending, seen = [], [value], set[str]()
+        while pending:
+            node = pending.pop()
+            if (text := ast.dump(node)) in seen:
+                continue
+            seen.add(text)
+            match node:
+                case ast.Name(id=name) if (values := bindings(name, scopes)) and None not in values:
+                    pending += [each for each in values if isinstance(each, ast.expr)]
+                case ast.Compare() | ast.BoolOp() | ast.UnaryOp() | ast.IfExp():
+                    pending += [each for each in children(node) if isinstance(each, ast.expr)]
+                case ast.Attribute(attr=attribute) if attribute in _COVERED:
+                    pass
+                case ast.Call(func=ast.Name(id="bool" | "int"), args=[inner]):
+                    pending.append(inner)
+                case ast.Call(func=function) if last_name(function) in ("isinstance", "hasattr"):
+                    pending += node.args[:1]
+                case ast.Call(func=function) if last_name(function) in _COVERED_CALLS:
+                    pass
+                case ast.Call(func=ast.Name(id=name)) if _tells_dtypes(self._value(name)):
+                    pass
+                case _:
+                    found += sizes_in(node, scopes)
+        return found
+
+
+def _arguments(
+    launch: Launch, names: Sequence[str], key: Sequence[str]
+) -> dict[str, ast.expr] | None:
+    """Return the arguments of a launch; with a starred one, those that have their names.
+
+    None where the text does not show those of the key.
+    """
+    if (shown := launch.arguments(names)) is not None or launch.call is None:
+        return shown
+    given = dict(bind(launch.call, names)) if launch.target is not launch.call else {}
+    return given if given and set(key) <= given.keys() else None
+
+
+def _tells_dtypes(function: Any) -> bool:
+    """Whether what a function of the tree returns is made of the dtypes of its arguments."""
+    node = function.text[0] if hasattr(function, "text") else None
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    results = [each.value for each in walk(node) if isinstance(each, ast.Return) and each.value]
+    names = parameters(node)
+    pending, seen = [*results], set[str]()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, ast.Attribute) and part.attr in _COVERED:
+            continue
+        if isinstance(part, ast.Name) and part.id in names:
+            return False
+        if isinstance(part, ast.Name) and part.id not in seen:
+            seen.add(part.id)
+            pending += [v for v in bindings(part.id, (node,)) if isinstance(v, ast.expr)]
+        pending += [each for each in children(part) if isinstance(each, ast.expr)]
+    return bool(results)
+
 
 def _tests(function: FunctionNode) -> Iterator[ast.Name]:
     """Yield the names that a body takes as true or false."""
@@ -122,30 +207,6 @@ def _tests(function: FunctionNode) -> Iterator[ast.Name]:
                 pending += values
 
 
-def _leaves(value: ast.AST, scopes: Scopes) -> list[ast.AST]:
-    """Return the run-time values that an expression is made of, those of a test too."""
-    found, pending, seen = [], [value], set[str]()
-    while pending:
-        node = pending.pop()
-        if (text := ast.dump(node)) in seen:
-            continue
-        seen.add(text)
-        match node:
-            case ast.Name(id=name) if (values := bindings(name, scopes)) and None not in values:
-                pending += [each for each in values if isinstance(each, ast.expr)]
-            case ast.Compare() | ast.BoolOp() | ast.UnaryOp() | ast.IfExp():
-                pending += [each for each in children(node) if isinstance(each, ast.expr)]
-            case ast.Attribute(attr=attribute) if attribute in _COVERED:
-                pass
-            case ast.Call(func=ast.Name(id="bool" | "int"), args=[inner]):
-                pending.append(inner)
-            case ast.Call(func=function) if last_name(function) in ("isinstance", "hasattr"):
-                pending += node.args[:1]
-            case _:
-                found += sizes_in(node, scopes)
-    return found
-
-
 def _constants(value: ast.AST, scopes: Scopes) -> set[str]:
     """Return the constants that an expression without run-time values may be."""
     match value:
@@ -154,7 +215,9 @@ def _constants(value: ast.AST, scopes: Scopes) -> set[str]:
         case ast.Name(id=name) if values := bindings(name, scopes):
             return set().union(*(_constants(v, scopes) for v in values if v is not None))
         case ast.IfExp():
-            return _constants(value.body, scopes) | _constants(value.orelse, scopes)
+            # A test without run-time values is of dtypes: they are in the key, so it is one value.
+            sides = _constants(value.body, scopes) | _constants(value.orelse, scopes)
+            return {" or ".join(sorted(sides))} if sides else sides
     return set()
 
 
@@ -234,8 +297,11 @@ def _lengths(value: ast.AST, scopes: Scopes) -> Iterator[str]:
                 yield ast.unparse(node)
             case ast.Call(func=ast.Attribute(attr="numel")):
                 yield ast.unparse(node)
-            case ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(value=0)]):
-                yield ast.unparse(node)
+            case ast.Call(
+                func=ast.Attribute(value=owner, attr="size"), args=[ast.Constant(value=0)]
+            ):
+                if not _is_weight(last_name(owner)):
+                    yield ast.unparse(node)
             case ast.Call(func=function) if last_name(function) in _FEW:
                 pass
             case ast.Call() | ast.BinOp() | ast.IfExp() | ast.UnaryOp():
@@ -249,13 +315,17 @@ def _is_leading(values: Sequence[Any], name: str) -> bool:
         return False
     indices = [place[1] for place in places if place]
     owner = places[0][0] if places[0] else ""
-    if _FIXED.search(owner) or owner in ("w", "b"):
+    if _is_weight(owner):
         return False
     front, back = max(indices), min(indices)
     rank = front - back if back < 0 <= front else 0  # `B, T = x.shape` tells it
     if front < 0 or (rank > 1 and front == rank - 1):
         return False
     return front == 0 or bool(_LENGTH.search(name))
+
+
+def _is_weight(name: str) -> bool:
+    return name in ("w", "b") or _FIXED.search(name) is not None
 
 
 def _place(value: ast.AST) -> tuple[str, int] | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from safetune.frozen import dataclass
 from safetune.keys.effects import accesses_of
-from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, report_of
-from safetune.lint.passed import Passed
+from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, NameReport, report_of
+from safetune.keys.source_text import parameters, walk
+from safetune.lint.passed import INTEGERS, Passed
+from safetune.lint.repeats import same_again
 from safetune.lint.tiles import SMALLEST, least_shared_memory, looped_tiles
 from safetune.lint.tuners import Tuner
 from safetune.lint.values import WrittenConfig
@@ -74,11 +77,14 @@ _Found = Iterator[tuple[str, ast.AST, str]]
 
 def _found(tuner: Tuner) -> _Found:
     facts = tuner.facts()
-    passed = Passed(facts.launches, list(facts.parameters), tuner.function)
+    key = tuner.key()
+    names = list(facts.parameters)
+    in_key = [name for name in (key and key.names) or () if name in names]
+    passed = Passed(facts.launches, names, in_key, tuner.function, tuner.frame.get)
     lengths = dict(_lengths(facts, passed))
-    if (key := tuner.key()) is not None:
+    if key is not None:
         report = report_of(facts, key, PhantomPolicy.DROP)
-        yield from _key_names(tuner, report)
+        yield from _key_names(tuner, report, passed)
         if key.names is not None:
             missing = [name for name in report.missing if name not in lengths]
             yield from _missing(tuner, report, missing, passed)
@@ -90,14 +96,36 @@ def _found(tuner: Tuner) -> _Found:
     yield from _too_large(tuner)
 
 
-def _key_names(tuner: Tuner, report: KeyReport) -> _Found:
+def _key_names(tuner: Tuner, report: KeyReport, passed: Passed) -> _Found:
     for name in report.names:
         if name.kind is NameKind.READ or name.reason.endswith("kept by keep="):
+            continue
+        if _stands_for_a_tensor(tuner, name) or _is_dtype_of_descriptors(tuner, name.name, passed):
             continue
         rule = "phantom" if name.kind is NameKind.KEPT else name.kind.value
         reason = name.reason.removesuffix("; kept").removesuffix("; dropped")
         message = f"key name {name.name}: {reason}; {_REMEDIES[name.kind]}"
         yield rule, _in_key(tuner, name.name), message
+
+
+def _stands_for_a_tensor(tuner: Tuner, report: NameReport) -> bool:
+    """Whether what is made of a key name is a tensor of that size, which cannot be in a key."""
+    made = re.search(r"(\w+), which the key lacks", report.reason)
+    if report.kind is not NameKind.STAND_IN or made is None:
+        return False
+    accesses = accesses_of(tuner.kernel)
+    return made[1] in accesses.loaded | accesses.stored
+
+
+def _is_dtype_of_descriptors(tuner: Tuner, name: str, passed: Passed) -> bool:
+    """Whether a name is a dtype and the tensors are in descriptors: Triton's key lacks theirs."""
+    accessed = {
+        node.func.value.id
+        for node in walk(tuner.function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("load", "store") and isinstance(node.func.value, ast.Name)
+    }
+    return passed.is_dtype(name) and bool(accessed.intersection(parameters(tuner.function)))
 
 
 def _in_key(tuner: Tuner, name: str) -> ast.AST:
@@ -119,10 +147,15 @@ def _parameter(tuner: Tuner, name: str) -> ast.AST:
 def _missing(tuner: Tuner, report: KeyReport, missing: Sequence[str], passed: Passed) -> _Found:
     key = [name.name for name in report.names if name.kind is not NameKind.UNKNOWN]
     found = {name: passed.difference(name, key) for name in missing}
-    #: Triton's key has the dtypes of the arguments that are there: they tell one from none.
+    #: Triton's key has the dtypes of the arguments that are there: they tell one from none, and a
+    #: tensor of integers from one of numbers.
     optional = {each.optional for each in found.values() if each and each.optional}
+    integers = {name for name in optional if INTEGERS.search(name)}
     for name, difference in found.items():
-        if difference is None or (difference.optional and len(optional) < 2):
+        if difference is None:
+            continue
+        alike = integers if difference.optional in integers else optional - integers
+        if difference.optional and len(alike) < 2:
             continue
         rule = "flag" if difference.boolean else "constexpr"
         message = (
@@ -153,7 +186,8 @@ def _in_place(tuner: Tuner, passed: Passed) -> _Found:
     handled = {*restored, *zeroed}
     accesses = accesses_of(tuner.kernel)
     found = {name: f"the kernel {how}" for name, how in accesses.updated.items()}
-    for stored, loaded, location in passed.same(accesses.loaded, accesses.stored):
+    same = passed.same(accesses.loaded, accesses.stored)
+    for stored, loaded, location in () if same_again(tuner.function) else same:
         how = f"the kernel stores to it, and {location} passes the same tensor as {loaded}"
         found.setdefault(stored, how)
     for name, how in found.items():

@@ -106,6 +106,59 @@ def test_each_class_of_a_key_name_is_a_rule(lint: Lint, key: str, rule: str, say
     assert says in finding.message
 
 
+@pytest.mark.parametrize(
+    ("size", "found"),
+    [("x.size(0)", ["length"]), ("weight.size(0)", ["constexpr"]), ("b.size(0)", ["constexpr"])],
+)
+def test_the_leading_size_of_a_weight_is_not_a_length(
+    lint: Lint, size: str, found: list[str]
+) -> None:
+    text = BACKWARD.format(value="x", BS="16").replace("BS=BS", f"BS={size}")
+    assert rules(lint(text.replace("NS):", "NS, weight, b):"))) == found
+
+
+#: A name in the key from which no argument but a tensor is made (torchao).
+SIZED = """
+@triton.autotune(configs=CONFIGS, key=["N", "K"])
+@triton.jit
+def kernel(x, out, N, K, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    tl.store(out + columns, tl.load(x + columns), mask=columns < N)
+
+def launch(x, N, K):
+    kernel[(1,)](x, torch.empty((N, K)), N, K)
+"""
+
+
+def test_a_tensor_that_is_made_with_a_key_name_cannot_be_put_in_the_key(lint: Lint) -> None:
+    assert rules(lint(SIZED)) == []
+    padded = SIZED.replace("K, BLOCK", "K, PADDED: tl.constexpr, BLOCK").replace(
+        "N, K)\n", "N, K, triton.next_power_of_2(K))\n"
+    )
+    read = padded.replace("mask=columns < N", "mask=columns < N + PADDED")
+    assert rules(lint(read)) == ["stand-in"]
+
+
+#: A matrix in a descriptor, of which Triton's key has no dtype, and its dtype.
+DESCRIPTOR = """
+@triton.autotune(configs=CONFIGS, key=["M", "dtype"])
+@triton.jit
+def kernel(matrix, out, M, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), {load}, mask=tl.arange(0, BLOCK) < M)
+
+def launch(x, out):
+    name = str(x.dtype)
+    kernel[(1,)]({matrix}, out, x.shape[0], dtype=name)
+"""
+
+
+def test_a_dtype_is_a_phantom_only_where_the_key_has_that_of_the_tensor(lint: Lint) -> None:
+    described = DESCRIPTOR.format(load="matrix.load([0])", matrix="TensorDescriptor(x, [1], [1])")
+    assert rules(lint(described)) == []
+    pointed = DESCRIPTOR.format(load="tl.load(matrix + tl.arange(0, BLOCK))", matrix="x")
+    assert rules(lint(pointed)) == ["phantom"]
+
+
 def test_a_bucket_and_a_name_without_a_launch_are_rules_too(lint: Lint) -> None:
     kernel = PRODUCT.partition("def launch")[0]
     named = kernel.replace("M, D", "M_BUCKET, D")
@@ -130,6 +183,14 @@ def kernel(x, y, bias, D, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: t
         value += tl.load(bias + columns)
     tl.store(y + columns, value)
 
+def is_half(tensor):
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    assert half or tensor.numel() > 0
+    return half
+
+def is_long(tensor):
+    return tensor.dtype == torch.float16 and tensor.numel() > 4096
+
 def launch(x, y, bias=None, dropout=0.0, scaled: bool = False):
     kernel[(1,)](x, y, bias, x.shape[-1], SCALED={SCALED}, HAS_BIAS={HAS_BIAS})
 """
@@ -144,12 +205,24 @@ def launch(x, y, bias=None, dropout=0.0, scaled: bool = False):
         ("True", []),
         ("x.dtype == torch.float16", []),  # Triton's key has the dtypes
         ("x.shape[-1] % 64 == 0", []),  # made of a key name
+        ("x.is_floating_point()", []),
+        ("True if x.dtype == torch.float16 else False", []),
+        ("is_half(x)", []),
+        ("is_long(x)", ["flag"]),
     ],
 )
 def test_a_flag_is_found_where_launches_can_differ_in_it(
     lint: Lint, SCALED: str, found: list[str]
 ) -> None:
     assert rules(lint(FLAG.format(SCALED=SCALED, HAS_BIAS="False"))) == found
+
+
+def test_of_a_launch_with_a_starred_argument_the_named_ones_count(lint: Lint) -> None:
+    """Where it shows the key: otherwise what it passes may be made of that."""
+    text = FLAG.format(SCALED="scaled", HAS_BIAS="False").replace("D, SCALED", "D, S, SCALED")
+    starred = text.replace("x.shape[-1],", "x.shape[-1], *x.stride(),")
+    assert rules(lint(starred)) == ["flag"]
+    assert rules(lint(text.replace("(x, y, bias, x.shape[-1],", "(*tensors(x, y),"))) == []
 
 
 def test_launches_that_pass_other_constants_differ(lint: Lint) -> None:
@@ -164,6 +237,8 @@ def test_the_dtypes_of_the_key_tell_one_optional_argument_and_not_two(lint: Lint
     assert rules(lint(FLAG.format(SCALED="False", HAS_BIAS="bias is not None"))) == []
     two = FLAG.format(SCALED="y is not None", HAS_BIAS="bias is not None")
     assert rules(lint(two)) == ["flag", "flag"]
+    other = two.replace("y is", "topk_length is").replace("(x, y,", "(x, topk_length,")
+    assert rules(lint(other.replace("(x, topk_length, b", "(x, y, topk_length, b", 1))) == []
     heuristic = FLAG.format(SCALED="dropout > 0", HAS_BIAS="False").replace(
         "@triton.jit",
         '@triton.heuristics({"SCALED": lambda args: args["x"] is not None})\n@triton.jit',
@@ -185,6 +260,7 @@ def kernel(x, y, N, BLOCK: tl.constexpr):
 def launch(x, y, N):
     kernel[(1,)]({arguments}, N)
 """
+LOADED = "tl.load(x + columns, mask=columns < N)"
 TWICE_X = "tl.store(y + columns, 2 * tl.load(x + columns, mask=columns < N))"
 
 
@@ -198,6 +274,13 @@ TWICE_X = "tl.store(y + columns, 2 * tl.load(x + columns, mask=columns < N))"
         (TWICE_X, "x, x", ', restore_value=["y"]', []),
         (TWICE_X, "x, y", "", []),
         ("tl.atomic_add(y + columns, N)", "x, y", ', reset_to_zero=["y"]', []),
+        # What a second launch leaves as it is.
+        (f"v = {LOADED}; tl.store(y + columns, tl.abs(v))", "x, x", "", []),
+        (f"v = {LOADED}; w = tl.where(v > 0, v, 0.0); tl.store(y + columns, w)", "x, x", "", []),
+        (f"tl.store(y + columns, tl.maximum({LOADED}.to(tl.float32), 1))", "x, x", "", []),
+        (f"tl.store(y + columns, tl.where(columns > 3, {LOADED}, N))", "x, x", "", ["y"]),
+        (f"tl.store(y + columns + 1, tl.abs({LOADED}))", "x, x", "", ["y"]),
+        (f"tl.store(y + columns, tl.abs({LOADED} - 1))", "x, x", "", ["y"]),
         # A scratch value that each launch writes before it reads it.
         ("tl.store(y + columns, N); tl.store(x, tl.load(y + columns))", "x, y", "", []),
         # One name for two pointers, one after the other.
