@@ -67,6 +67,22 @@ def test_isolation_that_fails(code: int, stdout: str, stderr: str, words: str) -
     assert check.found.startswith(words)
 
 
+@pytest.mark.full
+def test_isolation_is_tried_with_no_setting_but_that_of_amd_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, seen = tmp_path / "probe.py", tmp_path / "seen"
+    names = 'sorted(name for name in os.environ if name.startswith("SAFETUNE_"))'
+    probe.write_text(f"import os, pathlib\npathlib.Path({str(seen)!r}).write_text(str({names}))\n")
+    monkeypatch.setenv("SAFETUNE_EXPERIMENTAL_HIP", "1")
+    monkeypatch.setenv("SAFETUNE_WAIT", "1")
+
+    (check,) = machine.isolation(probe)
+
+    assert check.state == "fail", "there is no kernel"
+    assert seen.read_text() == "['SAFETUNE_CACHE_DIR', 'SAFETUNE_EXPERIMENTAL_HIP']"
+
+
 class TestGpu:
     """A driver whose two devices are memory of the host, beside a torch without CUDA."""
 

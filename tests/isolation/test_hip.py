@@ -215,6 +215,7 @@ class TestLibrary:
         assert missing == []
 
 
+@pytest.mark.full
 def test_the_script_for_a_card_says_what_is_missing_here(fresh_process: FreshProcess) -> None:
     done = fresh_process(ROOT / "benchmarks/rocm.py", warm=True)
     assert done.returncode == 1

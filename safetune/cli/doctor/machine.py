@@ -118,13 +118,14 @@ def _calls() -> Check:
     return ok("system calls", "memfd_create and pidfd_open work")
 
 
-def isolation() -> Iterator[Check]:
+def isolation(probe: Path = _PROBE) -> Iterator[Check]:
     """Tune a kernel with a config that crashes, in a process with a store of its own."""
     with tempfile.TemporaryDirectory(prefix="safetune-doctor-") as directory:
-        variables = {name: os.environ[name] for name in os.environ if name[:9] != "SAFETUNE_"}
+        kept = [n for n in os.environ if n[:9] != "SAFETUNE_" or n == "SAFETUNE_EXPERIMENTAL_HIP"]
+        variables = {name: os.environ[name] for name in kept}
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "safetune", "tune", str(_PROBE), "--json"],
+                [sys.executable, "-m", "safetune", "tune", str(probe), "--json"],
                 env={**variables, "SAFETUNE_CACHE_DIR": directory},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
