@@ -16,7 +16,7 @@ from typing import Any
 from safetune.errors import BackendError, HandOverFailed
 from safetune.inputs.spans import Noise, itemsize
 from safetune.isolation import backend
-from safetune.isolation.device_bytes import FLOATS, Run, View
+from safetune.isolation.device_bytes import NATIVE_FLOATS, Run, View
 from safetune.isolation.device_memory import Bytes
 
 HOST = "cpu"
@@ -62,7 +62,7 @@ def mapped(device: str, fd: int, size: int) -> Any:
 
 def draw(where: Any, memory: Any, run: Run, noise: Noise) -> None:
     """Fill a run with random values."""
-    if isinstance(where, TorchBytes) or noise.dtype not in FLOATS:
+    if isinstance(where, TorchBytes) or noise.dtype not in NATIVE_FLOATS:
         from safetune.inputs import random_inputs
 
         random_inputs.draw(where.tensor(memory, run), noise, where.name)

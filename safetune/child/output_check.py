@@ -20,7 +20,7 @@ from safetune.child.results import Results
 from safetune.child.tolerance import Difference
 from safetune.errors import InvalidSetting
 from safetune.inputs.spans import FLOATS, TensorSpec, itemsize
-from safetune.isolation.device_bytes import FLOATS as NATIVE
+from safetune.isolation.device_bytes import NATIVE_FLOATS
 from safetune.outcome import Effects, Group, GroupDifference, OutputReport
 
 #: A config whose launch takes longer is launched once.
@@ -121,7 +121,7 @@ class OutputCheck:
         number = None if same is None else same.number
         mine: list[Any] = []
         if new_group is not None and differences:
-            mine = [_sample(self._arguments.tensors[index]) for index in self._compared]
+            mine = [_compare().sample(self._arguments.tensors[i]) for i in self._compared]
         unowned = tuple(self._names_in(block) for block in self._arguments.unowned())
         report = OutputReport(number, new_group, differences, (), (), (), unowned, difference)
         if same is None or slow:
@@ -134,12 +134,11 @@ class OutputCheck:
         if new_group is None:
             return report
         known = {group.number: group for group in groups}
-        common = [self._in_common(known[d.group], mine, writes) for d in differences]
-        return replace(
-            report,
-            new_group=replace(new_group, writes=writes),
-            differences=tuple(map(_with_common, differences, common)),
+        differences = tuple(
+            replace(each, common=self._in_common(known[each.group], mine, writes))
+            for each in differences
         )
+        return replace(report, new_group=replace(new_group, writes=writes), differences=differences)
 
     def check_guards(self) -> None:
         """Raise `OutOfBounds` if a launch has written beside a storage."""
@@ -232,7 +231,6 @@ class OutputCheck:
         """Return, for each tensor, how many sampled elements differ that this config and the first
         of a group both write.
         """
-        compare = _compare()
         import torch
 
         found = dict.fromkeys(self._compared, 0)
@@ -243,23 +241,18 @@ class OutputCheck:
                 ours, digits = known[index]
                 masks = [torch.frombuffer(bytearray.fromhex(d), dtype=torch.uint8) for d in digits]
                 both = (masks[0] & masks[1]).bool().to(ours.device)
-                tensor = self._arguments.tensor(theirs, index)
-                other = _sample(tensor).to(ours.device)
+                other = _compare().sample(self._arguments.tensor(theirs, index)).to(ours.device)
                 noise = self._rounding(index)
-                found[index] = compare.difference(ours[both], other[both], noise).elements
+                found[index] = _compare().difference(ours[both], other[both], noise).elements
         return tuple(found.values())
 
     def _check_expected(self) -> None:
-        if not self._expected:
-            return
-        compare = _compare()
-
         for index, expected in self._expected.items():
             mine = self._arguments.tensors[index]
-            if compare.difference(mine, expected, self._rounding(index)).elements:
+            if _compare().difference(mine, expected, self._rounding(index)).elements:
                 raise WrongResult(
                     f"{self._names[index]} differs from the reference by up to "
-                    f"{compare.spread(mine, expected):.3g}"
+                    f"{_compare().spread(mine, expected):.3g}"
                 )
 
     def _find(self, groups: Sequence[Group]) -> tuple[Group | None, tuple[GroupDifference, ...]]:
@@ -315,7 +308,7 @@ class OutputCheck:
         """Keep a sample of the live result of a new group."""
         for index in self._compared:
             where, view = self._arguments.where(index), self._arguments.elements(index)
-            native = self._arguments.views[index].dtype in NATIVE
+            native = self._arguments.views[index].dtype in NATIVE_FLOATS
             if native and not isinstance(where, memory.TorchBytes):
                 self._samples[group.number, index] = tolerance.sample(where, view)
 
@@ -323,8 +316,7 @@ class OutputCheck:
         """Return how a live tensor differs from one over a copy of its block."""
         if self._are_close(index, theirs):
             return Difference()
-        compare = _compare()
-
+        compare = _compare()  # before a tensor is made, which needs torch too
         mine, other = self._arguments.tensors[index], self._arguments.tensor(theirs, index)
         return compare.difference(mine, other, self._rounding(index), self._effects.any_order)
 
@@ -342,15 +334,12 @@ class OutputCheck:
 
     def _typical_size(self, index: int) -> float:
         where, dtype = self._arguments.where(index), self._arguments.views[index].dtype
-        if dtype in NATIVE:
+        if dtype in NATIVE_FLOATS:
             return tolerance.typical_size(where, self._arguments.elements(index), dtype)
-        compare = _compare()
-
-        return compare.typical_size(self._arguments.tensors[index])
+        return _compare().typical_size(self._arguments.tensors[index])
 
     def _largest_difference(self, group: Group) -> str:
-        compare = _compare()
-
+        compare = _compare()  # before a tensor is made, which needs torch too
         tensors, over = self._arguments.tensors, self._arguments.tensor
         worst = {
             self._names[index]: compare.spread(tensors[index], over(theirs, index))
@@ -376,16 +365,6 @@ class OutputCheck:
         views = enumerate(self._arguments.views)
         names = dict.fromkeys(self._names[i] for i, view in views if view.block == block)
         return "/".join(filter(None, names)) or "a tensor that a hook holds"
-
-
-def _with_common(difference: GroupDifference, common: tuple[int, ...]) -> GroupDifference:
-    return replace(difference, common=common)
-
-
-def _sample(tensor: Any) -> Any:
-    compare = _compare()
-
-    return compare.sample(tensor)
 
 
 def _compare() -> Any:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from safetune.isolation.device_bytes import FLOATS, View
+from safetune.isolation.device_bytes import NATIVE_FLOATS, View
 
 #: How far apart two right results may be, as a share of an element plus the same share of its
 #: typical size. Each is a small multiple of the resolution of the type, as split-K sums of 16 to
@@ -83,7 +83,7 @@ def are_close(where: Any, mine: View, theirs: View, dtype: str, noise: float) ->
     An element may differ by a share of the typical size of its row or column, too, which is not
     looked at here, and is not larger than the largest element.
     """
-    if dtype not in FLOATS:
+    if dtype not in NATIVE_FLOATS:
         return None
     size = min(typical_size(where, mine, dtype), typical_size(where, theirs, dtype))
     share = share_of(dtype)
@@ -102,7 +102,7 @@ def are_apart(where: Any, mine: View, theirs: Sequence[int], dtype: str, noise: 
 
     Where they are not, `are_close` has to look at all.
     """
-    if dtype not in FLOATS:
+    if dtype not in NATIVE_FLOATS:
         return False
     ours, others = _floats(sample(where, mine), dtype), _floats(theirs, dtype)
     size = max(min(_median(ours), _median(others)), where.peak(dtype, mine))

@@ -37,7 +37,7 @@ _SLOTS = 1024
 _OF_0_AND_1 = 0x68CB58C5E6430EDE
 
 #: The float types that `beyond` and `draw` know.
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+NATIVE_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Run(NamedTuple):
