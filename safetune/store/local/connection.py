@@ -225,8 +225,8 @@ class Connection:
                 self._prepare = opening.prepare_suspect
                 self._disconnect()
                 raise Damaged(message) from error
-            # Such as a lock that could not be released: only a new connection clears that.
-            if action == "read" and self.path is not None:
+            # A lock that could not be released: each write takes 10 s until a new connection.
+            if self.path is not None and (action == "read" or str(error) == "locking protocol"):
                 self._disconnect()
             if not (isinstance(error, Locked) or str(error) == "database is locked"):
                 raise StoreError(message) from error

@@ -50,6 +50,24 @@ def test_a_read_that_fails_once_does_not_count_as_damage(tmp_path: Path, number:
     assert (tally.tried, tally.lost, tally.wrong) == (1, 0, [])
 
 
+@pytest.mark.full
+def test_a_lock_that_could_not_be_released_is_given_up_after_one_write(tmp_path: Path) -> None:
+    """Regression: SQLite tried to take it for 10 s at each write and each read."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    original = fault_system.filled(tmp_path / "original").parent
+    traced, log = shutil.copytree(original, tmp_path / "traced"), tmp_path / "log"
+    fault_system._write(traced, "strace", "-f", "-o", log, *fault_system._on(traced))
+    calls = re.findall(r"^\d+ +fcntl\(.*", log.read_text(), re.MULTILINE)
+    first = re.compile(r"F_WRLCK.*l_start=124,")  # of the first reader: to open, to restart the log
+    taken = [number for number, call in enumerate(calls, 1) if first.search(call)]
+    if not taken:
+        pytest.skip("strace does not work here")
+    case = (original, tmp_path / "store", "fcntl", "error=EIO", taken[1] + 1)
+    tally = fault_system._injected(case)
+    assert (tally.tried, tally.lost, tally.wrong) == (1, 0, []), "13 writes of 10 s are too long"
+
+
 def test_the_docs_have_every_row() -> None:
     page = (ROOT / "docs" / "store.md").read_text(encoding="utf-8")
     for row in tally.FAULTS:

@@ -202,10 +202,11 @@ def _injected(case: tuple[Path, Path, str, str, int]) -> Tally:
     before = 40 if (original / DATABASE_NAME).exists() else 0
     shutil.copytree(original, directory)
     inject = f"inject={call}:{effect}:when={number}"
-    done = _write(
-        directory, "strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject,
-        *_on(directory),
-    )  # fmt: skip
+    strace = ("strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject)
+    try:
+        done = _write(directory, *strace, *_on(directory))
+    except subprocess.TimeoutExpired as error:
+        return Tally(1, wrong=[f"{inject}: it takes over {error.timeout:.0f} s"])
     if effect == _KILL:
         tally.tried += 1
         after = run(directory, range(before))
