@@ -4,13 +4,19 @@
 
 runs a tuning with configs that fail, the GPU tests that need nothing of NVIDIA's, and a few
 benchmarks, each in a process of its own under SAFETUNE_EXPERIMENTAL_HIP=1. A failure is a finding,
-not an error of this script. It needs torch for ROCm and pytest, installs nothing, and writes
-OUT/<device>/rocm.json, and beside that the files of the benchmarks. About half an hour.
+not an error of this script. It writes OUT/<device>/rocm.json, and beside that the files of the
+benchmarks: about half an hour. It installs nothing. It needs torch for ROCm, which brings a Triton
+of its own, and for that reason this checkout without what it depends on:
+
+    pip install --no-deps -e .
+    pip install click cloudpickle msgspec platformdirs rich sqlite-utils pytest
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -34,6 +40,8 @@ TESTS = [
     *(f"tests/gpu/test_{name}.py" for name in GPU_TESTS),
 ]
 BENCHMARKS = ("launch_overhead", "tuning_time", "first_tuning")
+#: Without the working directory, whose folder `safetune` is not the whole package.
+PYTEST = [sys.executable, *["-P"] * (sys.version_info >= (3, 11)), "-m", "pytest"]
 #: The most seconds for one process.
 LIMIT_S = 600
 _TAIL = 2000
@@ -45,7 +53,18 @@ def why_not_here() -> str:
 
     if not torch.version.hip:
         return f"torch {torch.__version__} is not built for ROCm"
-    return "" if torch.cuda.is_available() else "torch finds no GPU (see rocminfo, /dev/kfd)"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU (see rocminfo, /dev/kfd)"
+    missing = [name for name in ("safetune.kernels", "pytest") if not importable(name)]
+    words = f"{' and '.join(missing)} cannot be imported: this script's first lines say how to"
+    return f"{words} install what it needs" if missing else ""
+
+
+def importable(name: str) -> bool:
+    """Whether a module is installed."""
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(name) is not None
+    return False
 
 
 def environment(scratch: Path) -> dict[str, str]:
@@ -56,7 +75,6 @@ def environment(scratch: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     return {
         **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")])),
         "SAFETUNE_EXPERIMENTAL_HIP": "1",
         "SAFETUNE_CACHE_DIR": str(scratch / "store"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
@@ -97,8 +115,8 @@ def tests(env: Mapping[str, str]) -> Iterator[Row]:
     for file in TESTS:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "report.xml")
-            options = ["-q", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={report}"]
-            code, out, errors, seconds = run([sys.executable, "-m", "pytest", *options, file], env)
+            options = ["-q", "-rf", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={report}"]
+            code, out, errors, seconds = run([*PYTEST, *options, file], env)
             row = {"kind": "tests", "file": file, "exit_code": code, "seconds": seconds}
             if report.exists():
                 yield {**row, **counts(report.read_text(encoding="utf-8"))}
