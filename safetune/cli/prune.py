@@ -96,7 +96,12 @@ def _found(target: str, within: float, keep: int, device: str | None) -> _Pruned
     from safetune.offline import shares, shortlist
 
     store = open_store()
-    kernel = None if target in store.kernels() else _kernel(target)
+    stored_name = target in store.kernels()
+    if not stored_name and target.isidentifier():
+        raise TargetError(
+            f"no kernel {target} is stored: see `safetune list`, or give package.module:{target}"
+        )
+    kernel = None if stored_name else _kernel(target)
     name, digest = (kernel.name, kernel.tuner.identity.digest) if kernel else (target, "")
     stored = [
         (key, trials)
@@ -228,8 +233,6 @@ class _Pruned:
 
     def print(self) -> None:
         """Print everything for people."""
-        from safetune.offline import shortlist
-
         console, kept, count = stdout_console(), self.kept, len(self.configs)
         devices = {str(key.key.device["name"]) for key in self.keys}
         console.print(
@@ -237,11 +240,13 @@ class _Pruned:
             f"{count / len(kept):.1f} times fewer, by {counted(len(self.keys), 'key')} on "
             f"{', '.join(sorted(devices))}"
         )
-        console.print(f"slower than with all configs: {_words(self.cost())}")
+        recorded = len({key.weight for key in self.keys}) > 1
+        console.print(f"slower than with all configs: {_words(self.cost(), recorded)}")
         if self.held_out is not None:
-            console.print(f"on keys that the list was not made from: {_words(self.held_out)}")
+            words = _words(self.held_out, recorded)
+            console.print(f"on keys that the list was not made from: {words}")
         for count, cost in self.longer.items():
-            console.print(f"on such keys with --keep {count}: {_words(cost)}")
+            console.print(f"on such keys with --keep {count}: {_words(cost, recorded)}")
         if self.undeclared:
             console.print(
                 f"{counted(self.undeclared, 'config')} with trials are not in the list as it is "
@@ -249,28 +254,39 @@ class _Pruned:
             )
         if not self.found.proven:
             console.print("The time for the search was up: a shorter list may do.")
-        wins = shortlist.wins(self.keys)
-        table = empty_table("stays", "config", "the fastest on")
-        for config in kept:
-            won = "never tried" if config in self.untried else counted(wins[config], "key")
-            table.add_row(config_words(self.configs[config]), won)
-        console.print(table)
-        table = empty_table("dropped", "config", "was the fastest on", "which is now slower by")
-        for config, of_config in self.dropped().items():
-            keys = ", ".join(call_words(key.key.call) for key, _ in of_config)
-            slower = f"at most {max(r for _, r in of_config) - 1:.2%}" if of_config else ""
-            table.add_row(config_words(self.configs[config]), keys or "no key", slower)
-        console.print(table)
+        self._print_configs()
         if self.kernel is not None and len(kept) < count:
             try:
                 echo(self.diff())
             except TargetError as error:
                 echo(f"Warning: no diff: {error}", err=True)
 
+    def _print_configs(self) -> None:
+        """Print which configs stay, and what each other one has ever won."""
+        from safetune.offline import shortlist
 
-def _words(cost: Cost) -> str:
+        console, wins, dropped = stdout_console(), shortlist.wins(self.keys), self.dropped()
+        table = empty_table("stays", "config", "the fastest on")
+        for config in self.kept:
+            won = "never tried" if config in self.untried else counted(wins[config], "key")
+            table.add_row(config_words(self.configs[config]), won)
+        console.print(table)
+        table = empty_table("dropped", "config", "was the fastest on", "which is now slower by")
+        for config, of_config in dropped.items():
+            if of_config:
+                keys = ", ".join(call_words(key.key.call) for key, _ in of_config)
+                slower = f"at most {max(r for _, r in of_config) - 1:.2%}"
+                table.add_row(config_words(self.configs[config]), keys, slower)
+        never = [config_words(self.configs[c]) for c, of_config in dropped.items() if not of_config]
+        if table.row_count:
+            console.print(table)
+        if never:
+            console.print(f"dropped, and the fastest on no key: {'; '.join(never)}")
+
+
+def _words(cost: Cost, recorded: bool) -> str:
+    by_time = f"{cost.weighted - 1:.2%} by recorded time, " * recorded
     failed = f"; {counted(cost.failed, 'key')} would have no working config" * bool(cost.failed)
     return (
-        f"{cost.mean - 1:.2%} in the geometric mean, {cost.weighted - 1:.2%} by recorded time, "
-        f"{cost.worst - 1:.2%} at worst{failed}"
+        f"{cost.mean - 1:.2%} in the geometric mean, {by_time}{cost.worst - 1:.2%} at worst{failed}"
     )

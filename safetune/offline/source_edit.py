@@ -36,7 +36,7 @@ def diff(function: FunctionType, declared: Sequence[Config], kept: Collection[st
     before = Path(path).read_text(encoding="utf-8")
     after = _edited(before, function, declared, kept)
     name = os.path.relpath(path)
-    name = path if name.startswith("..") else name
+    name = path.lstrip("/") if name.startswith("..") else name  # `git apply` in the root finds it
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
     )

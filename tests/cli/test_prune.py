@@ -114,6 +114,7 @@ def test_recorded_time_decides_between_lists_of_one_length(
     found = safetune.json("prune", source)
     assert blocks(found["kept"]) == [64, 128, 512]
     assert found["cost"]["weighted"] == pytest.approx(1.0, abs=1e-4), "most time is N=200's"
+    assert " by recorded time, " in safetune("prune", source).stdout
 
 
 def test_more_configs_stay_for_keys_that_were_not_measured(source: str, safetune: Any) -> None:
@@ -136,6 +137,8 @@ def test_the_diff_of_the_source_leaves_the_short_list(source: str, safetune: Any
     assert "fill: 3 of 5 configs stay, 1.7 times fewer, by 4 keys on large card, small" in (
         shown.stdout
     )
+    assert "by recorded time" not in shown.stdout, "nothing is recorded"
+    assert "dropped, and the fastest on no key" not in shown.stdout
     diff = safetune("prune", source, "--diff").stdout
     assert diff in shown.stdout
     subprocess.run(["git", "apply", "-"], input=diff.encode(), check=True)
@@ -163,6 +166,7 @@ def test_a_stored_kernel_has_no_source_to_change(source: str, safetune: Any) -> 
     found = safetune.json("prune", "fill")
     assert sorted(blocks(found["kept"])) == [32, 128], "its list is what was tried"
     assert "package.module:kernel" in safetune.error("prune", "fill", "--diff")
+    assert "no kernel filled is stored" in safetune.error("prune", "filled")
     assert safetune.error("prune", "fill", "--device", "none like it").startswith(
         "Error: no trial of fill"
     )
