@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from safetune.store.records import RecordedCall
 
+#: No launch takes less, though a clock may not show that it takes any time.
+_LEAST_MS = 1e-6
+
 
 def times_ms(calls: Sequence[RecordedCall]) -> dict[str, float]:
     """Return how long all launches of each key took together.
@@ -15,7 +18,8 @@ def times_ms(calls: Sequence[RecordedCall]) -> dict[str, float]:
     A key of which no launch was timed, as it was launched once, counts as the other keys of its
     kernel do, or as all others.
     """
-    known = {call.key: each for call in calls if (each := call.count.each_ms) is not None}
+    timed = {call.key: each for call in calls if (each := call.count.each_ms) is not None}
+    known = {key: max(each_ms, _LEAST_MS) for key, each_ms in timed.items()}
     of_kernel: dict[str, list[float]] = {}
     for call in calls:
         if call.key in known:
@@ -32,7 +36,7 @@ def shares_of_time(calls: Sequence[RecordedCall]) -> dict[str, float]:
     """Return the share of each key, of 1."""
     times = times_ms(calls)
     total = sum(times.values())
-    return {key: time / total for key, time in times.items()} if total else {}
+    return {key: time / total for key, time in times.items()}
 
 
 def top(calls: Sequence[RecordedCall], share: float) -> list[RecordedCall]:

@@ -91,6 +91,13 @@ class TestShares:
         assert shares.times_ms(calls)["c"] == 6.0
         assert shares.times_ms([*calls, call("d", 1, None, "m")])["d"] == 5.0, "as all"
 
+    @pytest.mark.parametrize("each_ms", [0.0, -1.0])
+    def test_where_no_clock_shows_a_time_calls_count(self, each_ms: float) -> None:
+        """A median that falls after `safetune clear` leaves a time below zero."""
+        calls = [call("a", 3, each_ms), call("b", 1, each_ms)]
+        assert shares.shares_of_time(calls) == pytest.approx({"a": 0.75, "b": 0.25})
+        assert [each.key for each in shares.top(calls, 0.7)] == ["a"]
+
     def test_where_nothing_was_timed_calls_count(self) -> None:
         assert shares.shares_of_time([call("a", 3), call("b", 1)]) == {"a": 0.75, "b": 0.25}
 
