@@ -143,11 +143,12 @@ def versions() -> dict[str, str]:
     `sources` is a digest over what is measured: it tells changes that are not committed yet.
     """
     import torch
+    import triton
 
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": str(triton.__version__),
         "safetune": _version("safetune"),
         "cuda": str(torch.version.cuda),
         "hip": str(torch.version.hip or ""),

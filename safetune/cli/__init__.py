@@ -14,6 +14,7 @@ from safetune.cli.output import (
     echo,
     examples,
     print_json,
+    version_of,
     warnings_as_lines,
 )
 from safetune.errors import NoWorkingConfig
@@ -78,10 +79,7 @@ def _print_error(context: click.Context, error: Exception, message: str) -> None
 
 def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
-        from importlib import metadata
-
-        known = {name: metadata.version(name) for name in ("safetune", "triton", "torch")}
-        own, triton, torch = known.values()
+        own, triton, torch = map(version_of, ("safetune", "triton", "torch"))
         echo(f"safetune {own} (Triton {triton}, torch {torch}, Python {sys.version.split()[0]})")
         context.exit()
 

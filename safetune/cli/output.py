@@ -63,6 +63,15 @@ class Number(click.FloatRange):
         return found
 
 
+def version_of(module: str) -> str:
+    """Return the version of a module; torch for ROCm brings Triton in a package of another name."""
+    from importlib import import_module, metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(module)
+    return str(import_module(module).__version__)
+
+
 def echo(text: object, err: bool = False) -> None:
     """Print a text on standard output, or on standard error."""
     click.echo(visible(str(text)), err=err)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import asdict
-from importlib import metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -95,7 +95,7 @@ def gc(
         raise click.UsageError("give --older-than, --dead-toolchains or --max-size")
     rule = Rule(
         before=None if older_than is None else time.time() - older_than * DAY_S,
-        triton=metadata.version("triton") if dead_toolchains else None,
+        triton=import_module("triton").__version__ if dead_toolchains else None,
         most_bytes=None if max_size is None else parse_size("--max-size", max_size),
     )
     swept = sweep(open_store(), rule, dry_run)

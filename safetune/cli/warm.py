@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import click
@@ -155,7 +154,9 @@ def _not_reached(
 ) -> dict[str, int]:
     """Return how many stored choices for these devices were not compiled, by the reason."""
     digests = {kernel.tuner.identity.digest for kernel in kernels}
-    records, here = [each.device.record() for each in devices], metadata.version("triton")
+    import triton
+
+    records, here = [each.device.record() for each in devices], triton.__version__
     reached = {each.key for each in done}
     return Counter(
         "no workload or recorded call shows what its launch needs"

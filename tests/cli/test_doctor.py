@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import triton
 
 from safetune.cli.doctor import gpus, machine
+from safetune.cli.output import version_of
 from tests.libcuda import stub
 
 if TYPE_CHECKING:
@@ -65,6 +67,16 @@ def test_isolation_that_fails(code: int, stdout: str, stderr: str, words: str) -
 
     assert check.state == "fail"
     assert check.found.startswith(words)
+
+
+def test_a_module_of_a_package_of_another_name_has_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton is, where torch for ROCm brings it; the commands ended with a traceback."""
+    (tmp_path / "no_package_has_this_name.py").write_text("__version__ = '3.6.0'")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version_of("no_package_has_this_name") == "3.6.0"
+    assert version_of("triton") == triton.__version__
 
 
 @pytest.mark.full

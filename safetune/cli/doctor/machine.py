@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 from safetune import triton_internals
 from safetune.cli.doctor.report import Check, fail, ok, warn
+from safetune.cli.output import version_of
 
 #: The oldest versions that are supported; the newest Triton is `triton_internals.NEWEST`.
 _OLDEST = {"torch": (2, 8), "triton": (3, 6)}
@@ -35,14 +35,14 @@ _MEMORY = 4 << 30
 
 def versions() -> Iterator[Check]:
     """Python, torch and Triton, against those that are supported."""
-    own = f"{metadata.version('safetune')}, Python {platform.python_version()}"
+    own = f"{version_of('safetune')}, Python {platform.python_version()}"
     linux = f"Linux {platform.release()}" if sys.platform == "linux" else sys.platform
     if sys.platform == "linux":
         yield ok("safetune", f"{own}, {linux}")
     else:
         yield fail("safetune", f"{own}, {linux}", "configs are isolated on Linux only")
     for name, oldest in _OLDEST.items():
-        found = metadata.version(name)
+        found = version_of(name)
         version = tuple(map(int, re.findall(r"\d+", found)[:2]))
         least = ".".join(map(str, oldest))
         newest = triton_internals.NEWEST if name == "triton" else None
