@@ -168,8 +168,10 @@ def regret(path: Path, name: str, strategy: str, budget: int, seed: int) -> int:
 
 def run_part(path: Path, name: str, seeds: int, pool: ProcessPoolExecutor) -> list[Row]:
     """Return the regrets of all searches for one key."""
-    rows = []
+    rows, keys = [], space(path)[1]
     for strategy, budget in SEARCHES:
+        if strategy == "forest_neighbours" and len(keys) <= NEIGHBOURS:
+            continue
         one = functools.partial(regret, path, name, strategy, budget)
         count = SEEDS if strategy == "random" else seeds
         found = list(pool.map(one, range(count), chunksize=max(1, count // 16)))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ERROR_LIMIT = 2e-2
 #: What the first key of a space is expected to take, with the time of each config; a further one
 #: takes as long as the one before it took for all but compiling, and a share more.
-FIRST_KEY_S, CONFIG_S, MORE = 10.0, 0.045, 1.3
+FIRST_KEY_S, CONFIG_S, MORE = 10.0, 0.045, 1.1
 
 
 def load(path: Path) -> dict[str, Any]:
