@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
@@ -319,12 +319,15 @@ def _switch(name: str, value: str) -> bool:
 
 def _distributed_size() -> int:
     """Return the number of ranks by torch.distributed, or 1; srun and MPI set no WORLD_SIZE."""
-    if "torch.distributed" not in sys.modules:
-        return 1
-    distributed = sys.modules["torch.distributed"]
+    found = distributed()
+    return 1 if found is None else int(found.get_world_size())
+
+
+def distributed() -> Any:
+    """Return torch.distributed where the program has initialised it, else None; imports nothing."""
+    found = sys.modules.get("torch.distributed")
     # The function is missing in builds of torch without it, and during the import.
-    initialised = getattr(distributed, "is_initialized", bool)()
-    return int(distributed.get_world_size()) if initialised else 1
+    return found if getattr(found, "is_initialized", bool)() else None
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:

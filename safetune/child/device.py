@@ -77,7 +77,7 @@ class Scratch:
         return address
 
 
-class Launcher:
+class DeviceLaunches:
     """Calls launches on a device, with scratch memory where they need some."""
 
     def __init__(self, where: DeviceBytes) -> None:

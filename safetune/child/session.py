@@ -12,7 +12,7 @@ from triton.runtime.autotuner import Config
 
 from safetune import triton_compile
 from safetune.child import failures, rebuild_call, stand_ins
-from safetune.child.device import DeviceTimer, Launcher
+from safetune.child.device import DeviceLaunches, DeviceTimer
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs import compile_spec
 from safetune.inputs.call import Call, owners_of
@@ -51,7 +51,7 @@ class Session:
         if found:
             triton_compile.load_code_alone()
             where = found.bytes_of(job.index)
-            self._timer, self._launched = DeviceTimer(where), Launcher(where)
+            self._timer, self._launched = DeviceTimer(where), DeviceLaunches(where)
         self._named = call.named()
         restored = {name: self._named.get(name) for name in call.hooks.restore_value}
         self._restored = {n: value.clone() for n, value in restored.items() if value is not None}

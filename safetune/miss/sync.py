@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +26,9 @@ from safetune.keys import encoding
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
 from safetune.messages import logger, warn
 from safetune.miss import reporting, retry
-from safetune.settings import Mode, Settings
+from safetune.settings import Mode, Settings, distributed
 from safetune.store.local.store import AGREED
-from safetune.store.lookup import GuardedStore, open_lookup
+from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, wins
 
 
@@ -267,22 +266,15 @@ def _choice(data: dict[str, Any]) -> ChoiceRecord:
 
 def _distributed(group: Any) -> Any:
     """Return torch.distributed, if it is initialised and this process is in the group."""
-    if "torch" not in sys.modules:
-        return None
-    import torch.distributed as distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return distributed if distributed.get_rank(group) >= 0 else None
+    found = distributed()
+    return found if found is not None and found.get_rank(group) >= 0 else None
 
 
 def _store(settings: Settings, choices: Sequence[StoredChoice]) -> None:
     """Store the choices of other ranks that this rank launches now, for the next run."""
-    store = open_lookup(settings).store
-    if isinstance(store, GuardedStore):
-        from safetune.store.shared import local_copy
+    from safetune.store.shared import local_copy
 
-        try:
-            local_copy.adopt(store.connection, choices, origin=AGREED)
-        except StoreError as error:
-            logger.warning("%s; the agreed choices hold for this process only", error)
+    try:
+        local_copy.adopt(open_lookup(settings).store.connection, choices, origin=AGREED)
+    except StoreError as error:
+        logger.warning("%s; the agreed choices hold for this process only", error)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from triton.runtime.autotuner import Config
 
-from safetune.outcome import TRANSIENT
 from safetune.tuning.search import History, Neighbour, Trial
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def _neighbours(request: TuningRequest, store: Store) -> list[Neighbour]:
 
 def _trials(store: Store, key: str, configs: dict[str, Config]) -> Iterator[Trial]:
     for digest, outcome in store.outcomes(key).items():
-        if digest in configs and outcome.verdict not in TRANSIENT:
+        if digest in configs:
             timing = outcome.timing if outcome.ok else None
             yield Trial(configs[digest], None if timing is None else timing.median_ms)
 

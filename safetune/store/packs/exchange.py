@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetune.errors import PackError
 from safetune.frozen import dataclass
@@ -31,9 +30,6 @@ from safetune.store.packs.packs import (
     sync_directory,
 )
 from safetune.store.records import StoredChoice, TrialRecord, wins
-
-if TYPE_CHECKING:
-    pass
 
 _SQLITE = b"SQLite format 3\0"
 
