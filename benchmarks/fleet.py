@@ -4,7 +4,8 @@ Every rank is a process that does all that `safetune tune --shard I/512` does be
 turns, key locks, leases, publishing, copying what others have found. Ranks of a node share a local
 database. Only the tuning itself is a sleep of random length; the config that it chooses is drawn,
 so that two tunings of a key seldom agree. In the cases `killed` one node is killed when half of the
-keys have a choice.
+keys have a choice. With --threads the ranks of a node are threads of one process: all that they ask
+of the shared store is the same, and eight times as many ranks find room on this machine.
 
 Waits are the time of a rank that is neither tuning nor finished. All processes, and the PostgreSQL
 server, share the CPUs of this machine, so waits are longer than on 64 nodes.
@@ -24,9 +25,10 @@ import socket
 import statistics
 import struct
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,60 +172,78 @@ def tune(wanted: Any, store: Any, seconds: float, drawn: random.Random, exclusiv
 
 
 def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds: float) -> Row:
-    """Do what one rank does; return its figures, and which config it has for each key."""
+    """Do what one rank does; return its waits, and which config it has for each key."""
     from safetune.errors import Busy, NotExclusive
     from safetune.offline.shards import KeyStates, Shard, Turns, Whose
     from safetune.store.lookup import GuardedStore
     from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
 
-    counted, drawn = Counted(), random.Random(rank)
+    drawn = random.Random(rank)
+    begin, tuned, tunings = time.monotonic(), 0.0, 0
+    store = GuardedStore.open(folder)
+    shared = SharedLayer(open_shared(url, sweep=True), store.connection, budget_s=SWEEP_S)
+    store.shared = shared
+    wanted = _requests(keys)
+    states = KeyStates(store)
+    turns = Turns(
+        Shard(rank, ranks).order(range(keys)),
+        lambda turn: states(
+            wanted[turn.item].key, wanted[turn.item].declared, look=not turn.is_of_shards
+        ),
+    )
+    for turn in turns:
+        took = drawn.uniform(0.5, 1.5) * seconds
+        try:
+            took = tune(wanted[turn.item], store, took, drawn, turn.whose is Whose.SHARDS)
+        except NotExclusive:
+            continue
+        except Busy:
+            turns.put_back(turn)
+            continue
+        tuned, tunings = tuned + took, tunings + (took > 0)
+    waited = time.monotonic() - begin - tuned
+    shared.flush()
+    shared.write_unkept()
+    chosen = [store.choice(w.key.digest, w.declared) for w in wanted]
+    blocks = [c.config["BLOCK"] if c else 0 for c in chosen]
+    return {"waits_s": waited, "tunings": tunings, "tuned_s": tuned, "blocks": blocks}
+
+
+def process_main(url: str, folder: Path, ours: range, options: argparse.Namespace) -> None:
+    """Be some ranks of a node, each in a thread. Each answers with one line in its file; the first
+    one's line has what all of them ask of the shared store.
+    """
+    counted, rows, ranks = Counted(), dict[int, Row](), options.nodes * options.ranks
     if url.startswith("file:"):
         counted.watch_files(Path(url.removeprefix("file://")))
     else:
         counted.watch_postgres()
-    begin, tuned, tunings = time.monotonic(), 0.0, 0
+
+    def be(rank: int) -> None:
+        node = folder / f"node{rank // options.ranks}"
+        rows[rank] = rank_main(url, node, rank, ranks, options.keys, options.seconds)
+
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        store = GuardedStore.open(folder)
-        shared = SharedLayer(open_shared(url, sweep=True), store.connection, budget_s=SWEEP_S)
-        store.shared = shared
-        wanted = _requests(keys)
-        states = KeyStates(store)
-        turns = Turns(
-            Shard(rank, ranks).order(range(keys)),
-            lambda turn: states(
-                wanted[turn.item].key, wanted[turn.item].declared, look=not turn.is_of_shards
-            ),
-        )
-        for turn in turns:
-            took = drawn.uniform(0.5, 1.5) * seconds
-            try:
-                took = tune(wanted[turn.item], store, took, drawn, turn.whose is Whose.SHARDS)
-            except NotExclusive:
-                continue
-            except Busy:
-                turns.put_back(turn)
-                continue
-            tuned, tunings = tuned + took, tunings + (took > 0)
-        waited = time.monotonic() - begin - tuned
-        shared.flush()
-        shared.write_unkept()
-    chosen = [store.choice(w.key.digest, w.declared) for w in wanted]
-    row = {"waits_s": waited, "tunings": tunings, "tuned_s": tuned}
-    row |= {"requests": counted.requests, "bytes": counted.bytes}
-    row |= {"warnings": len([e for e in said if e.category is not ResourceWarning])}
-    return row | {"blocks": [c.config["BLOCK"] if c else 0 for c in chosen]}
+        threads = [threading.Thread(target=be, args=(rank,)) for rank in ours]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    warned = len([each for each in said if each.category is not ResourceWarning])
+    asked = {"requests": counted.requests, "bytes": counted.bytes, "warnings": warned}
+    for rank, row in rows.items():
+        of_rank = asked if rank == ours[0] else dict.fromkeys(asked, 0)
+        (folder / f"{rank}.json").write_text(json.dumps(row | of_rank))
 
 
-def _fork(url: str, folder: Path, rank: int, ranks: int, options: argparse.Namespace) -> Any:
-    """Fork a rank, which answers with one line in its file."""
+def _fork(url: str, folder: Path, ours: range, options: argparse.Namespace) -> int:
+    """Fork a process of some ranks."""
     if pid := os.fork():
         return pid
     code = 1
     try:
-        node = folder / f"node{rank // options.ranks}"
-        row = rank_main(url, node, rank, ranks, options.keys, options.seconds)
-        (folder / f"{rank}.json").write_text(json.dumps(row))
+        process_main(url, folder, ours, options)
         code = 0
     finally:
         os._exit(code)
@@ -236,15 +256,17 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
 
     part = f"{case}_{options.nodes}x{options.ranks}"
     ranks, space = options.nodes * options.ranks, space_of(_requests(options.keys)[0].key)
+    connected = _watcher(url)  # the ranks may take all connections
     gc.freeze()  # what is forked stays shared
     begin = time.monotonic()
-    pids = {_fork(url, folder, rank, ranks, options): rank for rank in range(ranks)}
+    every = range(0, ranks, options.ranks if options.threads else 1)
+    pids = {_fork(url, folder, range(r, r + every.step), options): r for r in every}
     watched = open_shared(url, sweep=True)
     kill, connections = case.endswith("_killed"), 0
     left = set(pids)
     while left:
         time.sleep(0.5)
-        connections = max(connections, _connections(url))
+        connections = max(connections, connected())
         if kill and len(watched.names(space)) >= options.keys / 2:
             kill = False
             for pid, rank in pids.items():
@@ -270,6 +292,7 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
         "finished": False,
         "nodes": options.nodes,
         "ranks": options.ranks,
+        "threads": options.threads,
         "keys": options.keys,
         "killed_ranks": ranks - len(finished),
         "keys_with_one_choice": sum(len(found) == 1 and 0 not in found for found in blocks),
@@ -286,8 +309,14 @@ def _answer(path: Path) -> Row:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def _connections(url: str) -> int:
-    return 0 if url.startswith("file:") else int(_queried(url, _COUNT))
+def _watcher(url: str) -> Callable[[], int]:
+    """Return a function that counts the connections of all ranks now."""
+    if url.startswith("file:"):
+        return lambda: 0
+    import psycopg
+
+    connection = psycopg.connect(url, application_name="watch", autocommit=True)
+    return lambda: int(connection.execute(_COUNT).fetchall()[0][0])
 
 
 def _stored_bytes(url: str) -> int:
@@ -348,6 +377,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="of each node")
     parser.add_argument("--keys", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=40.0, help="the mean of a tuning")
+    parser.add_argument("--threads", action="store_true", help="a process for each node, not rank")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     options = parser.parse_args()
     result = recording.begin("fleet")

@@ -70,7 +70,7 @@ class _RayWorker:
     """A worker in an actor."""
 
     def __init__(self, name: str, actor: Any, arguments: Sequence[str]) -> None:
-        self.name = name
+        self.name, self._actor = name, actor
         variables = {n: v for n, v in os.environ.items() if n.startswith(("SAFETUNE_", "TRITON_"))}
         self._told = actor.tune.options(num_returns="streaming").remote(
             list(arguments), variables, os.getcwd()
@@ -87,6 +87,12 @@ class _RayWorker:
             raise DroppedOut("its actor ended, or its node did") from error
         except ray.exceptions.RayTaskError as error:
             raise DroppedOut(str(error.cause)) from error
+
+    def stop(self) -> None:
+        """End its actor, and the process that it has started."""
+        import ray
+
+        ray.kill(self._actor)
 
 
 def _workers(ray: Any, kind: str, arguments: Sequence[str]) -> list[_RayWorker]:

@@ -25,7 +25,7 @@ from safetune.outcome import Mark, Outcome
 if TYPE_CHECKING:
     from triton import Config
 
-    from safetune.offline.plan import Planned
+    from safetune.offline.plan import Plan, Planned
     from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Turn
     from safetune.offline.tasks import Task
@@ -48,25 +48,26 @@ class Report:
         """
         self._allow_disputed = allow_disputed
         self._everything = everything
-        self._tell = tell
+        self.tell = tell
         self.tuned: list[workers.Tuned] = []
         self.left_out: list[LeftOut] = []
         self._told: list[workers.LeftOut] = []
         self.left = 0  # to other shards
         self._planned = 0
 
-    def begin(self, planned: int) -> None:
+    def begin(self, plan: Plan) -> None:
         """Note how many tunings there are, and which recorded calls are not among them."""
-        self._planned = planned
-        if self._tell is not None:
+        self._planned = len(plan.tunings)
+        if self.tell is not None:
             left_out = [{"words": left.words, "reason": left.reason} for left in self.left_out]
-            self._tell({"planned": planned, "left_out": left_out})
+            self.tell({"planned": self._planned, "new": plan.new, "left_out": left_out})
 
     def take(self, name: str, event: workers.Event) -> None:
         """Note what a worker tells."""
         if "planned" in event:
             self._planned = event["planned"]
             self._told = [workers.LeftOut(**each) for each in event["left_out"]]
+        if "facts" not in event:
             return
         known = len(self.tuned)
         self.tuned = workers.merged(self.tuned, workers.tuned_in(event))
@@ -108,15 +109,15 @@ class Report:
         """A shard notes its own, and what it has tuned; a worker all: the one that has tuned a key
         may have died before it could tell.
         """
-        if not (measured or turn.is_own or self._tell):
+        if not (measured or turn.is_own or self.tell):
             return
         sketch = turn.item.sketch
         names = {name: getattr(sketch, name) for name in OF_TITLE}
         names |= {"device": sketch.request.key.device.name, "key": turn.item.key}
         of_turn = {**names, "measured": measured, **facts}
         self.tuned.append((of_turn, list(_rows(outcomes, choice))))
-        if self._tell is not None:
-            self._tell(workers.event_of(self.tuned[-1]))
+        if self.tell is not None:
+            self.tell(workers.event_of(self.tuned[-1]))
 
     def print(self, as_json: bool) -> int:
         """Print everything; return the exit code."""
@@ -125,9 +126,9 @@ class Report:
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
         left_out: list[LeftOut | workers.LeftOut] = [*self.left_out, *self._told]
         nothing = left_out and not tunings
-        if self._tell is None and as_json:
+        if self.tell is None and as_json:
             print_json(self._data(left_out))
-        elif self._tell is None:
+        elif self.tell is None:
             self._print(stdout_console(), failed, disputed)
             for left in left_out:
                 echo(f"not tuned: {left.words}: {left.reason}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli import targets, workers
-from safetune.cli.display import Display
+from safetune.cli.display import Display, FleetDisplay, Teller
 from safetune.cli.output import Number, echo, examples, prints_to_stderr
 from safetune.cli.plan import print_plan
 from safetune.cli.report import Report
@@ -274,8 +274,9 @@ def _tune_elsewhere(options: _Options, report: Report) -> None:
     else:
         found = targets.devices_of(options.devices or "all", interpreted)
         events = workers.tune_on(found, arguments)
-    with prints_to_stderr():
+    with prints_to_stderr(), FleetDisplay(hidden=options.as_json) as display:
         for name, event in events:
+            display.take(name, event)
             report.take(name, event)
 
 
@@ -285,21 +286,27 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
 
     turns = _turns(plan, part, options.force, report)
     sweep = Sweep(turns.own, plan.most_s)
-    report.begin(len(plan.tunings))
+    report.begin(plan)
     shared = part is not None and part.shard.workers > 1
-    with Display(plan, hidden=options.as_json) as display:
+    with contextlib.ExitStack() as shown:
+        display = shown.enter_context(Display(plan, hidden=options.as_json or bool(report.tell)))
+        if report.tell:
+            shown.enter_context(Teller(display, report.tell))
         for turn in turns:
+            busy = turn.helps
             display.begin(turn.item.sketch.words)
             budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
             try:
                 if turn.helps:
                     _help(turn, options, display.watch)
-                    turns.put_back(turn)
                 else:
                     _tune(turn, sweep, options, display.watch, report, budget, shared)
             except NotExclusive:
                 report.left += 1
             except Busy:
+                busy = True
+            display.end()
+            if busy:
                 turns.put_back(turn)
 
 

@@ -1,14 +1,15 @@
 """The processes of a tuning on several GPUs: each runs `safetune tune --worker` and prints events.
 
-An event is one line of JSON on standard output: a finished tuning, or the calls that are left out.
-The workers need no director: they share the list by `offline.shards`. A worker that ends early
-drops out, and the others do its work.
+An event is one line of JSON on standard output: what is to be done, where the worker is, or a
+finished tuning. The workers need no director: they share the list by `offline.shards`. A worker
+that ends early, or is silent for long, drops out, and the others do its work.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from safetune.offline.shards import Part, Shard
 
 Event = dict[str, Any]
+
+#: How often a worker tells that it is there, and after how long it is stopped if it does not.
+_TELL_S, _SILENT_S = 10.0, 180.0
+#: How long a process that was killed may take to end; a call of the driver may keep it.
+_END_S = 10.0
 
 #: Exit codes of a worker that went through the whole list: all is well, a kernel does not work.
 _FINISHED = (0, 1)
@@ -60,40 +66,68 @@ class Worker(Protocol):
     def events(self) -> Iterator[Event]:
         """Yield what it reports, until it has finished; raises `DroppedOut`."""
 
+    def stop(self) -> None:
+        """End it, if it runs."""
 
-def gather(workers: Sequence[Worker]) -> Iterator[tuple[str, Event]]:
+
+def gather(workers: Sequence[Worker], silent_s: float = _SILENT_S) -> Iterator[tuple[str, Event]]:
     """Yield the events of all workers with the worker's name, as they come.
 
-    Raises `DroppedOut` where no worker finishes.
+    An event `dropped` has the reason for which a worker ended early, or was stopped. Raises
+    `DroppedOut` where no worker finishes.
     """
-    events: queue.SimpleQueue[tuple[str, Event | Exception | None]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[Worker, Event | Exception | None]] = queue.SimpleQueue()
 
     def read(worker: Worker) -> None:
         end = None
         try:
             for event in worker.events():
-                events.put((worker.name, event))
+                events.put((worker, event))
         except Exception as error:
             end = error
-        events.put((worker.name, end))
+        events.put((worker, end))
 
+    heard = {}
     for worker in workers:
+        heard[worker.name] = time.monotonic()
         threading.Thread(target=read, args=(worker,), daemon=True).start()
-    left, finished = len(workers), 0
-    while left:
-        name, event = events.get()
-        if isinstance(event, dict):
-            yield name, event
+    finished = 0
+    while heard:
+        event: Event | Exception | None
+        worker, event = _next(events, workers, heard, silent_s)
+        if worker.name not in heard:  # it was stopped
             continue
-        left -= 1
+        heard[worker.name] = time.monotonic()
+        if isinstance(event, dict):
+            yield worker.name, event
+            continue
+        del heard[worker.name]
         finished += event is None
         if event is not None:
-            then = "the others do its work" if left or finished else "no device is left"
-            echo(f"Warning: {name} drops out: {event}; {then}", err=True)
+            worker.stop()
+            then = "the others do its work" if heard or finished else "no device is left"
+            echo(f"Warning: {worker.name} drops out: {event}; {then}", err=True)
+            yield worker.name, {"dropped": str(event)}
     if not finished:
         raise DroppedOut(
             "no device finished the list; what was tuned is stored: run the command again"
         )
+
+
+def _next(
+    events: queue.SimpleQueue[tuple[Worker, Event | Exception | None]],
+    workers: Sequence[Worker],
+    heard: Mapping[str, float],
+    silent_s: float,
+) -> tuple[Worker, Event | Exception | None]:
+    """Return the next event; the end of a worker if it has told nothing for too long."""
+    while True:
+        now = time.monotonic()
+        for worker in workers:
+            if now - heard.get(worker.name, math.inf) > silent_s and events.empty():
+                return worker, DroppedOut(f"it has told nothing for {silent_s:g} s")
+        with contextlib.suppress(queue.Empty):
+            return events.get(timeout=silent_s / 10)
 
 
 class LocalWorker:
@@ -126,7 +160,8 @@ class LocalWorker:
     def stop(self) -> None:
         """End it, if it runs."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
 
     def _relay(self) -> None:
         assert self._process.stderr is not None

@@ -87,6 +87,11 @@ class Tally:
         return len(self._failed)
 
     @property
+    def steps(self) -> tuple[object, ...]:
+        """What changes whenever something happens in it."""
+        return id(self), self.done, self._step, self._phases and self._phases.entered
+
+    @property
     def seconds(self) -> float:
         """The time since it began."""
         return self._clock() - self.begun

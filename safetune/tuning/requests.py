@@ -202,7 +202,7 @@ class Phases:
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._seconds = clock, dict[str, float]()
-        self._name, self._since = name, clock()
+        self._name, self._since, self.entered = name, clock(), 0
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -217,7 +217,7 @@ class Phases:
         """Open a phase in place of the one that is open now, and return the name of that."""
         outer, now = self._name, self._clock()
         self._seconds[outer] = self._seconds.get(outer, 0.0) + now - self._since
-        self._name, self._since = name, now
+        self._name, self._since, self.entered = name, now, self.entered + 1
         return outer
 
     @property

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from safetune.cli import workers
 from tests.selection import FULL
 from tests.store.shared import conftest as shared_store
 
-from .conftest import DEADLINE_S
+from .conftest import DEADLINE_S, Terminal
 
 database, server = shared_store.database, shared_store.server
 
@@ -44,6 +46,49 @@ def choices(data: dict[str, Any]) -> dict[str, str]:
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
+class Silent:
+    """A worker whose process neither ends nor tells anything more."""
+
+    name = "GPU 0"
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def events(self) -> Iterator[workers.Event]:
+        yield {"planned": 1}
+        assert self.stopped.wait(DEADLINE_S)
+        yield {"planned": 2}
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+class Finishing:
+    """A worker that tells nothing, and ends when another one was stopped."""
+
+    name = "GPU 1"
+
+    def __init__(self, other: Silent) -> None:
+        self._other = other
+
+    def events(self) -> Iterator[workers.Event]:
+        while not self._other.stopped.wait(0.05):
+            yield {}
+
+    def stop(self) -> None:
+        raise AssertionError("it has told that it is there")
+
+
+def test_a_worker_that_tells_nothing_for_long_is_stopped_and_drops_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    silent = Silent()
+    told = [(n, e) for n, e in workers.gather([silent, Finishing(silent)], silent_s=0.2) if e]
+    reason = "it has told nothing for 0.2 s"
+    assert told == [("GPU 0", {"planned": 1}), ("GPU 0", {"dropped": reason})]
+    assert f"GPU 0 drops out: {reason}; the others do its work" in capsys.readouterr().err
+
+
 class TestDevices:
     def test_they_share_the_list_and_a_process_that_dies_leaves_its_work_to_the_other(
         self, start: Start, safetune: Any, target: str, tmp_path: Path
@@ -64,6 +109,21 @@ class TestDevices:
         again = safetune.json("tune", target)
         assert again["measured"] == 0
         assert choices(again) == choices(data)
+
+    @pytest.mark.full
+    def test_a_terminal_shows_a_line_for_each(
+        self, start: Start, targets: Path, tmp_path: Path, terminal: Terminal
+    ) -> None:
+        for name in ("fifo", "go"):
+            os.mkfifo(tmp_path / name)
+        command = ("tune", targets / "one_key.py", "--devices=0,1")
+        start(*command, env={"TEST_CARDS": str(tmp_path)}, terminal=terminal.theirs)
+        terminal.wait_for("0/1 tunings", "/20 configs", "configs/s", "left")
+        for number in (0, 1):
+            terminal.wait_for(f"process {number}: add_one 64 float32", "/20", "0 failed", "best")
+        (tmp_path / "go").open("w").close()
+        terminal.read_to_the_end()
+        assert "20 configs measured" in terminal.lines[-2]
 
     @pytest.mark.full
     def test_with_fewer_keys_than_devices_they_share_the_configs_of_a_key(

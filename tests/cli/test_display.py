@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import triton
 
-from safetune.cli.display import Display
+from safetune.cli.display import Display, FleetDisplay, Place, Teller
 from safetune.miss.reporting import Tally
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.tuning.requests import Progress
+from safetune.tuning.requests import Limits, Progress
 
 SOON_S = 60.0
 
@@ -41,7 +41,7 @@ def step(done: int, total: int, median_ms: float | None = None, block: int = 64)
 
 
 def tally(count: int, clock: Clock) -> Tally:
-    request: Any = SimpleNamespace(configs=range(count))
+    request: Any = SimpleNamespace(configs=range(count), limits=Limits())
     return Tally(request, clock=clock)
 
 
@@ -114,3 +114,54 @@ def test_a_short_sweep_prints_nothing(capsys: pytest.CaptureFixture[str], hidden
         display.begin("add small float32")
         display.watch(tally(4, Clock()))
     assert capsys.readouterr().err == ""
+
+
+def test_a_sweep_of_several_processes_has_a_line_for_each_and_one_for_all() -> None:
+    clock = Clock()
+    display = FleetDisplay(hidden=True, clock=clock)
+    display.take("GPU 0", {})
+    assert display.rows(", ") == [], "it is not known yet what there is to do"
+    for name in ("GPU 0", "GPU 1", "GPU 2"):
+        display.take(name, {"planned": 3, "new": 24, "left_out": []})
+    display.take("GPU 0", {"at": vars(Place(6, ["add small", "2/8", "1 failed"], "compares A"))})
+    display.take("GPU 1", {"at": vars(Place(0, ["add large"], "waits for its turn"))})
+    display.take("GPU 2", {"at": vars(Place(2, [""]))})
+    display.take("GPU 0", {"facts": {"key": "k", "shape": "tiny", "dtype": "float32"}})
+    clock.now += 4
+    assert display.rows(", ") == [
+        "1/3 tunings, 8/24 configs, 2 configs/s, about 8 s left",
+        "GPU 0: add small, 2/8, 1 failed, compares A",
+        "GPU 1: add large, waits for its turn",
+        "GPU 2: waits for the others",
+    ]
+    display.take("GPU 0", {"dropped": "its process ended with exit code 2"})
+    assert "GPU 0: dropped out" in display.rows(", ")
+    assert display.rows(", ")[0].startswith("1/3 tunings, 8/24 configs"), "what it did is stored"
+
+
+def test_a_worker_tells_what_has_changed_and_ends_where_nothing_happens() -> None:
+    clock, told, ended = Clock(), list[Any](), list[float]()
+    display = Display(plan(4), hidden=True, clock=clock)
+    teller = Teller(display, told.append, ended.append, clock)
+    clock.now += 10_000
+    teller.look()
+    teller.look()
+    display.begin("add small float32")
+    begun = tally(4, clock)
+    display.watch(begun)
+    begun(step(1, 4, 2.0))
+    teller.look()
+    assert [event["at"]["steps"] for event in told] == [
+        [""],
+        ["add small float32", "1/4", "0 failed", "best 2 ms", "0 s"],
+    ]
+    clock.now += display.stuck_after_s
+    teller.look()
+    assert ended == [], "a config may take that much time"
+    begun.wait_for("process 7")
+    clock.now += 1
+    teller.look()
+    assert ended == [], "another process may take any time"
+    begun.wait_for("")
+    teller.look()
+    assert ended == [display.stuck_after_s + 1]
