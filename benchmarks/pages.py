@@ -1,4 +1,4 @@
-"""Write the tables of figures in README.md and docs/benchmarks.md, from the committed results.
+"""Write the tables of figures in README.md and docs/, from the committed results.
 
 `make figures` runs `figures.py` and this; tests/test_benchmarks.py holds the pages to it. A page
 has the place of a table as `<!-- figures: NAME -->`. A benchmark without a result has no line.
@@ -19,7 +19,9 @@ import proof_list
 import recording
 
 DEVICE = figures.DEVICE
-PAGES = (recording.ROOT / "README.md", recording.ROOT / "docs" / "benchmarks.md")
+PAGES = tuple(
+    recording.ROOT / page for page in ("README.md", "docs/benchmarks.md", "docs/for_maintainers.md")
+)
 
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
@@ -473,6 +475,32 @@ def proofs(results: Results) -> str:
     return _section(results, "proofs", _table(heads, rows))
 
 
+def dependency(results: Results) -> str:
+    """Return what safetune costs as a dependency; it is measured without a GPU."""
+    here = Results("interpreter", results.folder.parent)
+    found, rows = here.figures("dependency"), []
+    if found:
+        others = found["megabytes"] - found["megabytes_safetune"]
+        rows = [
+            ["safetune, unpacked", f"{found['megabytes_safetune']:.1f} MB"],
+            [f"the {found['packages']:.0f} packages that it needs", f"{others:.1f} MB"],
+            ["`import safetune`", f"{found['import_ms']:.0f} ms"],
+            ["the first kernel that is decorated", f"{found['decorate_ms']:.0f} ms"],
+        ]
+    return _section(here, "dependency", _table(("besides torch and Triton", ""), rows))
+
+
+def licences(results: Results) -> str:
+    """Return the licences of what is installed with safetune."""
+    here = Results("interpreter", results.folder.parent)
+    by_licence: dict[str, list[str]] = {}
+    for row in here.load("dependency").get("rows", []):
+        if row["what"] == "package":
+            by_licence.setdefault(row["licence"], []).append(row["name"])
+    rows = [[licence, ", ".join(sorted(names))] for licence, names in sorted(by_licence.items())]
+    return _section(here, "dependency", _table(("licence", "packages"), rows))
+
+
 def _counts(results: Results, bench: str, words: Mapping[str, str]) -> str:
     found = results.figures(bench)
     rows = [[text, f"{found[name]:g}"] for name, text in words.items() if name in found]
@@ -510,6 +538,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
             choices,
             proofs,
         ),
+        *(dependency, licences),
         *(launches, stored, installed, norms, residual, small, host, soak, judge_in_the_wild),
     )
 }

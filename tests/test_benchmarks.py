@@ -323,6 +323,27 @@ def test_devices_figures() -> None:
     assert "1_devices_rate_ratio" not in found
 
 
+def test_dependency_figures() -> None:
+    """Safetune itself is not among the packages that come with it."""
+    package = {"what": "package", "version": "1", "licence": "MIT"}
+    rows = [
+        {**package, "name": "click", "bytes": 3e6},
+        {**package, "name": "safetune", "bytes": 2e6},
+        *(
+            {"what": "process", "import_ms": ms, "decorate_ms": 9.0, "modules": 50}
+            for ms in (4, 5, 90)
+        ),
+    ]
+    assert importlib.import_module("dependency").figures(rows) == {
+        "megabytes": 5.0,
+        "megabytes_safetune": 2.0,
+        "packages": 1.0,
+        "import_ms": 5.0,
+        "decorate_ms": 9.0,
+        "modules": 50.0,
+    }
+
+
 def test_store_shared_figures() -> None:
     herd = {"what": "herd", "nodes": 300}
     rows = [{**herd, "served": 1.0, "ms": 100.0}, {**herd, "served": 0.0, "ms": 2000.0}]
@@ -1122,7 +1143,7 @@ def test_the_figure_of_the_norms_has_the_shares_of_their_result() -> None:
     assert {op for op, _ in shown} == {"backward", "forward"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/for_maintainers.md"])
 def test_a_page_shows_the_committed_figures(page: str) -> None:
     """`make figures` writes them."""
     pages, file = importlib.import_module("pages"), ROOT / page
