@@ -88,7 +88,9 @@ def licence(told: metadata.PackageMetadata) -> str:
     classifiers = [each for each in told.get_all("Classifier") or () if "License ::" in each]
     classified = classifiers[0].rpartition(" :: ")[2] if classifiers else ""
     plain = (told.get("License") or "").strip()
-    return told.get("License-Expression") or (plain if 0 < len(plain) < 40 else classified)
+    found = told.get("License-Expression") or (plain if 0 < len(plain) < 40 else classified)
+    same = {"MIT License": "MIT", "Apache License, Version 2.0": "Apache-2.0"}
+    return same.get(found, found)
 
 
 def measured() -> dict[str, Any]:

@@ -28,6 +28,9 @@ class Proof:
     options: tuple[str, ...] = ()
 
 
+#: FLA refuses the gated delta rule's backward pass on an H100 with Triton 3.4 to 3.7.0, which gets
+#: it wrong: its tests here are those of the forward pass.
+#:
 #: Where the sources are from; the commit of FLA's tests is of 22 August 2026, the last that a copy
 #: of its repository had. What their names say in 0.6.0 is the same.
 VERSIONS = {
@@ -53,7 +56,7 @@ PROOFS = (
         "fla",
         "fla",
         f"{NORM}::test_layernorm[True-True-128-512-2-2]",
-        (NORM, "-k", "128-512-2 or small_t"),
+        (NORM, "-k", "test_layernorm[ and 128-512-2-2 or small_t[128"),
     ),
     Proof(
         "FLA: GLA",
@@ -66,16 +69,16 @@ PROOFS = (
         "FLA: delta rule",
         "fla",
         "fla",
-        f"{DELTA}::test_chunk[B2-T1000-H3-D128-scale0.1-False]",
-        (DELTA, "-k", "test_chunk[B and D128"),
+        f"{DELTA}::test_chunk[B3-T2000-H4-D128-scale0.1-False]",
+        (DELTA, "-k", "test_chunk[B and H4-D128"),
     ),
     Proof(
         "FLA: gated delta rule",
         "fla",
         "fla",
-        f"{GATED}::test_chunk[B2-T1024-H4-HV8-D128-scale0.1-gate_logit_normalizer1-mask_p0"
-        "-use_qk_l2norm_in_kernelFalse-torch.float16]",
-        (GATED, "-k", "test_chunk[B and D128 or test_gate"),
+        f"{GATED}::test_chunk_varlen_prefill[H4-D64-mask_p0-cu_seqlens[0, 256, 500, 1000]"
+        "-torch.float16]",
+        (GATED, "-k", "prefill[H4-D64 or test_gate or test_fused_recurrent[B4-T1024"),
     ),
     Proof(
         "FLA: KDA",
@@ -84,21 +87,21 @@ PROOFS = (
         f"{KDA}::test_chunk[B4-T1024-H4-HV4-D128-scale0.1-gate_logit_normalizer1-mask_p0"
         "-use_qk_l2normTrue-use_gateFalse-torch.float16-safe_gateTrue-disable_recomputeFalse"
         "-chunk_size64]",
-        (KDA, "-k", "test_chunk[B4-T1024 or test_gate or intermediate"),
+        (KDA, "-k", "test_chunk[B4-T1024 or test_gate[B1-T2"),
     ),
     Proof(
         "Liger: DyT",
         "liger",
         "liger_kernel",
         f"{DYT}::test_liger_dyt_correctness[dtype0-1e-05-1e-05-1e-05-0.001-2-8-4096-0.5-True]",
-        (DYT,),
+        (DYT, "-k", "4096"),
     ),
     Proof(
         "Liger: fused MoE",
         "liger",
         "liger_kernel",
         f"{MOE}::test_correctness[dtype0-0.001-0.0001-512-8-256-128-2]",
-        (MOE, "-k", "512-8-256-128-2 or one_expert or single_token"),
+        (MOE, "-k", "dtype0 and 512-8-256-128-2 or one_expert"),
     ),
     Proof(
         "Liger: MLP",

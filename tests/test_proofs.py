@@ -108,6 +108,13 @@ def test_a_process_that_does_not_end_is_killed(proofs: ModuleType, tmp_path: Pat
     assert not ended
 
 
+def test_a_stored_step_comes_after_its_cold_one_and_the_next_cold_one(proofs: ModuleType) -> None:
+    """Two processes at a time: one imports, and waits until the other one's tests have ended."""
+    first, second = proofs.PROOFS[:2]
+    order = proofs._order([first, second], ["cold", "stored"])
+    assert order == [(first, "cold"), (second, "cold"), (first, "stored"), (second, "stored")]
+
+
 def test_the_tests_of_each_proof_have_its_first_step(proofs: ModuleType) -> None:
     names = [proof.name for proof in proofs.PROOFS]
     assert len(set(names)) == len(names) == 13

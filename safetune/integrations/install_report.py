@@ -31,7 +31,7 @@ class Installation(Observer):
         """Start all counts at zero, in a new process or in one that was just forked."""
         self.given.clear()
         self.launches = self.misses = 0
-        self._tunings_before = _tunings_begun()
+        self._before = _tunings()
         self._forked, self._reported = forked, False
 
     def refuse(self, fn: Any, reason: object) -> None:
@@ -57,14 +57,15 @@ class Installation(Observer):
                 sys.stderr.write(f"{self}\n")
 
     def __str__(self) -> str:
-        tunings = _tunings_begun() - self._tunings_before
+        begun, failed = (now - before for now, before in zip(_tunings(), self._before, strict=True))
         kernels = {tuner.base_fn for tuner in self.tuners}
-        looked_up = max(0, self.misses - tunings)
-        fallbacks = min(looked_up, _fallbacks())
+        fallbacks = _fallbacks()
+        looked_up = max(0, self.misses - begun) + min(failed, fallbacks)
+        fallbacks = min(looked_up, fallbacks)
         without = f" ({fallbacks} without a choice)" if fallbacks else ""
         lines = [
             f"safetune: {counted(len(kernels), 'kernel')}, "
-            f"{counted(self.launches, 'launch', 'launches')}: {tunings} tuned, "
+            f"{counted(self.launches, 'launch', 'launches')}: {begun - failed} tuned, "
             f"{looked_up} looked up{without}, {self.launches - self.misses} known"
         ]
         keys = [key for tuner in self.tuners if (key := tuner.lazy_key.known) is not None]
@@ -97,7 +98,7 @@ def _fallbacks() -> int:
     return sum(each is not None and each.reason is Reason.FALLBACK for each in known)
 
 
-def _tunings_begun() -> int:
+def _tunings() -> tuple[int, int]:
     from safetune.miss import reporting
 
-    return reporting.tunings_begun()
+    return reporting.tunings_begun(), reporting.tunings_failed()

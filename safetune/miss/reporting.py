@@ -104,8 +104,8 @@ class Tally:
         return _DOING.get(self._phases.name if self._phases else "", "") or self._step
 
 
-_tunings = itertools.count(1)
-_tunings_begun = 0
+_tunings, _failed = itertools.count(1), itertools.count(1)
+_tunings_begun = _tunings_failed = 0
 
 
 def count_tuning() -> None:
@@ -117,6 +117,11 @@ def count_tuning() -> None:
 def tunings_begun() -> int:
     """Return the number of tunings that this process has begun."""
     return _tunings_begun
+
+
+def tunings_failed() -> int:
+    """Return how many of them have ended with an exception, and so without a choice."""
+    return _tunings_failed
 
 
 @contextlib.contextmanager
@@ -134,8 +139,10 @@ def observing(
     try:
         with contextlib.nullcontext() if quiet else _shown(tally):
             yield tally
-    except KeyboardInterrupt:
-        if not tally.waits_for:
+    except BaseException as error:
+        global _tunings_failed
+        _tunings_failed = next(_failed)
+        if isinstance(error, KeyboardInterrupt) and not tally.waits_for:
             tell(_interrupted(tally, store))
         raise
 

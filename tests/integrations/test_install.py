@@ -143,6 +143,22 @@ class TestInstall:
         done = fresh_process(code, cwd=library(), env={"SAFETUNE_MODE": "frozen"})
         assert "0 tuned, 1 looked up (1 without a choice), 1 known" in done.stderr
 
+    def test_a_key_that_cannot_be_tuned_is_not_reported_as_tuned(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """Regression: Triton's tutorial of grouped products, whose tensors hold addresses."""
+        code = """
+import safetune; safetune.install()
+import lib, torch
+x = torch.zeros(64)
+lib.add(times=1)
+table = torch.tensor([x.data_ptr()])
+lib.add_kernel[(1,)](table, table, 1, 7)
+"""
+        done = fresh_process(code, cwd=library(), warm=True)
+        assert "holds an address of this process" in done.stderr
+        assert "2 launches: 1 tuned, 1 looked up (1 without a choice), 0 known" in done.stderr
+
     def test_torch_s_own_tuners_stay_triton_s(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
