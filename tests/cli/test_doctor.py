@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,15 @@ class TestGpu:
         assert "nvidia-smi" in driver["fix"]
 
     def test_of_amd_gpus_it_says_that_nothing_is_isolated(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gpus.metadata, "version", lambda name: "2.13.0+rocm7.1")
+        """A torch for ROCm, which is looked at and not imported."""
+        folder = tmp_path / "torch"
+        folder.mkdir()
+        (folder / "__init__.py").write_text("raise ImportError('this takes seconds')")
+        (folder / "version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "torch")
         monkeypatch.setenv("TRITON_INTERPRET", "0")
 
         (check,) = gpus.gpus()
