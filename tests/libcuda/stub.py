@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -34,8 +36,14 @@ def folder() -> Path:
     made = Path(tempfile.mkdtemp(prefix="safetune-libcuda-"))
     options = ["-O1", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
     library = str(made / "libcuda.so.1")
+    atexit.register(_remove, made, os.getpid())
     subprocess.run([compiler, *options, "-o", library, str(SOURCE), "-lm"], check=True)
     return made
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def library() -> ctypes.CDLL:
