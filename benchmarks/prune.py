@@ -103,7 +103,10 @@ def norms(width: tuple[int, int], kind: str, tokens: int, device: str) -> None:
 Task = tuple[Callable[..., None], tuple[int, int], str]
 
 #: Head dimensions of keys and values.
-_WIDTHS = ((64, 64), (128, 128), (128, 256), (64, 128), (256, 256), (256, 512))
+_WIDTHS = (
+    *((64, 64), (128, 128), (128, 256), (64, 128), (256, 256), (256, 512)),
+    *((96, 192), (192, 384)),
+)
 
 KERNELS: dict[str, list[Task]] = {
     "chunk_fwd_kernel_h": [(states, width, kind) for width in _WIDTHS for kind in ("gk", "g")],
@@ -112,7 +115,7 @@ KERNELS: dict[str, list[Task]] = {
     ],
     "l2norm_fwd_kernel": [
         (norms, (width, 64), kind)
-        for width in (128, 64, 256, 96, 192, 512)
+        for width in (128, 64, 256, 96, 192, 512, 80, 160)
         for kind in ("bfloat16", "float32")
     ],
 }
@@ -169,7 +172,7 @@ def stored(names: Sequence[str]) -> list[Row]:
 def main() -> None:
     """Tune, and save the rows and the figures."""
     parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--budget", type=float, default=75.0, metavar="SECONDS")
+    parser.add_argument("--budget", type=float, default=140.0, metavar="SECONDS")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=list(KERNELS))
     parser.add_argument("--store", help="keep the store here, and go on with what it has")
