@@ -99,7 +99,7 @@ BACKWARD_CONFIGS = [
 ]
 
 #: For rows of two slices of at most `WIDEST_TILE` columns: see `long_rows`.
-LONG_BACKWARD_CONFIGS = [Config({"TILE_ELEMENTS": WIDEST_TILE}, num_warps=16)]
+LONG_BACKWARD_CONFIGS = [Config({"TILE_ELEMENTS": WIDEST_TILE}, num_warps=32)]
 
 FINALIZE_CONFIGS = [
     _finalize_config(128, 16, num_warps=4),

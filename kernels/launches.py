@@ -268,13 +268,10 @@ def is_long(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, recompute_output: bool, pinned: bool
 ) -> bool:
     """Return whether `long_rows_launch` is the faster one for a matrix, as it is on an H100."""
-    if pinned or weight is None or recompute_output:
+    if pinned or weight is None or bias is not None or recompute_output:
         return False
-    columns, size = x.shape[1], x.dtype.itemsize
-    # With a bias there is room for 16 bits of each element, and those are two in a register only if
-    # rows begin at multiples of 16 bytes.
-    narrow = size <= 4 if bias is None else size == 2 and columns % 8 == 0
-    return narrow and WIDEST_TILE < columns <= 2 * WIDEST_TILE and _has_long_rows(x.device)
+    fits = WIDEST_TILE < x.shape[1] <= 2 * WIDEST_TILE and x.dtype != torch.float64
+    return fits and _has_long_rows(x.device)
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-"""The backward kernel for rows of two slices, for an H100.
+"""The backward kernel for rows of two slices, and sums of one parameter: for an H100.
 
 As `layer_norm_backward_kernel` in turns, with two programs to a row, but an own slice stays in
-registers. Beside the sums of two parameters there is room for it as it was loaded, in 16 bits, not
-for its fp32.
+registers, as it was loaded. With the sums of a second parameter there would be no room for it.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ def as_loaded(values, zero):
         "COLUMNS",
         "GROUPS",
         "IS_RMS_NORM",
-        "HAS_BIAS",
         "HAS_RESIDUAL_GRADIENT",
         "STORE_RESIDUAL_GRADIENT",
     ],
-    scratch=["weight_partials_pointer", "bias_partials_pointer"],
+    scratch=["weight_partials_pointer"],
 )
 @triton.jit(do_not_specialize=["rows", "programs_per_group"])
 def long_rows_backward_kernel(
@@ -55,7 +53,6 @@ def long_rows_backward_kernel(
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     IS_RMS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL_GRADIENT: tl.constexpr,
     STORE_RESIDUAL_GRADIENT: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
@@ -76,9 +73,7 @@ def long_rows_backward_kernel(
     other_mask = (local < SLICE) & (other < COLUMNS)
     weight_pointer += group * COLUMNS
     weight_sums = tl.zeros((1, TILE_COLUMNS), compute_type)
-    if HAS_BIAS:
-        bias_sums = tl.zeros((1, TILE_COLUMNS), compute_type)
-        zero = tl.minimum(rows, 0)
+    zero = tl.minimum(rows, 0)
     for turn in tl.range(0, turns, num_stages=1):
         tile = tile_start(turn, index, programs_per_group, first_row, 1, True)
         statistic = tile * GROUPS + group
@@ -89,24 +84,24 @@ def long_rows_backward_kernel(
         if not IS_RMS_NORM:
             mean = tl.load(mean_pointer + statistic)
 
+        # The own slice first: the other program of the row asks for the other one.
+        own_dy = tl.load(dy_pointer + column, mask=column_mask, other=0.0)
+        own_x = tl.load(x_pointer + column, mask=column_mask, other=0.0)
         projection = tl.zeros((1, 1), compute_type)
         total = tl.zeros((1, 1), compute_type)
         dy = load_as(dy_pointer + other, other_mask, compute_type)
         x = (load_as(x_pointer + other, other_mask, compute_type) - mean) * rstd
-        dy *= load_as(weight_pointer + other, other_mask, compute_type)
+        dy *= load_as(weight_pointer + other, other_mask, compute_type, "evict_last")
         projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM)
 
-        own_dy = tl.load(dy_pointer + column, mask=column_mask, other=0.0)
-        own_x = tl.load(x_pointer + column, mask=column_mask, other=0.0)
-        dy = own_dy.to(compute_type)
         x = (own_x.to(compute_type) - mean) * rstd
-        weighted = dy * load_as(weight_pointer + column, column_mask, compute_type, "evict_last")
+        weight = load_as(weight_pointer + column, column_mask, compute_type, "evict_last")
+        weighted = own_dy.to(compute_type) * weight
         projection, total = add_row_sums(projection, total, x, weighted, IS_RMS_NORM)
-        if HAS_BIAS:
-            dy = as_loaded(own_dy, zero).to(compute_type)
-            x = (as_loaded(own_x, zero).to(compute_type) - mean) * rstd
-            weighted = dy * load_as(weight_pointer + column, column_mask, compute_type)
-            bias_sums += dy
+
+        dy = as_loaded(own_dy, zero).to(compute_type)
+        x = (as_loaded(own_x, zero).to(compute_type) - mean) * rstd
+        weighted = dy * load_as(weight_pointer + column, column_mask, compute_type)
         weight_sums += dy * x
         dx = input_gradient(weighted, x, projection, total, rstd, COLUMNS, IS_RMS_NORM)
         offset = base + column
@@ -119,5 +114,3 @@ def long_rows_backward_kernel(
         )
     partial = program * COLUMNS + column
     tl.store(weight_partials_pointer + partial, weight_sums, column_mask)
-    if HAS_BIAS:
-        tl.store(bias_partials_pointer + partial, bias_sums, column_mask)
