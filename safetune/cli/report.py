@@ -172,10 +172,12 @@ class Report:
             hint = "" if self._everything else "; --all says why"
             console.print(f"configs that failed: {causes}{hint}")
         known = sum(_is_already_tuned(tuning) for tuning, _ in self.tuned)
+        stored = sum(not (each["choice"] or each["measured"]) for each, _ in self.tuned)
         console.print(
             f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
             + (f", {known} already tuned (--force to measure again)" if known else "")
             + (f", {failed} without a working config" if failed else "")
+            + (f" ({stored} by stored outcomes: --force to measure again)" if stored else "")
             + (f", {disputed} with a disputed result" if disputed else "")
             + (f", {self.left} left to other shards" if self.left else "")
         )

@@ -7,7 +7,7 @@ import itertools
 import reprlib
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from typing import Any
@@ -245,6 +245,11 @@ def _yielded(
                     f"{name} gave {reprlib.repr(workload)[:_MOST_SHOWN]}; it must yield "
                     f"safetune.Workload(name, grid, args, kwargs) ({location})"
                 )
+            if mistake := _mistake(workload):
+                raise WorkloadError(
+                    f"{name} yielded the workload {workload.name!r:.{_MOST_SHOWN}}, of which "
+                    f"{mistake} ({location})"
+                )
             if workload.name in names:
                 raise WorkloadError(
                     f"{name} yielded two workloads named {workload.name!r}; give each a name of "
@@ -259,3 +264,14 @@ def _yielded(
         raise WorkloadError(
             f"{name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
         ) from error
+
+
+def _mistake(workload: Workload) -> str:
+    """Return what a workload cannot have; empty if nothing is wrong with it."""
+    if not (isinstance(workload.name, str) and workload.name.isprintable()):
+        return "the name must be text on one line"
+    if not isinstance(workload.args, (tuple, list)):
+        return f"args must be a tuple, and not a {type(workload.args).__name__}"
+    if not isinstance(workload.kwargs, Mapping):
+        return f"kwargs must be a dict, and not a {type(workload.kwargs).__name__}"
+    return ""

@@ -286,6 +286,25 @@ class TestWorkload:
         )
 
     @pytest.mark.parametrize(
+        ("fields", "mistake"),
+        [
+            ("5, (1,), (torch.zeros(8), 8)", "5, of which the name must be text on one line"),
+            ("'a\\nb', (1,)", "of which the name must be text on one line"),
+            ("'a', (1,), torch.zeros(8)", "'a', of which args must be a tuple, and not a Tensor"),
+            ("'a', (1,), (), [8]", "'a', of which kwargs must be a dict, and not a list"),
+        ],
+    )
+    def test_it_yields_one_with_a_mistake(
+        self, safetune: Any, file: Path, broken: Any, fields: str, mistake: str
+    ) -> None:
+        broken(f"yield Workload({fields})")
+
+        message = safetune.error("tune", file)
+
+        assert message.startswith("Error: the workload sizes of add_one yielded the workload ")
+        assert mistake in message
+
+    @pytest.mark.parametrize(
         ("body", "given"),
         [("return None", "None"), ("yield 'a', torch.zeros(1000)", "('a', tensor([")],
     )

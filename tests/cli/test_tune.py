@@ -271,7 +271,10 @@ class TestOutput:
 
         assert again.exit_code == 1
         *_, failed, last = again.stdout.splitlines()
-        assert last == "1 tuning, 0 configs measured, 1 without a working config"
+        assert last == (
+            "1 tuning, 0 configs measured, 1 without a working config (1 by stored outcomes: "
+            "--force to measure again)"
+        )
         assert "1 died(SIGSEGV)" in failed
         assert failed.endswith("; --all says why")
 
