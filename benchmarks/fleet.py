@@ -5,7 +5,9 @@ turns, key locks, leases, publishing, copying what others have found. Ranks of a
 database. Only the tuning itself is a sleep of random length; the config that it chooses is drawn,
 so that two tunings of a key seldom agree. In the cases `killed` one node is killed when half of the
 keys have a choice. With --threads the ranks of a node are threads of one process: all that they ask
-of the shared store is the same, and eight times as many ranks find room on this machine.
+of the shared store is the same, and eight times as many ranks find room on this machine. --slower 4
+lets the clock of the fleet go four times as slowly: every time that the ranks wait is four times as
+long, and the times here are divided by four. The server then has four times as long for the same.
 
 Waits are the time of a rank that is neither tuning nor finished. All processes, and the PostgreSQL
 server, share the CPUs of this machine, so waits are longer than on 64 nodes.
@@ -190,6 +192,7 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
         lambda turn: states(
             wanted[turn.item].key, wanted[turn.item].declared, look=not turn.is_of_shards
         ),
+        processes=ranks,
     )
     for turn in turns:
         took = drawn.uniform(0.5, 1.5) * seconds
@@ -209,6 +212,25 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
     return {"waits_s": waited, "tunings": tunings, "tuned_s": tuned, "blocks": blocks}
 
 
+def slow_down(factor: float) -> None:
+    """Stretch all times that ranks wait, and after which leases end."""
+    from safetune.offline import shards
+    from safetune.store.shared import layer
+
+    changed = (
+        (shards, "_LOOK_S"),
+        (shards, "_REFRESH_S"),
+        (layer, "SWEEP_S"),
+        (layer, "BUDGET_S"),
+        (layer, "RETRY_S"),
+        (layer, "REFRESH_S"),
+        (layer, "_SLICE_S"),
+    )
+    for module, name in changed:
+        setattr(module, name, getattr(module, name) * factor)
+    shards._PAUSES_S = tuple(each * factor for each in shards._PAUSES_S)
+
+
 def process_main(url: str, folder: Path, ours: range, options: argparse.Namespace) -> None:
     """Be some ranks of a node, each in a thread. Each answers with one line in its file; the first
     one's line has what all of them ask of the shared store.
@@ -221,7 +243,9 @@ def process_main(url: str, folder: Path, ours: range, options: argparse.Namespac
 
     def be(rank: int) -> None:
         node = folder / f"node{rank // options.ranks}"
-        rows[rank] = rank_main(url, node, rank, ranks, options.keys, options.seconds)
+        seconds = options.seconds * options.slower
+        row = rank_main(url, node, rank, ranks, options.keys, seconds)
+        rows[rank] = row | {name: row[name] / options.slower for name in ("waits_s", "tuned_s")}
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -258,6 +282,7 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
     ranks, space = options.nodes * options.ranks, space_of(_requests(options.keys)[0].key)
     connected = _watcher(url)  # the ranks may take all connections
     gc.freeze()  # what is forked stays shared
+    slow_down(options.slower)
     begin = time.monotonic()
     every = range(0, ranks, options.ranks if options.threads else 1)
     pids = {_fork(url, folder, range(r, r + every.step), options): r for r in every}
@@ -273,7 +298,7 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
                 if rank < options.ranks and pid in left:
                     os.kill(pid, signal.SIGKILL)
         left = {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0] == 0}
-    seconds = time.monotonic() - begin
+    seconds = (time.monotonic() - begin) / options.slower
     rows = {r: _answer(folder / f"{r}.json") for r in range(ranks)}
     finished = {rank: row for rank, row in rows.items() if row}
     blocks = [{row["blocks"][n] for row in finished.values()} for n in range(options.keys)]
@@ -293,6 +318,7 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
         "nodes": options.nodes,
         "ranks": options.ranks,
         "threads": options.threads,
+        "slower": options.slower,
         "keys": options.keys,
         "killed_ranks": ranks - len(finished),
         "keys_with_one_choice": sum(len(found) == 1 and 0 not in found for found in blocks),
@@ -377,6 +403,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="of each node")
     parser.add_argument("--keys", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=40.0, help="the mean of a tuning")
+    parser.add_argument("--slower", type=float, default=1.0, help="how slowly the clock goes")
     parser.add_argument("--threads", action="store_true", help="a process for each node, not rank")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     options = parser.parse_args()

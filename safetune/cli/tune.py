@@ -326,7 +326,8 @@ def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[
         request = turn.item.sketch.request
         return states(request.key, request.declared, look=not turn.is_of_shards)
 
-    return shards.Turns(turns, state, again=again, helps=part.shard.workers > 1 and not again)
+    helps, processes = part.shard.workers > 1 and not again, part.shard.count * part.shard.workers
+    return shards.Turns(turns, state, again=again, helps=helps, processes=processes)
 
 
 def _tune(

@@ -36,10 +36,11 @@ Item = TypeVar("Item")
 _JOB_INDEX = "JOB_COMPLETION_INDEX"
 
 #: How often to look again whether a process of this node has finished a key; the first and the
-#: longest pause after a key that another node tunes.
+#: longest pause after a key that another node tunes, longer where more processes ask one store.
 _LOOK_S = 0.1
 _LOOKS_APART = 20.0  # times the seconds of one look
 _PAUSES_S = (0.1, 5.0)
+_MANY = 64
 
 #: How often one process of a node copies what other nodes have published.
 _REFRESH_S = 5.0
@@ -220,6 +221,7 @@ class Turns(Generic[Item]):
         again: all is tuned again, and only the state tells what other processes have done already.
             Nothing of that is yielded.
         helps: yield once what another process of this node has, where nothing else is left.
+        processes: how many share the list.
     """
 
     def __init__(
@@ -229,6 +231,7 @@ class Turns(Generic[Item]):
         sleep: Callable[[float], None] = time.sleep,
         again: bool = False,
         helps: bool = False,
+        processes: int = 1,
     ) -> None:
         self.helps = helps
         self._helped: set[int] = set()
@@ -237,7 +240,8 @@ class Turns(Generic[Item]):
         self._busy: list[Turn[Item]] = []
         self._state = state
         self._sleep = sleep
-        self._pauses = pauses(*_PAUSES_S)
+        self._most_s = _PAUSES_S[1] * max(1.0, processes / _MANY)
+        self._pauses = pauses(_PAUSES_S[0], self._most_s)
         self._random = random.SystemRandom()
 
     def __iter__(self) -> Iterator[Turn[Item]]:
@@ -246,7 +250,7 @@ class Turns(Generic[Item]):
             if not (self._may_be_over(turn) and self._state(turn) is State.DONE):
                 yield turn
                 if len(self._busy) == busy:
-                    self._pauses = pauses(*_PAUSES_S)
+                    self._pauses = pauses(_PAUSES_S[0], self._most_s)
         while (found := self._next()) is not None:
             yield found
 
@@ -259,7 +263,13 @@ class Turns(Generic[Item]):
         """Another process tunes the item: it is yielded again when that is done, or has failed."""
         self._busy.append(replace(turn, helps=False))
         if self._state(turn) is State.FREE:
-            self._sleep(next(self._pauses))
+            self._pause(next(self._pauses))
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but no longer than there is anything left to do."""
+        while seconds > 0 and any(self._state(turn) is not State.DONE for turn in self._busy):
+            self._sleep(min(seconds, _PAUSES_S[1]))
+            seconds -= _PAUSES_S[1]
 
     def _next(self) -> Turn[Item] | None:
         while True:

@@ -74,6 +74,26 @@ def test_pauses_grow_while_other_nodes_have_all_that_is_left() -> None:
     assert pauses.slept[-1] > 4 * pauses.slept[0]
 
 
+def test_many_processes_ask_one_store_seldom_and_end_when_all_is_done() -> None:
+    class Ends(Pauses):
+        def sleep(self, seconds: float) -> None:
+            self.slept.append(seconds)
+            if len(self.slept) == 40:
+                self.states = dict.fromkeys(self.states, State.DONE)
+
+    pauses, tries = Ends(), 0
+    pauses.states = {0: State.FREE}
+    turns = Turns(
+        Shard(1, 512).order([0]), lambda turn: pauses.states[turn.item], pauses.sleep, processes=512
+    )
+    for turn in turns:
+        tries += 1
+        turns.put_back(turn)
+    assert len(pauses.slept) == 40, "it does not sleep any more"
+    assert max(pauses.slept) <= 5.0, "it looks in its own database meanwhile"
+    assert sum(pauses.slept) / tries > 8.0
+
+
 def test_a_process_with_nothing_else_to_try_helps_others_once() -> None:
     pauses = Pauses()
     pauses.states = {0: State.LOCKED, 1: State.LOCKED, 2: State.LOCKED}

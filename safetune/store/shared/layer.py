@@ -57,8 +57,8 @@ _SLICE_S = 0.2
 def open_shared(url: str, sweep: bool = False) -> SharedStore:
     """Return the store that a URL names, which does not connect yet.
 
-    For a sweep of many processes a directory gives leases, as PostgreSQL always does, and a free
-    connection is waited for.
+    For a sweep of many processes a directory gives leases, as PostgreSQL always does. They last for
+    a minute there, and a free connection is waited for.
 
     Raises `InvalidSetting` if a package is missing, or if fsspec does not know the scheme.
     """
@@ -76,7 +76,9 @@ def open_shared(url: str, sweep: bool = False) -> SharedStore:
         if kind is SharedKind.POSTGRES:
             from safetune.store.shared.postgres import Postgres
 
-            return Postgres(url, connect_for_s=SWEEP_S / 2) if sweep else Postgres(url)
+            if sweep:  # each of many ranks renews a lease: a third as often as it expires
+                return Postgres(url, lease_s=SWEEP_S, connect_for_s=SWEEP_S / 2)
+            return Postgres(url)
         import fsspec
 
         for protocol in url.partition("://")[0].split("::"):
