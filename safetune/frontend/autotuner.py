@@ -222,9 +222,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         launches = self._launches  # replaced once anything that a launch depends on is changed
         complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
         launch = launches.get(kind)
-        if kind not in launches or (launch and launch.fast_path.outdated()):
-            made = None if is_interpreted(self.fn) else fast_path.make(self, args, kwargs)
-            launch = launches[kind] = made and made.launch
+        unknown = kind not in launches or (launch and launch.fast_path.outdated())
+        if unknown and fast_path.can_be_made():
+            launch = launches[kind] = fast_path.make(self, args, kwargs)
         # Before the launch: a grid function may change the current device, or a tensor.
         key = launch and launch.fast_path.key(args, kwargs)
         launched = self._by_triton(args, complete)

@@ -200,8 +200,13 @@ class FastPath:
         return launched.result
 
 
-def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPath | None:
-    """Return the fast path for calls like this one; None where Triton's own path is needed."""
+def can_be_made() -> bool:
+    """Whether a first launch need not wait for Triton's driver for that."""
+    return not triton_internals.first_driver.begin()
+
+
+def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch | None:
+    """Return the launch for calls like this one; None where Triton's own path is needed."""
     jit, heuristics = own_heuristics(tuner.fn)
     set_below = [name for each in heuristics for name in each.values]
     if (
@@ -226,7 +231,7 @@ def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FastPat
         return None
     shape = tuner.shapes.of(args, kwargs)
     source = fast_path_codegen.Source(tuner, jit, set_below, shape, len(args), values)
-    return FastPath(tuner, jit, heuristics, shape, source) if source.possible else None
+    return FastPath(tuner, jit, heuristics, shape, source).launch if source.possible else None
 
 
 #: As it was before a tool could replace it.
@@ -244,7 +249,7 @@ def _names(tuner: Tuner, jit: Any) -> dict[str, Any]:
         **triton_launch.launch_names(jit, _JIT_RUN),
         "configs": tuner.configs,
         "driver": driver,
-        "own_driver": triton_internals.active_driver(),
+        "own_driver": driver.active,
         "torch_device": torch_device,
         "quick_device": getattr(torch._C, "_cuda_getDevice", torch_device),
         "wide": _wide,
