@@ -223,7 +223,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
         launch = launches.get(kind)
         unknown = kind not in launches or (launch and launch.fast_path.outdated())
-        if unknown and fast_path.can_be_made():
+        if unknown and not (is_interpreted(self.fn) or triton_internals.first_driver.begin()):
             launch = launches[kind] = fast_path.make(self, args, kwargs)
         # Before the launch: a grid function may change the current device, or a tensor.
         key = launch and launch.fast_path.key(args, kwargs)

@@ -200,11 +200,6 @@ class FastPath:
         return launched.result
 
 
-def can_be_made() -> bool:
-    """Whether a first launch need not wait for Triton's driver for that."""
-    return not triton_internals.first_driver.begin()
-
-
 def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch | None:
     """Return the launch for calls like this one; None where Triton's own path is needed."""
     jit, heuristics = own_heuristics(tuner.fn)
