@@ -72,7 +72,7 @@ class Miss:
         self._kwargs = kwargs
         passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
         named = call_shape.named_arguments(tuner.arg_names, args, passed)
-        shape = call_shape.CallShape(tuner, len(args), tuple(kwargs))
+        shape = tuner.shapes.of(args, kwargs)
         self.call = Call(
             kernel=tuner.fn,
             arg_names=tuple(tuner.arg_names),
@@ -81,7 +81,7 @@ class Miss:
             grid=kwargs.get("grid"),
             pins={n: call_shape.PIN for n in shape.pins if shape.pinnable(n, named[n])},
             hooks=tuner.hooks,
-            index=_device_index(tuner, named, index),
+            index=_device_index(tuner.fn, named, index),
         )
 
     def configs(self) -> tuple[Config, ...]:
@@ -112,8 +112,8 @@ class Miss:
         return tuning_key(tuner.identity, tuner.keys, tuner.arg_names, call.named(), call.index)
 
 
-def _device_index(tuner: Tuner, named: Mapping[str, Any], given: int | None) -> int:
-    if is_interpreted(tuner.fn):
+def _device_index(kernel: Any, named: Mapping[str, Any], given: int | None) -> int:
+    if is_interpreted(kernel):
         return -1
     if given is not None:
         return given
