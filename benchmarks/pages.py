@@ -262,6 +262,11 @@ def searches(results: Results) -> str:
     return _searches(results, "search_replay", {"matmul": "matmul, 1,920"})
 
 
+def sweep_searches(results: Results) -> str:
+    """Return the same where a search knows of other keys what their searches measured."""
+    return _searches(results, "search_replay_sweeps", {"matmul": "matmul, 1,920"})
+
+
 def other_searches(results: Results) -> str:
     """Return the same of the kernels on which the search was not tried when it was made."""
     spaces = {
@@ -280,6 +285,7 @@ def _searches(results: Results, bench: str, spaces: Mapping[str, str]) -> str:
         "random": "random subset",
         "forest": "forest",
         "forest_neighbours": "forest, two neighbouring keys measured",
+        "forest_sweep": "forest, in a sweep; 100 for the first two keys",
     }
     rows = [
         [space, f"{budget}", strategy, *(f"{found[f'{name}_{part}']:.1%}" for part in parts)]
@@ -532,7 +538,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
             first_tunings,
             arguments,
             sweep,
-            *(searches, other_searches, fused_moe),
+            *(searches, sweep_searches, other_searches, fused_moe),
             start,
             libraries,
             choices,

@@ -4,17 +4,19 @@
 times: random subsets of the list, the forest, and the forest with the trials of the two nearest
 keys. The regret of a search is how much slower its best config is than the best of all; the final
 rounds of a tuning are not replayed. `search_replay` has the searches of `matmul`, on which their
-settings were made, and `search_replay_others` those of the other spaces.
+settings were made, and `search_replay_others` those of the other spaces. `search_replay_sweeps` has
+sweeps of all keys of matmul, where a search knows of other keys what their searches measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -33,6 +35,9 @@ SEARCHES = (
     ("forest_neighbours", 32),
 )
 NEIGHBOURS = 2
+#: Configs of the first two keys of a sweep and of each other one, the most keys that a search is
+#: told of, and the sweeps of a part.
+SWEEP, MOST_NEIGHBOURS, SWEEPS = (100, 32), 4, 10
 #: Regrets are stored as whole numbers of this, and none above the second.
 UNIT, MOST = 1e-4, 10_000_000
 #: What the searches for one key are expected to take, on one core.
@@ -105,24 +110,35 @@ def space(path: Path) -> tuple[tuple[Any, ...], dict[str, Key]]:
     return configs, {key["name"]: Key.of(key) for key in stored["keys"]}
 
 
+Times = Mapping[int, float | None]
+
+
 @functools.cache
 def start(path: Path, name: str, neighbours: int) -> Any:
-    """Return what a search for a key knows at its start."""
+    """Return what a search for a key knows at its start, where other keys are measured whole."""
+    others = {other: dict(enumerate(key.times)) for other, key in space(path)[1].items()}
+    return history(path, name, others, neighbours)
+
+
+def history(path: Path, name: str, measured: Mapping[str, Times], most: int) -> Any:
+    """Return what a search for a key knows at its start: the nearest of the measured keys."""
     from safetune.tuning.search import History, Neighbour, Trial
 
     configs, keys = space(path)
     key = keys[name]
-    nearest = sorted((k for k in keys.values() if k is not key), key=key.distance)[:neighbours]
-    known = tuple(
-        Neighbour(
-            values={"value": other.value},
-            distance=key.distance(other),
-            choice=configs[other.best],
-            trials=tuple(map(Trial, configs, other.times)),
+    known = []
+    others = [other for other in measured if other != name]
+    for other in sorted(others, key=lambda other: key.distance(keys[other]))[:most]:
+        works = {index: ms for index, ms in measured[other].items() if ms is not None}
+        known.append(
+            Neighbour(
+                values={"value": keys[other].value},
+                distance=key.distance(keys[other]),
+                choice=configs[min(works, key=works.__getitem__)],
+                trials=tuple(Trial(configs[i], ms) for i, ms in measured[other].items()),
+            )
         )
-        for other in nearest
-    )
-    return History(path.stem, {"value": key.value}, {}, {}, configs, (), known)
+    return History(path.stem, {"value": key.value}, {}, {}, configs, (), tuple(known))
 
 
 @functools.cache
@@ -135,22 +151,43 @@ def _forest() -> Any:
 
 def search(path: Path, name: str, strategy: str, seed: int, budget: int) -> list[int]:
     """Return the configs that a search measures, until it has found the best of all."""
-    from safetune.tuning.search import Search
-
     if strategy == "random":
         count = len(space(path)[0])
         return random.Random(seed).sample(range(count), min(budget, count))
+    known = start(path, name, NEIGHBOURS if strategy == "forest_neighbours" else 0)
+    best = space(path)[1][name].best
+    return list(_measured(path, name, known, 1000 * seed, budget, until=best))
+
+
+def _measured(
+    path: Path, name: str, known: Any, seed: int, budget: int, until: int | None = None
+) -> dict[int, float | None]:
+    """Return the times of the configs that a forest asks for."""
+    from safetune.tuning.search import Search
+
     proposer = _forest()
-    proposer._seed = 1000 * seed
-    history = start(path, name, NEIGHBOURS if strategy == "forest_neighbours" else 0)
-    asked, times = Search(history, proposer, _near(path)), dict[int, float | None]()
-    key = space(path)[1][name]
-    while len(times) < budget and key.best not in times:
+    proposer._seed = seed
+    asked, times = Search(known, proposer, _near(path)), dict[int, float | None]()
+    while len(times) < budget and until not in times:
         batch = asked.ask(times, budget - len(times))
         if not batch:
             break
-        times |= {index: key.times[index] for index in batch}
-    return list(times)
+        times |= {index: space(path)[1][name].times[index] for index in batch}
+    return times
+
+
+def sweep(path: Path, seed: int) -> list[int]:
+    """Return the regrets of all keys, one after the other, as `safetune tune --budget` has them.
+
+    Of its neighbours a search knows what was measured for them. The first two have none.
+    """
+    measured: dict[str, Times] = {}
+    for number, name in enumerate(space(path)[1]):
+        budget = SWEEP[0] if number < NEIGHBOURS else SWEEP[1]
+        known = history(path, name, measured, MOST_NEIGHBOURS)
+        measured[name] = _measured(path, name, known, 1000 * seed + number, budget)
+    keys = space(path)[1]
+    return [round(min(keys[n].regret([*tried]) / UNIT, MOST)) for n, tried in measured.items()]
 
 
 @functools.cache
@@ -180,6 +217,14 @@ def run_part(path: Path, name: str, seeds: int, pool: ProcessPoolExecutor) -> li
     return rows
 
 
+def run_sweeps(path: Path, first: int, pool: ProcessPoolExecutor) -> list[Row]:
+    """Return the regrets of all keys in some sweeps."""
+    row = {"part": f"{path.name} sweeps from {first}", "space": path.name.partition(".")[0]}
+    seeds = range(first, first + SWEEPS)
+    found = itertools.chain.from_iterable(pool.map(functools.partial(sweep, path), seeds))
+    return [{**row, "strategy": "forest_sweep", "budget": SWEEP[1], "regrets": [*found]}]
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
@@ -187,7 +232,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="NVIDIA_H100_80GB_HBM3", help="a folder in it")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each key; random: always 200")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--others", action="store_true", help="the other spaces, not matmul")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--others", action="store_true", help="the other spaces, not matmul")
+    which.add_argument(
+        "--sweeps", type=int, default=0, metavar="N", help="N sweeps of all keys of matmul"
+    )
     return parser.parse_args(argv)
 
 
@@ -196,17 +245,24 @@ def main() -> None:
     options = parse()
     paths = sorted((options.trials / options.device / "search_trials").glob("*.json.gz"))
     paths = [path for path in paths if (path.name != MATMUL) == options.others]
-    parts = {f"{path.name} {name}": (path, name) for path in paths for name in space(path)[1]}
+    parts: dict[str, Callable[[ProcessPoolExecutor], list[Row]]] = {}
+    for path in paths:
+        for first in range(0, options.sweeps, SWEEPS):
+            parts[f"{path.name} sweeps from {first}"] = functools.partial(run_sweeps, path, first)
+        for name in () if options.sweeps else space(path)[1]:
+            one = functools.partial(run_part, path, name, options.seeds)
+            parts[f"{path.name} {name}"] = one
+    name = "_sweeps" * bool(options.sweeps) + "_others" * options.others
     versions = {**recording.versions(), "scikit-learn": metadata.version("scikit-learn")}
     result = recording.Result(
-        "search_replay_others" if options.others else "search_replay",
+        f"search_replay{name}",
         *(options.device, versions, recording.commit(), recording.command()),
     )
     if not options.fresh:
         recording.resume(result, [options.out])
     with ProcessPoolExecutor(options.workers) as pool:
         for part in recording.parts_to_run(parts, result.rows, options, KEY_S / options.workers):
-            result.rows += run_part(*parts[part], options.seeds, pool)
+            result.rows += parts[part](pool)
             result.save(options.out, figures)
     path = result.save(options.out, figures)
     print(recording.figures_table(result, path))

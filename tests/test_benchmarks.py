@@ -172,6 +172,7 @@ def test_a_replayed_search_sees_the_stored_times_and_its_regret_is_to_the_best(
         tried = replay.search(path, "M=64", strategy, 0, budget)
         assert len(tried) == budget or found["M=64"].best in tried, "no search ends before that"
         assert replay.regret(path, "M=64", strategy, budget, 0) == 0, strategy
+    assert replay.sweep(path, 0) == [0, 0, 0]
     nearest = replay.start(path, "M=64", 2).neighbours
     assert [round(each.distance) for each in nearest] == [1, 4]
 
@@ -890,6 +891,7 @@ SCRIPT_OF = {
     "norms_residual_max_autotune": "norms",
     "judge_in_the_wild": "wild",
     "search_replay_others": "search_replay",
+    "search_replay_sweeps": "search_replay",
     "unmodified_stored": "unmodified",
     "proof_steps": "proofs",
 }
