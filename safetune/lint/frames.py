@@ -15,7 +15,14 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from safetune.keys.source_text import MISSING, FunctionNode, ModuleText, package_of, parse
+from safetune.keys.source_text import (
+    MISSING,
+    FunctionNode,
+    ModuleText,
+    last_name,
+    package_of,
+    parse,
+)
 from safetune.lint.values import UNKNOWN
 
 #: The packages beside Python's own whose functions are not the user's.
@@ -202,7 +209,10 @@ def _compiled(node: FunctionNode, args: ast.arguments, file: str) -> CodeType | 
         statement: ast.stmt = ast.Expr(bare)
     else:
         generic: dict[str, Any] = {"type_params": []} if sys.version_info >= (3, 12) else {}
-        statement = ast.FunctionDef(node.name, args, node.body, [], **generic)
+        calls = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+        jitted = any(last_name(call).endswith("jit") for call in calls)  # its text is what counts
+        body: list[ast.stmt] = [ast.copy_location(ast.Pass(), node)] if jitted else node.body
+        statement = ast.FunctionDef(node.name, args, body, [], **generic)
     located = ast.copy_location(statement, node)
     try:
         whole = compile(ast.Module([located], []), file, "exec", dont_inherit=True)

@@ -186,8 +186,8 @@ def _in_place(tuner: Tuner, passed: Passed) -> _Found:
     handled = {*restored, *zeroed}
     accesses = accesses_of(tuner.kernel)
     found = {name: f"the kernel {how}" for name, how in accesses.updated.items()}
-    same = passed.same(accesses.loaded, accesses.stored)
-    for stored, loaded, location in () if same_again(tuner.function) else same:
+    same = [*passed.same(accesses.loaded, accesses.stored)]
+    for stored, loaded, location in same if same and not same_again(tuner.function) else ():
         how = f"the kernel stores to it, and {location} passes the same tensor as {loaded}"
         found.setdefault(stored, how)
     for name, how in found.items():

@@ -45,8 +45,9 @@ class WrittenConfig:
         return (*sorted((name, repr(value)) for name, value in parts), id(self.pre_hook))
 
     def __str__(self) -> str:
-        parts = {**self.kwargs, **self.options}
-        return " ".join(f"{name}={value!r}" for name, value in parts.items())
+        always = ("num_warps", "num_stages")
+        said = {n: v for n, v in self.options.items() if n in always or v != OPTIONS[n]}
+        return " ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **said}.items())
 
 
 #: The options of a `triton.Config` in the order of its parameters, with their defaults.
