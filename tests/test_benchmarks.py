@@ -297,6 +297,30 @@ def test_argument_size_figures_are_those_of_the_worst_kernel() -> None:
     assert not any(name.startswith("ratio") for name in without), "the worst is not known"
 
 
+#: Four keys of a kernel with six configs: `a` is the fastest, but for the last key, where it fails.
+PRUNE_ROWS = [
+    {
+        "kernel": "kernel",
+        "key": str(key),
+        "call": {},
+        "declared": 6,
+        "times": {"a": 1.0, "b": 1.02, "c": 3.0} if key < 3 else {"b": 1.25, "c": 1.0},
+    }
+    for key in range(4)
+]
+
+
+def test_prune_figures() -> None:
+    """The last key is judged by lists made from the others: of `a`, and of `a` and `b`."""
+    found = importlib.import_module("prune").figures(PRUNE_ROWS)
+    assert found["kernel_keys"] == 4
+    assert (found["kernel_shortest_kept"], found["kernel_third_kept"]) == (2, 2)
+    assert (found["kernel_shortest_failed"], found["kernel_third_failed"]) == (1, 0)
+    assert found["kernel_shortest_slower_worst"] == 0
+    assert found["prune_third_slower_worst"] == pytest.approx(0.25)
+    assert found["prune_third_slower_mean"] == pytest.approx(1.25 ** (1 / 4) - 1)
+
+
 def test_fleet_figures() -> None:
     """The waits are those of the ranks that finished; what was stored is the whole fleet's."""
     whole = {"part": "postgres", "finished": False, "keys": 4, "keys_with_one_choice": 4}
@@ -919,6 +943,7 @@ SAMPLE_ROWS = {
     "sweep": SWEEP_ROWS,
     "search_replay": SEARCH_ROWS,
     "fused_moe_sweep": FUSED_MOE_ROWS,
+    "prune": PRUNE_ROWS,
     "choice_quality": CHOICE_ROWS,
     "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],
 }
