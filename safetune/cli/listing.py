@@ -21,9 +21,10 @@ from safetune.cli.output import (
     stdout_console,
 )
 from safetune.cli.stored import json_option, open_store
+from safetune.cli.trials import time_words
 from safetune.errors import SafetuneError
 from safetune.frozen import dataclass
-from safetune.outcome import Mark, duration
+from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.records import ChoiceRecord, KeyRecord
 
@@ -200,7 +201,7 @@ def _print_group(console: Console, group: Sequence[Entry]) -> None:
     columns = [
         *calls[1],
         *configs[1],
-        Column("time", tuple(duration(entry.choice.median_ms) for entry in group)),
+        Column("time", tuple(time_words(entry.choice.median_ms) for entry in group)),
         Column("made", tuple(date(entry.choice.created) for entry in group), spare=2),
         Column("from", tuple(entry.short_source for entry in group), spare=1),
         Column("", tuple(_remarks(entry) for entry in group)),

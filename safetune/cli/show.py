@@ -38,10 +38,18 @@ from safetune.cli.output import (
 )
 from safetune.cli.python_text import python_config
 from safetune.cli.stored import json_option, kernel_argument, not_stored, open_store
-from safetune.cli.trials import Gain, Row, Summary, by_time, failures, print_summary, print_trials
+from safetune.cli.trials import (
+    Gain,
+    Row,
+    Summary,
+    by_time,
+    failures,
+    print_summary,
+    print_trials,
+    time_words,
+)
 from safetune.errors import TargetError
 from safetune.frozen import dataclass
-from safetune.outcome import duration
 from safetune.settings import Settings
 from safetune.store.records import KeyRecord, TrialRecord
 
@@ -147,7 +155,8 @@ class _Key:
         if self.entry is None:
             return ""
         choice, device = self.entry.choice, self.key.device["name"]
-        where = f"{call_words(self.key.call)} on {device}: {duration(choice.median_ms)}"
+        time = time_words(choice.median_ms)
+        where = f"{call_words(self.key.call)} on {device}{f': {time}' if time else ''}"
         return f"# {self.key.kernel_name} for {where}\n{python_config(choice.config)}"
 
     def print(self, console: Console) -> None:
@@ -172,7 +181,8 @@ class _Key:
 
     def _of_choice(self, entry: Entry) -> dict[str, str]:
         choice = entry.choice
-        found = {"choice": f"{config_words(choice.config)}, {duration(choice.median_ms)}"}
+        time = time_words(choice.median_ms) or "its time is not known"
+        found = {"choice": f"{config_words(choice.config)}, {time}"}
         made = any(row.chosen for row in self.rows)
         source = source_words(entry.origin)
         if entry.origin.startswith(PACK):
@@ -186,7 +196,7 @@ class _Key:
         if gains:
             found["gain"] = ", ".join(gains)
         others = [row for row in by_time(self.rows) if not row.chosen and row.ms is not None]
-        if others and others[0].ms:
+        if others and others[0].ms and choice.median_ms > 0:
             ratio = others[0].ms / choice.median_ms
             found["next"] = f"{config_words(others[0].config)}, {ratio:.2f} times the time"
         if choice.dispute:

@@ -56,6 +56,11 @@ def _ratio(ms: float, choice_ms: float) -> str:
     return f"{ms / choice_ms:.2f}x" if choice_ms > 0 else ""
 
 
+def time_words(ms: float) -> str:
+    """Return the time of a choice; empty where it is not known, as of one that others have made."""
+    return duration(ms) if ms > 0 else ""
+
+
 def failures(rows: Sequence[Row]) -> Counter[str]:
     """Return how many configs ended with each verdict that is not ok."""
     return Counter(row.outcome.label for row in rows if not row.outcome.ok)
@@ -88,7 +93,7 @@ def print_summary(console: Console, title: str, summaries: Sequence[Summary]) ->
     columns = [
         *keys,
         *parameters[1],
-        Column("time", tuple(duration(s.ms) if s.config is not None else "" for s in summaries)),
+        Column("time", tuple(time_words(s.ms) for s in summaries)),
         Column("over first", tuple(gain.over_first for gain in gains), spare=2),
         Column("over median", tuple(gain.over_median for gain in gains), spare=1),
         Column("failed", tuple("" if text[0] == "0" else text for text in failed)),

@@ -74,7 +74,7 @@ class Choice(_Call):
     """One choice of a pack: what was called, the config, and how it was chosen."""
 
     config: Annotated[dict[str, Any], Meta(min_length=1)]
-    median_ms: Annotated[float, Meta(gt=0, le=rows.MOST)]
+    median_ms: Annotated[float, Meta(ge=0, le=rows.MOST)]  # 0 where others have chosen: not known
     measured: _Count
     generation: Annotated[int, Meta(ge=1)]
     created: Annotated[float, Meta(ge=0, le=LAST_SECOND)] | str

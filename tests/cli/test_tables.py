@@ -207,6 +207,23 @@ def test_a_call_of_which_no_config_worked_is_not_imported(safetune: Any, fill: F
         assert (safetune(*words).exit_code == 0) is (ms == 0.25)
 
 
+def test_choices_of_others_have_no_time_and_can_be_packed(safetune: Any, fill: Fill) -> None:
+    """Whether configs of the key were timed here or not."""
+    fill(KEYS, 0, 3, 5, 2)
+    safetune.json("export", "out", "--format", "vllm")
+    safetune.json("clear", "gemm", "--yes")
+    fill(KEYS[:1])
+    words = ("import", "out", "--format", "vllm", "--target", "gemms.py:gemm")
+    assert safetune.json(*words)["new"] == 1
+    assert "0 us" not in safetune("list").stdout
+    assert "its time is not known" in safetune("show", "gemm", "--all").stdout
+    assert safetune("show", "gemm", "--python").exit_code == 0
+    assert safetune.json("export", "packs")["written"][0]["choices"] == 1
+    safetune.json("clear", "gemm", "--yes")
+    assert safetune.json("import", "packs")["new"] == 1
+    assert [entry["median_ms"] for entry in safetune.json("list")] == [0.0]
+
+
 @pytest.mark.parametrize("kind", ["t4", "vllm", "pack"])
 def test_a_folder_that_cannot_be_made_is_named(safetune: Any, fill: Fill, kind: str) -> None:
     fill([(1, 512)], 0)
