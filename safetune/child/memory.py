@@ -98,7 +98,6 @@ class TorchBytes:
         self._weights: Any = None
 
     def allocate(self, size: int) -> TorchMemory:
-        """Return new memory."""
         return TorchMemory(size, self.name)
 
     allocate_anywhere = allocate_pinned = allocate
@@ -113,43 +112,34 @@ class TorchBytes:
         return memory.bytes[begin : begin + run.size]
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Copy bytes."""
         self._raw(Run(target, size)).copy_(self._raw(Run(source, size)))
 
     def load(self, target: int, source: int, size: int) -> None:
-        """Copy bytes from the host."""
         self._raw(Run(target, size)).copy_(_on_host(Run(source, size)))
 
     def unload(self, target: int, source: int, size: int) -> None:
-        """Copy bytes to the host."""
         _on_host(Run(target, size)).copy_(self._raw(Run(source, size)))
 
     def set_bytes(self, run: Run, value: int) -> None:
-        """Set every byte of a run."""
         self._raw(run).fill_(value)
 
     def checksums(self, runs: Sequence[Run]) -> list[int]:
-        """Return 64 bits for each run of bytes."""
         return [self._checksum(run) for run in runs]
 
     def unlike(self, views: Sequence[tuple[View, int]]) -> list[int]:
-        """Return how many elements of each view have other bits than a value."""
         import torch
 
         pairs = [(self._elements(view), _signed(value, view.width)) for view, value in views]
         return [int(torch.count_nonzero(elements != value)) for elements, value in pairs]
 
     def fill(self, view: View, value: int) -> None:
-        """Set the bits of all elements."""
         self._elements(view).fill_(_signed(value, view.width))
 
     def gather(self, view: View, numbers: Sequence[int]) -> list[int]:
-        """Return the bits of some elements."""
         elements, mask = self._elements(view), (1 << 8 * view.width) - 1
         return [value & mask for value in elements[_places(elements, numbers)].tolist()]
 
     def scatter(self, view: View, numbers: Sequence[int], values: Sequence[int]) -> None:
-        """Set the bits of some elements."""
         elements = self._elements(view)
         new = elements.new_tensor([_signed(value, view.width) for value in values])
         elements[_places(elements, numbers)] = new

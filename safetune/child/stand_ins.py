@@ -116,7 +116,7 @@ class Shape(tuple[int, ...]):
 
 
 class StandIn(_Limited):
-    """A tensor at an address of a device."""
+    """A tensor at an address of a device, with methods of `torch.Tensor`."""
 
     def __init__(
         self, spec: TensorSpec, address: int, device: Device, where: Any, memory: Any = None
@@ -139,58 +139,46 @@ class StandIn(_Limited):
         return f"<{self.dtype!r} tensor of shape {tuple(self.shape)} on {self.device}>"
 
     def data_ptr(self) -> int:
-        """Return the address of the first element."""
         return int(self._address)
 
     def stride(self, dim: int | None = None) -> Any:
-        """Return the strides, or one of them, in elements."""
         return self._spec.stride if dim is None else self._spec.stride[dim]
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the sizes, or one of them."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """Return the number of elements."""
         return int(self.shape.numel())
 
     nelement = numel
 
     def dim(self) -> int:
-        """Return the number of dimensions."""
         return int(self.ndim)
 
     def element_size(self) -> int:
-        """Return the bytes of an element."""
         return int(self.itemsize)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
         return self.numel() * self.element_size()
 
     def is_floating_point(self) -> bool:
-        """Whether the elements are floats."""
         return bool(self.dtype.is_floating_point)
 
     def get_device(self) -> int:
-        """Return the index of the device."""
         return int(self.device.index)
 
     def is_contiguous(self, **options: Any) -> bool:
-        """Whether the elements follow each other in their order."""
         if options:
             _more("is_contiguous(memory_format)")
         return self._follows(zip(reversed(self.shape), reversed(self._spec.stride), strict=True))
 
     def zero_(self) -> StandIn:
-        """Set all bytes to zero."""
         self._check_dense("zero_")
         self._where.set_bytes(Run(self._address, self.nbytes), 0)
         return self
 
     def clone(self) -> StandIn:
-        """Return a copy in memory of its own."""
         self._check_dense("clone")
         memory = self._where.allocate(self.nbytes)
         copied = StandIn(self._spec, memory.address, self.device, self._where, memory)

@@ -54,7 +54,10 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class RecordFiles(ABC):
-    """Records as files. A subclass decides where they are, and how one is read and written."""
+    """Records as files, see `protocol.SharedStore`.
+
+    A subclass decides where they are, and how one is read and written.
+    """
 
     location: str
     url: str
@@ -65,12 +68,10 @@ class RecordFiles(ABC):
         return self.location
 
     def names(self, namespace: str) -> set[Name]:
-        """Return the names of all records in a namespace."""
         with self._failures("read"):
             return set(self._listing(namespace, None))
 
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
-        """Yield the records of these names; raises `StoreError`."""
         with self._failures("read"):
             listing = self._listing(namespace, {name.key for name in names})
         wanted = sorted(names & listing.keys())
@@ -82,7 +83,6 @@ class RecordFiles(ABC):
             yield from found
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
-        """Return the record of the highest generation; raises `StoreError`."""
         with self._failures("read"):
             listing = self._listing(namespace, {key})
             for name in sorted((n for n in listing if n[:2] == (key, declared)), reverse=True):
@@ -91,7 +91,6 @@ class RecordFiles(ABC):
         return None
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is there now; raises `StoreError`."""
         with self._failures("write to"):
             return [self._publish(namespace, record) for record in records]
 

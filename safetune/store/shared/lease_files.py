@@ -36,7 +36,6 @@ class LeasedDirectory(Directory):
         self._expires_after_s = expires_after_s
 
     def lease(self, key: str, node: str) -> Lease | None:
-        """Take the lease of a key; None while another node has it. Raises `StoreError`."""
         path = self._leases / key[:2] / key
         text = f"{node} {uuid.uuid4().hex}\n"
         mine = FileLease(path, text, self._expires_after_s)
@@ -69,7 +68,6 @@ class FileLease:
         self._text = text
 
     def renew(self) -> bool:
-        """Extend it; False if another node has it by now."""
         try:
             if _read(self._path)[0] != self._text:
                 return False
@@ -79,7 +77,6 @@ class FileLease:
         return True
 
     def release(self, published: bool = True) -> None:
-        """Let another node have it, or all of them."""
         with contextlib.suppress(OSError):
             if published:
                 _remove(self._path, self._text)

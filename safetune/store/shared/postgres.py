@@ -153,7 +153,7 @@ _HISTORY = (
 
 
 class Postgres:
-    """The records in a database. For one thread at a time."""
+    """The records in a database, see `protocol.SharedStore`. For one thread at a time."""
 
     def __init__(
         self, url: str, lease_s: float = 15.0, connect_for_s: float = CONNECT_FOR_S
@@ -178,11 +178,9 @@ class Postgres:
         return f"{self.location} {encoding.digest(named)}"
 
     def names(self, namespace: str) -> set[Name]:
-        """Return the names of all records in a namespace; raises `StoreError`."""
         return {Name(*row) for row in self._rows(_NAMES, namespace)}
 
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
-        """Yield the records of these names; raises `StoreError`."""
         listed = sorted(names)
         for start in range(0, len(listed), _TOGETHER):
             columns = map(list, zip(*listed[start : start + _TOGETHER], strict=True))
@@ -192,7 +190,6 @@ class Postgres:
                     yield stored
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
-        """Return the record of the highest generation; raises `StoreError`."""
         for text, generation in self._rows(_GET, namespace, key, declared):
             if stored := decoded(text, namespace, Name(key, declared, generation)):
                 return stored
@@ -205,12 +202,10 @@ class Postgres:
             return connection.execute(statement, parameters).fetchall() if has_tables else []
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is there now."""
         with self.writing() as connection:
             return [_publish(connection, namespace, record) for record in records]
 
     def lease(self, key: str, node: str) -> Lease | None:
-        """Take the lease of a key; None while another node has it."""
         with self.writing() as connection:
             row = connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone()
             with contextlib.suppress(errors.InsufficientPrivilege), connection.transaction():
@@ -273,11 +268,9 @@ class PostgresLease:
         self._name = (key, owner, token)
 
     def renew(self) -> bool:
-        """Extend it; False if it has expired. Raises `StoreError`."""
         return self._execute(_RENEW, self.expires_after_s, *self._name) > 0
 
     def release(self, published: bool = True) -> None:
-        """Let another node have it, or all of them; raises `StoreError`."""
         owner, seconds = (self._name[1], 0.0) if published else (_UNSHARED, _UNSHARED_S)
         self._execute(_RELEASE, owner, seconds, *self._name)
 
