@@ -126,16 +126,14 @@ class Search:
             return polish[:remaining]
         most = remaining - reserve if remaining > reserve else remaining
         trials = tuple(Trial(configs[index], time_ms) for index, time_ms in times.items())
-        proposed = self.proposer.propose(replace(self.start, trials=trials), most)
-        self._check(proposed)
-        return self._untried(proposed, times)[:most] or polish[:remaining]
-
-    def _check(self, proposed: object) -> None:
-        if not isinstance(proposed, Sequence) or not all(isinstance(p, Config) for p in proposed):
+        answer = self.proposer.propose(replace(self.start, trials=trials), most)
+        proposed = [*answer] if isinstance(answer, Iterable) else [answer]
+        if answer is None or not all(isinstance(config, Config) for config in proposed):
             raise InvalidSetting(
-                f"the proposer of {self.start.kernel} returned {reprlib.repr(proposed)}, not a "
-                "list of configs: take them from `history.configs`"
+                f"the proposer of {self.start.kernel} returned {reprlib.repr(answer)}, not a list "
+                "of configs: take them from `history.configs`"
             )
+        return self._untried(proposed, times)[:most] or polish[:remaining]
 
     def _untried(self, proposed: Iterable[Config], times: Mapping[int, float | None]) -> list[int]:
         """Return the indexes of those configs that are in the list and were not tried."""

@@ -100,10 +100,15 @@ def test_what_a_proposer_is_told_and_what_is_taken_of_its_answers() -> None:
     assert second.trials == (Trial(CONFIGS[5], 2.0), Trial(CONFIGS[1], None))
 
 
-@pytest.mark.parametrize("answer", [None, 0, "all", [0, 1], [{"BM": 16}], CONFIGS[0]])
+@pytest.mark.parametrize("answer", [None, 0, "all", [0, 1], [{"BM": 16}]])
 def test_an_answer_that_is_not_a_list_of_configs_names_the_proposer(answer: Any) -> None:
     with pytest.raises(InvalidSetting, match=r"of kernel returned .*, not a list of configs"):
         Search(HISTORY, Named(answer)).ask({}, 40)
+
+
+@pytest.mark.parametrize("kind", [tuple, iter, lambda configs: configs[0]])
+def test_any_iterable_of_configs_is_an_answer_and_so_is_one_config(kind: Any) -> None:
+    assert Search(HISTORY, Named(kind([CONFIGS[5]]))).ask({}, 40) == [5]
 
 
 def test_a_random_proposer_says_the_same_in_each_process_and_never_a_config_twice() -> None:
