@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from safetune import forks
 from safetune.errors import from_signal_handler
 from safetune.frozen import dataclass
 from safetune.outcome import Binary, Effects, Group, Outcome, OutputReport, Verdict
@@ -180,6 +181,10 @@ def answer_header(answer: Answer, number: int) -> dict[str, Any]:
     return {"number": number, **asdict(answer)}
 
 
+#: msgspec looks at a type when it is first used, and two threads that do so at once would crash.
+_converting = forks.lock()
+
+
 def answer_of(header: dict[str, Any], number: int) -> Answer:
     """Return the answer in a header that a child sent.
 
@@ -189,7 +194,8 @@ def answer_of(header: dict[str, Any], number: int) -> Answer:
     import msgspec  # children do without it
 
     with contextlib.suppress(msgspec.ValidationError, RecursionError):
-        answer = msgspec.convert(header, Answer)
+        with _converting:
+            answer = msgspec.convert(header, Answer)
         timing = answer.outcome.timing
         times = (timing.median_ms, timing.p20_ms, timing.p80_ms) if timing is not None else ()
         same = json.loads(json.dumps(answer_header(answer, number)))  # no field was filled in

@@ -116,6 +116,12 @@ class Pack(Struct):
             raise ValueError(f"the device's name {self.device.name[:60]!r} has control characters")
 
 
+#: msgspec looks at a type when it is first used, and two threads that do so at once would crash: it
+#: is used here, where the module's import lock keeps the others out.
+for _each in (Pack, _Call):
+    msgspec.json.Decoder(_each)
+
+
 def is_call(call: Mapping[str, Any]) -> bool:
     """Whether the call of a stored key has the fields that readers take for granted."""
     try:
