@@ -98,10 +98,8 @@ BACKWARD_CONFIGS = [
     _backward_config(16, 3, in_turns=True),
 ]
 
-#: For rows of two slices of at most `WIDEST_TILE` columns, without a bias and with one.
-LONG_BACKWARD_CONFIGS = [
-    Config({"TILE_ELEMENTS": WIDEST_TILE}, num_warps=num_warps) for num_warps in (32, 16)
-]
+#: For rows of two slices of at most `WIDEST_TILE` columns: see `long_rows`.
+LONG_BACKWARD_CONFIGS = [Config({"TILE_ELEMENTS": WIDEST_TILE}, num_warps=32)]
 
 FINALIZE_CONFIGS = [
     _finalize_config(128, 16, num_warps=4),
@@ -149,13 +147,6 @@ def prune_few_configs(
 ) -> list[Config]:
     """Return the config with the smallest tile that has a whole row."""
     return [next(config for config in configs if config.kwargs["TILE_ELEMENTS"] >= COLUMNS)]
-
-
-def prune_long_configs(
-    configs: Sequence[Config], named_args: dict[str, Any], *, HAS_BIAS: bool, **kwargs: Any
-) -> list[Config]:
-    """Return the config for rows of two slices with a bias, or without one."""
-    return [configs[HAS_BIAS]]
 
 
 @triton.constexpr_function

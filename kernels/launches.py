@@ -268,10 +268,10 @@ def is_long(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, recompute_output: bool, pinned: bool
 ) -> bool:
     """Return whether `long_rows_launch` is the faster one for a matrix, as it is on an H100."""
-    if pinned or weight is None or recompute_output:
+    if pinned or weight is None or bias is not None or recompute_output:
         return False
-    fits = x.dtype.itemsize <= (4 if bias is None else 2)
-    return fits and WIDEST_TILE < x.shape[1] <= 2 * WIDEST_TILE and _has_long_rows(x.device)
+    fits = WIDEST_TILE < x.shape[1] <= 2 * WIDEST_TILE and x.dtype != torch.float64
+    return fits and _has_long_rows(x.device)
 
 
 @functools.cache

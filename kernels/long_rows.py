@@ -1,8 +1,7 @@
-"""The backward kernel for rows of two slices, for an H100.
+"""The backward kernel for rows of two slices, and sums of one parameter: for an H100.
 
 As `layer_norm_backward_kernel` in turns, with two programs to a row, but an own slice stays in
-registers, as it was loaded. With a bias, and so sums of two parameters, there is no room for it,
-and it is loaded again; what costs time there is the number of instructions.
+registers, as it was loaded. With the sums of a second parameter there would be no room for it.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.kernels.configs import LONG_BACKWARD_CONFIGS, prune_long_configs, slice_columns
+from safetune.kernels.configs import LONG_BACKWARD_CONFIGS, slice_columns
 from safetune.kernels.layer_norm import add_row_sums, input_gradient
-from safetune.kernels.tiles import ANY_EVICTION, load_as, owned_tiles, tile_start
+from safetune.kernels.tiles import load_as, owned_tiles, tile_start
 
 
 @triton.jit
@@ -24,31 +23,16 @@ def as_loaded(values, zero):
     return (values.to(BITS, bitcast=True) ^ zero.to(BITS)).to(values.dtype, bitcast=True)
 
 
-@triton.jit
-def load_fp32(pointers, mask, EVICTION: tl.constexpr = ANY_EVICTION):
-    """Load and convert; bf16 by its bits, as the compiler takes two instructions for every second.
-
-    What is masked is 0.
-    """
-    values = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)
-    if values.dtype == tl.bfloat16:
-        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    return values.to(tl.float32)
-
-
 @safetune(
     configs=LONG_BACKWARD_CONFIGS,
     key=[
         "COLUMNS",
         "GROUPS",
         "IS_RMS_NORM",
-        "HAS_BIAS",
         "HAS_RESIDUAL_GRADIENT",
         "STORE_RESIDUAL_GRADIENT",
     ],
-    prune_configs_by={"early_config_prune": prune_long_configs},
-    scratch=["weight_partials_pointer", "bias_partials_pointer"],
+    scratch=["weight_partials_pointer"],
 )
 @triton.jit(do_not_specialize=["rows", "programs_per_group"])
 def long_rows_backward_kernel(
@@ -69,7 +53,6 @@ def long_rows_backward_kernel(
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     IS_RMS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL_GRADIENT: tl.constexpr,
     STORE_RESIDUAL_GRADIENT: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
@@ -90,8 +73,6 @@ def long_rows_backward_kernel(
     other_mask = (local < SLICE) & (other < COLUMNS)
     weight_pointer += group * COLUMNS
     weight_sums = tl.zeros((1, TILE_COLUMNS), compute_type)
-    if HAS_BIAS:
-        bias_sums = tl.zeros((1, TILE_COLUMNS), compute_type)
     zero = tl.minimum(rows, 0)
     for turn in tl.range(0, turns, num_stages=1):
         tile = tile_start(turn, index, programs_per_group, first_row, 1, True)
@@ -103,40 +84,24 @@ def long_rows_backward_kernel(
         if not IS_RMS_NORM:
             mean = tl.load(mean_pointer + statistic)
 
+        # The own slice first: the other program of the row asks for the other one.
+        own_dy = tl.load(dy_pointer + column, mask=column_mask, other=0.0)
+        own_x = tl.load(x_pointer + column, mask=column_mask, other=0.0)
         projection = tl.zeros((1, 1), compute_type)
         total = tl.zeros((1, 1), compute_type)
-        if HAS_BIAS:
-            # Sums of x, not of what is normalized: in 16 bits, x is not far from its mean.
-            for step in tl.range(1, 3, num_stages=1):
-                there = (own_slice + step) % 2 * SLICE + local
-                mask = (local < SLICE) & (there < COLUMNS)
-                dy = load_fp32(dy_pointer + there, mask, "evict_last")
-                x = load_fp32(x_pointer + there, mask, "evict_last")
-                dy *= load_fp32(weight_pointer + there, mask, "evict_last")
-                projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM)
-            projection = (projection - mean * total) * rstd
+        dy = load_as(dy_pointer + other, other_mask, compute_type)
+        x = (load_as(x_pointer + other, other_mask, compute_type) - mean) * rstd
+        dy *= load_as(weight_pointer + other, other_mask, compute_type, "evict_last")
+        projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM)
 
-            dy = load_fp32(dy_pointer + column, column_mask, "evict_first")
-            x = load_fp32(x_pointer + column, column_mask, "evict_first") * rstd - mean * rstd
-            weighted = dy * load_fp32(weight_pointer + column, column_mask)
-            bias_sums += dy
-        else:
-            # The own slice first: the other program of the row asks for the other one.
-            own_dy = tl.load(dy_pointer + column, mask=column_mask, other=0.0)
-            own_x = tl.load(x_pointer + column, mask=column_mask, other=0.0)
-            dy = load_as(dy_pointer + other, other_mask, compute_type)
-            x = (load_as(x_pointer + other, other_mask, compute_type) - mean) * rstd
-            dy *= load_as(weight_pointer + other, other_mask, compute_type, "evict_last")
-            projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM)
+        x = (own_x.to(compute_type) - mean) * rstd
+        weight = load_as(weight_pointer + column, column_mask, compute_type, "evict_last")
+        weighted = own_dy.to(compute_type) * weight
+        projection, total = add_row_sums(projection, total, x, weighted, IS_RMS_NORM)
 
-            x = (own_x.to(compute_type) - mean) * rstd
-            weight = load_as(weight_pointer + column, column_mask, compute_type, "evict_last")
-            weighted = own_dy.to(compute_type) * weight
-            projection, total = add_row_sums(projection, total, x, weighted, IS_RMS_NORM)
-
-            dy = as_loaded(own_dy, zero).to(compute_type)
-            x = (as_loaded(own_x, zero).to(compute_type) - mean) * rstd
-            weighted = dy * load_as(weight_pointer + column, column_mask, compute_type)
+        dy = as_loaded(own_dy, zero).to(compute_type)
+        x = (as_loaded(own_x, zero).to(compute_type) - mean) * rstd
+        weighted = dy * load_as(weight_pointer + column, column_mask, compute_type)
         weight_sums += dy * x
         dx = input_gradient(weighted, x, projection, total, rstd, COLUMNS, IS_RMS_NORM)
         offset = base + column
@@ -149,5 +114,3 @@ def long_rows_backward_kernel(
         )
     partial = program * COLUMNS + column
     tl.store(weight_partials_pointer + partial, weight_sums, column_mask)
-    if HAS_BIAS:
-        tl.store(bias_partials_pointer + partial, bias_sums, column_mask)

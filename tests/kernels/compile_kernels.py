@@ -24,12 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from safetune.kernels.configs import (
-    prune_backward_configs,
-    prune_configs,
-    prune_few_configs,
-    prune_long_configs,
-)
+from safetune.kernels.configs import prune_backward_configs, prune_configs, prune_few_configs
 from safetune.kernels.few_rows import few_rows_backward_kernel, few_rows_forward_kernel
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
@@ -54,7 +49,6 @@ ABSENT = {
     "finalize": (),
 }
 ABSENT |= {f"few_{name}": ABSENT[name] for name in ("forward", "backward")}
-ABSENT["long_backward_bias"] = ABSENT["backward"]
 ABSENT["long_backward"] = (*ABSENT["backward"], "bias_pointer", "bias_partials_pointer")
 
 #: Those of them that a launch with a residual passes, and its flags.
@@ -73,9 +67,8 @@ KERNELS = {
     "few_forward": few_rows_forward_kernel,
     "few_backward": few_rows_backward_kernel,
     "long_backward": long_rows_backward_kernel,
-    "long_backward_bias": long_rows_backward_kernel,
 }
-FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True}
+FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True}
 
 
 def compile_config(
@@ -106,8 +99,7 @@ def compile_config(
             signature[argument] = "constexpr"
             flag = has_residual and argument in RESIDUAL
             constants[argument] = None if argument in absent else flag
-    flags = {**FLAGS, "HAS_BIAS": "bias_pointer" not in absent, "IS_RMS_NORM": is_rms_norm}
-    known = {"COLUMNS": columns, **flags, **config.kwargs}
+    known = {"COLUMNS": columns, "IS_RMS_NORM": is_rms_norm, **FLAGS, **config.kwargs}
     constants.update({name: value for name, value in known.items() if name in constants})
     attributes = {
         (position,): [["tt.divisibility", 16]]
@@ -192,8 +184,6 @@ def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
         return prune_configs(configs, {}, COLUMNS=columns)
     if name == "backward":
         return prune_backward_configs(configs, {}, COLUMNS=columns, IN_PLACE=False)
-    if name.startswith("long"):
-        return prune_long_configs(configs, {}, HAS_BIAS=name.endswith("bias"))
     return list(configs)
 
 
