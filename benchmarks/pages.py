@@ -471,14 +471,15 @@ def proofs(results: Results) -> str:
     for proof in proof_list.PROOFS:
         passed = [found.get(f"passed {proof.name}, {way}") for way in ("stock", "run", "shim")]
         steps = [found.get(f"first_step_s {proof.name}, run {s}") for s in ("cold", "stored")]
-        if None not in passed[:2]:
-            of = found[f"tests {proof.name}, stock"]
+        if passed[1] is not None:
+            of = found[f"tests {proof.name}, run"]
             cells = ["" if count is None else f"{count:g} of {of:g}" for count in passed]
             times = ["" if step is None else f"{step:.1f} s" for step in steps]
             rows.append([proof.name, *cells, *times])
     heads = ("tests that pass", "triton.autotune", "`safetune run`", "the shim")
     heads += ("first step, empty caches", "stored choices")
-    return _section(results, "proofs", _table(heads, rows))
+    timed = [_source(results, "proof_steps")] if results.load("proof_steps") else []
+    return _section(results, "proofs", _table(heads, rows), *timed)
 
 
 def dependency(results: Results) -> str:
