@@ -21,6 +21,8 @@ from safetune.store.records import KeyRecord, TrialRecord
 
 #: How long one list is looked for. It takes milliseconds for what kernels declare.
 _LIMIT_S = 20.0
+#: How much the times of a config differ, relative to the best, between keys that are alike.
+_LIKE = 0.03
 #: The number of parts that are held out, one after another.
 _PARTS = 5
 
@@ -116,21 +118,18 @@ def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlis
             f"which every key is within {within:.2%}: give {len(found.kept)} or more, or a larger "
             "`within`"
         )
-    return replace(found, kept=_filled(keys, found.kept, within, keep))
+    return replace(found, kept=_filled(keys, found.kept, keep))
 
 
-def _filled(
-    keys: Sequence[Measured], kept: frozenset[str], within: float, keep: int
-) -> frozenset[str]:
+def _filled(keys: Sequence[Measured], kept: frozenset[str], keep: int) -> frozenset[str]:
     """Return a list with configs added, one by one, until there are `keep`.
 
     Added is what is likely the fastest on keys like the measured ones, where times differ from
-    theirs by about `within`. A config that takes exactly as long on a key as one that is there
+    theirs by about `_LIKE`. A config that takes exactly as long on a key as one that is there
     already is the same machine code, as a rule, and adds nothing.
     """
     near = [
-        {ms: math.exp((1 - ms / key.best) / max(within, 1e-9)) for ms in key.times.values()}
-        for key in keys
+        {ms: math.exp((1 - ms / key.best) / _LIKE) for ms in key.times.values()} for key in keys
     ]
     have = [{key.times[config] for config in kept if config in key.times} for key in keys]
     left = sorted({config for key in keys for config in key.times} - kept)
