@@ -329,7 +329,7 @@ def check_table(lines: list[str], data: dict[str, Any]) -> None:
     today = time.strftime("%Y-%m-%d", time.localtime(data["tunings"][1]["created"]))
     assert lines[-1] == (
         "2 tunings, 0 configs measured, 1 already tuned (--force to measure again), "
-        "1 without a working config"
+        "1 without a working config (1 by stored outcomes: --force to measure again)"
     )
     assert lines[-2].startswith("configs that failed: ")
     table = lines[lines.index(f"add_one  mixed  {dtype}  (already tuned {today})") :]
