@@ -192,8 +192,10 @@ def tune_task(
     return result
 
 
-#: A process that helps takes some seconds to begin: not for fewer configs than this.
-_MANY = 16
+#: A process that helps takes some seconds to begin, and what it measures is launched once more: not
+#: for fewer configs than this on a card (two H100s took 3.7 s for 288 that one measures in 3 s), or
+#: in the interpreter.
+_MANY, _MANY_INTERPRETED = 500, 16
 
 
 def help_with_task(
@@ -207,10 +209,12 @@ def help_with_task(
     """
     store = open_tuning_store()
     left = len(planned.configs) - len(requests.lasting_outcomes(planned, store))
-    if planned.budget is not None or left < _MANY:
+    if planned.budget is not None or left < _MANY_INTERPRETED:
         return
     phases = Phases("lookup")
     request = replace(request_for(make()), bench=partial(HelpersBench, store))
+    if left < _MANY and not request.call.interpreted:
+        return
     with reporting.observing(request, store, phases, quiet=True) as tally:
         watch(tally)
         tuning = recall(request, store, tally, phases)

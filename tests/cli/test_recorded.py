@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,14 @@ def test_the_whole_way_from_recorded_calls_to_packs_that_cover_them(
     assert before.rstrip().endswith("100 % / 100 %"), "all calls have nothing"
     assert after.rstrip().endswith("100 % / 100 %   0 % / 0 %   0 % / 0 %"), "all are in the pack"
     assert "keys were tuned already" in done.stdout
+
+
+def test_recorded_calls_are_looked_up_under_install_too(start: Any) -> None:
+    """Triton's import installs safetune then, which needs its own modules whole."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start("tune", "--recorded", env={"SAFETUNE_INSTALL": "1"}, **pipes)
+    _, errors = process.communicate()
+    assert b"no such call is recorded" in errors
 
 
 @pytest.mark.parametrize(
