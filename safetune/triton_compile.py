@@ -273,3 +273,23 @@ def _copy_of(module: Any, ir: Any) -> Any:
         copied = ir.parse_mlir_module(file.name, module.context)
     copied.context = module.context
     return copied
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[None]]:
+    """Yield a list that gets an entry for each binary that Triton makes here meanwhile."""
+    from triton import knobs
+
+    made: list[None] = []
+    listener = knobs.compilation.listener
+
+    def listen(**event: Any) -> None:
+        made.append(None)
+        if listener is not None:
+            listener(**event)
+
+    knobs.compilation.listener = listen
+    try:
+        yield made
+    finally:
+        knobs.compilation.listener = listener

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from safetune import forks
@@ -333,31 +333,27 @@ def replace_autotune(make: Callable[[Function], Function]) -> None:
         module.autotune = ours
 
 
+def before_first_tuner(act: Callable[[], object]) -> None:
+    """Call `act` once, when the first tuner of Triton's class is about to be made."""
+    from triton.runtime.autotuner import Autotuner
+
+    make = Autotuner.__init__
+
+    @functools.wraps(make)
+    def act_first(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if Autotuner.__init__ is act_first:
+            Autotuner.__init__ = make
+            act()
+        make(self, *args, **kwargs)
+
+    Autotuner.__init__ = act_first
+
+
 def replace_tuner_methods(run: Function, bench: Function) -> None:
     """Replace `run` and `_bench` of Triton's own tuner class, which other libraries extend."""
     from triton.runtime.autotuner import Autotuner
 
     Autotuner.run, Autotuner._bench = run, bench
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[None]]:
-    """Yield a list that gets an entry for each binary that Triton makes here meanwhile."""
-    from triton import knobs
-
-    made: list[None] = []
-    listener = knobs.compilation.listener
-
-    def listen(**event: Any) -> None:
-        made.append(None)
-        if listener is not None:
-            listener(**event)
-
-    knobs.compilation.listener = listen
-    try:
-        yield made
-    finally:
-        knobs.compilation.listener = listener
 
 
 def knobs_set_in_code() -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
 
-from safetune import triton_internals, triton_launch
+from safetune import triton_compile, triton_internals, triton_launch
 from safetune.isolation import backend
 from safetune.keys.tuning_key import current_index
 from safetune.miss.resolve import why_not_isolated
@@ -440,7 +440,7 @@ class TestCompileStep:
         events: list[Any] = []
         listener = lambda **event: events.append(event)  # noqa: E731
         monkeypatch.setattr(knobs.compilation, "listener", listener)
-        with triton_internals.compilations() as made:
+        with triton_compile.compilations() as made:
             knobs.compilation.listener(src=1)
         assert (len(made), events) == (1, [{"src": 1}])
         assert knobs.compilation.listener is listener
@@ -507,6 +507,14 @@ class TestReplacedFunctions:
         triton_internals.replace_tuner_methods(lambda *_, **__: "run", lambda *_: "bench")
         tuner = triton.autotune(configs=[triton.Config({})], key=[])(JITFunction(scale))
         assert (tuner[(1,)](), tuner._bench()) == ("run", "bench")
+
+    def test_an_action_before_the_first_tuner_happens_once(self) -> None:
+        acts: list[None] = []
+        triton_internals.before_first_tuner(lambda: acts.append(None))
+        assert not acts
+        made = [triton.autotune([triton.Config({})], key=[])(triton.jit(scale)) for _ in range(2)]
+        assert len(acts) == 1
+        assert all(type(each) is autotuner.Autotuner for each in made)
 
     def test_the_unloader_is_that_of_the_driver(self) -> None:
         utils = SimpleNamespace(unload_module=print)

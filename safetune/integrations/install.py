@@ -142,7 +142,16 @@ class _Waiting(importlib.abc.MetaPathFinder):
                 execute(module)
                 with contextlib.suppress(ValueError):  # another thread's import has done it
                     sys.meta_path.remove(self)
-                install()
+                if _is_being_imported():
+                    triton_internals.before_first_tuner(install)
+                else:
+                    install()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _is_being_imported() -> bool:
+    """Whether a module of safetune is half imported: `install` could not import what needs it."""
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith("safetune.")]
+    return any(getattr(module.__spec__, "_initializing", False) for module in modules)

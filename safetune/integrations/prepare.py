@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from safetune import triton_internals
+from safetune import triton_compile
 from safetune.config import config_text
 from safetune.errors import CaptureError
 from safetune.frontend import observers
@@ -92,7 +92,7 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
             "safetune.prepare was called while a CUDA graph is being captured: call it before"
         )
     begin, tunings = time.monotonic(), reporting.tunings_begun()
-    observed, compilations = scratch_memory.observed(), triton_internals.compilations()
+    observed, compilations = scratch_memory.observed(), triton_compile.compilations()
     launches = _Launches()
     with _one_at_a_time, resolve.waiting(), observed as sizes, compilations as compiled:
         with observers.added(launches):

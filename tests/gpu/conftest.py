@@ -56,6 +56,14 @@ def import_file() -> Callable[[str, Path], ModuleType]:
     return load_module
 
 
+@pytest.fixture(scope="session", autouse=True)
+def driver() -> Any:
+    """Triton's driver, made beforehand: a launch that has it made prepares for no later launch."""
+    from triton.runtime import driver
+
+    return driver.active
+
+
 @pytest.fixture
 def kernels() -> ModuleType:
     """The module `kernels.py` beside this file, imported anew: no kernel has been compiled yet."""

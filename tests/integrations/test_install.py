@@ -320,6 +320,19 @@ class TestVariable:
         assert "_Waiting" not in finders
         assert len(reports(done.stderr)) == 2
 
+    @pytest.mark.parametrize("module", ["config", "offline.plan", "kernels.layer_norm"])
+    def test_a_module_of_safetune_may_be_what_imports_triton(
+        self, library: Callable[..., Path], fresh_process: FreshProcess, module: str
+    ) -> None:
+        """Then it is half imported, and what `install` imports could not import it."""
+        done = fresh_process(
+            f"import safetune.{module}, lib; print(lib.add(), lib.add.__module__)",
+            cwd=library(),
+            env={"SAFETUNE_INSTALL": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "1 kernel, 1 launch: 1 tuned" in done.stderr
+
     def test_install_as_well(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
