@@ -154,8 +154,8 @@ MORE = (
     ),
     Line(
         "argument_size",
-        "slower: a further key, 6 GiB updated in place on a card with 10 GiB free",
-        ("seconds_6GiB_short_in_place_triton", "seconds_6GiB_short_in_place_safetune"),
+        "slower: a further key, a row softmax on 6 GiB on a card with 10 GiB free",
+        ("seconds_6GiB_short_softmax_triton", "seconds_6GiB_short_softmax_safetune"),
         "{:.1f} s",
     ),
 )
