@@ -172,8 +172,6 @@ def _asked_for(options: _Options, left_out: list[LeftOut]) -> list[Sketch]:
     Makes the arguments of all of them once, one after the other: a mistake shows before anything
     is tuned.
     """
-    import triton  # noqa: F401 - first, as SAFETUNE_INSTALL=1 installs safetune when it is imported
-
     kernels = targets.kernels_of(options.target, with_workload=not options.recorded)
     if options.recorded:
         return _recorded(kernels, options, left_out)
