@@ -78,6 +78,8 @@ def devices_of(text: str, interpreted: bool) -> dict[str, dict[str, str]]:
     if interpreted:
         return {f"process {number}": {} for number in (numbers if text != "all" else "0")}
     names = _visible_gpus()
+    if not names:
+        raise NoDevice(f"--devices {text} needs a GPU, and torch finds none")
     if text == "all":
         numbers = [str(number) for number in range(len(names))]
     if missing := [number for number in numbers if int(number) >= len(names)]:

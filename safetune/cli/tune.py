@@ -97,17 +97,21 @@ def tune_command(**given: Any) -> None:
     """
     options = _Options(**given)
     part = _part(options)
-    switched = targets.use_interpreter_without_gpu()
+    _budget(options)  # a mistake is one error, and not one of each worker
+    elsewhere = bool(options.devices or options.ray) and not options.dry_run
+    # A cluster may have GPUs where this machine has none.
+    switched = not (options.ray and elsewhere) and targets.use_interpreter_without_gpu()
+    devices = _devices(options)
     tell = workers.printer() if options.worker else None
     report = Report(options.allow_disputed, options.everything, tell)
-    if (options.devices or options.ray) and not options.dry_run:
-        _tune_elsewhere(options, report)
+    if elsewhere:
+        _tell_switched(switched)
+        _tune_elsewhere(options, devices, report)
         sys.exit(report.print(options.as_json))
     try:
         with prints_to_stderr():
             sketches = _asked_for(options, report.left_out)
-            if switched:
-                echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
+            _tell_switched(switched)
             if not options.dry_run:
                 check_writable()
             plan = _planned(sketches, options)
@@ -262,18 +266,32 @@ def _part(options: _Options) -> Part | None:
     return shards.Part(shard, time.time())
 
 
-def _tune_elsewhere(options: _Options, report: Report) -> None:
+def _tell_switched(switched: bool) -> None:
+    if switched:
+        echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
+
+
+def _devices(options: _Options) -> dict[str, dict[str, str]]:
+    """Return the devices of `--devices`, also for a plan that measures nothing."""
+    if options.devices is None:
+        return {}
+    return targets.devices_of(options.devices, _is_interpreted())
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _tune_elsewhere(options: _Options, devices: dict[str, dict[str, str]], report: Report) -> None:
     """Have workers tune, and note what they tell."""
     own = ("devices", "ray", "as_json", "worker")
     arguments = workers.arguments_of(click.get_current_context(), without=own)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if options.ray:
         from safetune.cli.ray_workers import tune_on_ray
 
-        events = tune_on_ray(options.ray, arguments, interpreted)
+        events = tune_on_ray(options.ray, arguments, _is_interpreted())
     else:
-        found = targets.devices_of(options.devices or "all", interpreted)
-        events = workers.tune_on(found, arguments)
+        events = workers.tune_on(devices, arguments)
     with prints_to_stderr(), FleetDisplay(hidden=options.as_json) as display:
         for name, event in events:
             display.take(name, event)
@@ -320,7 +338,7 @@ def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[
     if store.shared is None or again:
         left = [turn for turn in turns if turn.is_of_shards]
         turns, report.left = turns[: len(turns) - len(left)], len(left)
-    states = shards.KeyStates(store, part.since if again else 0.0)
+    states = shards.SweepStates(store, part.since if again else 0.0)
 
     def state(turn: Turn[Planned]) -> shards.State:
         request = turn.item.sketch.request

@@ -140,18 +140,25 @@ class LocalWorker:
             stdin=subprocess.PIPE,  # the worker ends when this process does
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="backslashreplace",
             env={**os.environ, **environment},
         )
 
     def events(self) -> Iterator[Event]:
-        """Yield what it prints; its messages go to standard error."""
+        """Yield the events that it prints; all else that it prints goes to standard error."""
         process = self._process
         assert process.stdout is not None
         messages = threading.Thread(target=self._relay, daemon=True)
         messages.start()
         for line in process.stdout:
-            yield json.loads(line)
+            event = None
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+            if isinstance(event, dict):
+                yield event
+            else:
+                self._pass_on(line)
         code = process.wait()
         messages.join()
         if code not in _FINISHED:
@@ -166,7 +173,10 @@ class LocalWorker:
     def _relay(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            echo(f"{self.name}: {line.rstrip()}", err=True)
+            self._pass_on(line)
+
+    def _pass_on(self, line: str) -> None:
+        echo(f"{self.name}: {line.rstrip()}", err=True)
 
 
 def ending(code: int) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from safetune.cli import targets as found_targets
 from safetune.cli import workers
+from safetune.errors import NoDevice
 from tests.selection import FULL
 from tests.store.shared import conftest as shared_store
 
@@ -89,7 +91,46 @@ def test_a_worker_that_tells_nothing_for_long_is_stopped_and_drops_out(
     assert f"GPU 0 drops out: {reason}; the others do its work" in capsys.readouterr().err
 
 
+def test_what_a_worker_prints_besides_its_events_is_a_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its interpreter, or a library that it imports, may print before the command begins."""
+    worker = workers.LocalWorker("GPU 0", ["--help"], {})
+    assert [*worker.events()] == []
+    assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
+
+
+def test_a_worker_may_print_bytes_that_are_not_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "noise.py").write_text(r'import os; os.write(1, b"\xff\n{"); os._exit(3)')
+    worker = workers.LocalWorker("GPU 0", ["--worker=1/1@0", str(tmp_path / "noise.py")], {})
+    with pytest.raises(workers.DroppedOut, match="ended with exit code 3"):
+        list(worker.events())
+    assert r"GPU 0: \xff" in capsys.readouterr().err
+
+
+def test_all_gpus_of_a_machine_without_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(NoDevice, match="--devices all needs a GPU, and torch finds none"):
+        found_targets.devices_of("all", interpreted=False)
+
+
 class TestDevices:
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            (["--devices=0,x", "--dry-run"], "--devices '0,x' is not a list of GPUs"),
+            (["--devices=0,1", "--budget=soon"], "budget='soon'"),
+        ],
+    )
+    def test_a_mistake_in_the_options_is_one_error(
+        self, safetune: Any, target: str, options: list[str], reason: str
+    ) -> None:
+        message = safetune.error("tune", target, *options)
+        assert reason in message
+        assert "drops out" not in message
+
     def test_they_share_the_list_and_a_process_that_dies_leaves_its_work_to_the_other(
         self, start: Start, safetune: Any, target: str, tmp_path: Path
     ) -> None:
