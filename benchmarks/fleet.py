@@ -176,7 +176,7 @@ def tune(wanted: Any, store: Any, seconds: float, drawn: random.Random, exclusiv
 def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds: float) -> Row:
     """Do what one rank does; return its waits, and which config it has for each key."""
     from safetune.errors import Busy, NotExclusive
-    from safetune.offline.shards import KeyStates, Shard, Turns, Whose
+    from safetune.offline.shards import Shard, SweepStates, Turns, Whose
     from safetune.store.lookup import GuardedStore
     from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
 
@@ -186,7 +186,7 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
     shared = SharedLayer(open_shared(url, sweep=True), store.connection, budget_s=SWEEP_S)
     store.shared = shared
     wanted = _requests(keys)
-    states = KeyStates(store)
+    states = SweepStates(store)
     turns = Turns(
         Shard(rank, ranks).order(range(keys)),
         lambda turn: states(

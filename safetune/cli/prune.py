@@ -64,7 +64,7 @@ class _Share(click.ParamType):  # type: ignore[type-arg]
     "--keep",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How many configs stay: further ones are for keys that were not measured.",
+    help="Keep N configs, not the fewest: the others are for keys that were not measured.",
 )
 @click.option("--device", metavar="TEXT", help="Only trials on devices with TEXT in their names.")
 @click.option("--diff", "only_diff", is_flag=True, help="Print only the diff of the source.")
@@ -81,7 +81,7 @@ def prune_command(
 
     TARGET is package.module:kernel or file.py:kernel, and the list is also printed as a diff of
     its source; or TARGET is the name of a stored kernel. All keys count, of every device and
-    dtype that is stored, by the time that SAFETUNE_MODE=record has seen them take.
+    dtype that is stored; each weighs by its time in runs with SAFETUNE_MODE=record.
     """
     found = _found(target, within, keep or 0, device)
     if only_diff:
@@ -157,8 +157,8 @@ def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any
 class _Pruned:
     """A shorter list and what it rests on.
 
-    `untried` configs have no trial, and stay; `undeclared` ones have some, and are not in the list.
-    `longer` has what lists of more configs cost on keys that they were not made from.
+    `untried` configs have no trial, and stay. `undeclared` counts configs with trials that are not
+    in the list. `longer` has the costs of longer lists, on keys that they were not made from.
     """
 
     kernel: OfflineKernel | None
@@ -178,7 +178,7 @@ class _Pruned:
         return [c for c in self.configs if c in self.found.kept or c in self.untried]
 
     def dropped(self) -> dict[str, list[tuple[Measured, float]]]:
-        """Return what each dropped config has ever won: the keys, and how much slower each is."""
+        """Return the keys on which each dropped config was the fastest, and their slowdowns."""
         return {
             config: [
                 (key, key.slowdown(self.found.kept)) for key in self.keys if key.winner() == config
@@ -237,8 +237,7 @@ class _Pruned:
         devices = {str(key.key.device["name"]) for key in self.keys}
         console.print(
             f"{self.name}: {len(kept)} of {counted(count, 'config')} stay, "
-            f"{count / len(kept):.1f} times fewer, by {counted(len(self.keys), 'key')} on "
-            f"{', '.join(sorted(devices))}"
+            f"by the trials of {counted(len(self.keys), 'key')} on {', '.join(sorted(devices))}"
         )
         recorded = len({key.weight for key in self.keys}) > 1
         console.print(f"slower than with all configs: {_words(self.cost(), recorded)}")
@@ -249,11 +248,11 @@ class _Pruned:
             console.print(f"on such keys with --keep {count}: {_words(cost, recorded)}")
         if self.undeclared:
             console.print(
-                f"{counted(self.undeclared, 'config')} with trials are not in the list as it is "
-                "here: does it depend on the device?"
+                f"on this machine the list lacks {counted(self.undeclared, 'config')} with trials: "
+                "does it depend on the device?"
             )
         if not self.found.proven:
-            console.print("The time for the search was up: a shorter list may do.")
+            console.print("The search ended at its time limit: a shorter list may exist.")
         self._print_configs()
         if self.kernel is not None and len(kept) < count:
             try:
@@ -262,7 +261,7 @@ class _Pruned:
                 echo(f"Warning: no diff: {error}", err=True)
 
     def _print_configs(self) -> None:
-        """Print which configs stay, and what each other one has ever won."""
+        """Print the configs that stay, and the keys on which each dropped one was the fastest."""
         from safetune.offline import shortlist
 
         console, wins, dropped = stdout_console(), shortlist.wins(self.keys), self.dropped()
@@ -271,7 +270,7 @@ class _Pruned:
             won = "never tried" if config in self.untried else counted(wins[config], "key")
             table.add_row(config_words(self.configs[config]), won)
         console.print(table)
-        table = empty_table("dropped", "config", "was the fastest on", "which is now slower by")
+        table = empty_table("dropped", "config", "was the fastest on", "slowdown there")
         for config, of_config in dropped.items():
             if of_config:
                 keys = ", ".join(call_words(key.key.call) for key, _ in of_config)
@@ -281,7 +280,7 @@ class _Pruned:
         if table.row_count:
             console.print(table)
         if never:
-            console.print(f"dropped, and the fastest on no key: {'; '.join(never)}")
+            console.print(f"dropped, and never the fastest: {'; '.join(never)}")
 
 
 def _words(cost: Cost, recorded: bool) -> str:

@@ -29,7 +29,7 @@ RULES = {
     "flag": "a flag that the body reads and the key lacks: the first call's value decides for all",
     "constexpr": "a constexpr that the body reads and the key lacks, and that launches pass",
     "length": "a length that is a constexpr: each new value compiles the kernel again",
-    "in-place": "an argument that the kernel changes by what it holds, without restore_value",
+    "in-place": "an argument that the kernel reads and overwrites, without restore_value",
     "twice": "a config that is listed twice",
     "too-large": "a list in which every config needs more shared memory than small GPUs have",
 }

@@ -155,8 +155,8 @@ def _checked(text: str, index: int, count: int) -> Shard:
     return Shard(index, count)
 
 
-class KeyStates:
-    """What a store says of keys that other processes tune.
+class SweepStates:
+    """What a store says of keys that other processes of a sweep tune.
 
     It is brought up to date every few seconds, in one query for all keys.
 

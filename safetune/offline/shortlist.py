@@ -19,11 +19,11 @@ from safetune.frozen import dataclass
 from safetune.outcome import TRANSIENT, Mark
 from safetune.store.records import KeyRecord, TrialRecord
 
-#: How long one list is looked for. It takes milliseconds for what kernels declare.
+#: The time limit of the search for one list. The lists of kernels take milliseconds.
 _LIMIT_S = 20.0
-#: How much the times of a config differ, relative to the best, between keys that are alike.
+#: By how much of the best time a config's times differ between keys that are alike.
 _LIKE = 0.03
-#: The number of parts that are held out, one after another.
+#: The keys are split into this many parts; each is held out once.
 _PARTS = 5
 
 
@@ -70,7 +70,7 @@ class Cost:
 class Shortlist:
     """The configs that stay, by digest.
 
-    `proven`: no shorter list does, and none of this length has a smaller weighted cost.
+    `proven`: there is no shorter list, and none of this length has a smaller weighted cost.
     """
 
     kept: frozenset[str]
@@ -106,7 +106,7 @@ def measured_keys(
 def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlist:
     """Return the shortest list with a config for each key that is `within` of its best.
 
-    With a greater `keep`, up to that many: further configs are for keys that were not measured.
+    A larger `keep` adds configs, up to that number, for keys that were not measured.
 
     Raises:
         InvalidSetting: the shortest list has more than `keep` configs.
@@ -114,9 +114,9 @@ def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlis
     found = _shortest(keys, within)
     if 0 < keep < len(found.kept):
         raise InvalidSetting(
-            f"keep={keep} is less than the {len(found.kept)} configs of the shortest list with "
-            f"which every key is within {within:.2%}: give {len(found.kept)} or more, or a larger "
-            "`within`"
+            f"--keep {keep} is less than the {len(found.kept)} configs of the shortest list with "
+            f"which no key is more than {within:.2%} slower: give --keep {len(found.kept)} or "
+            "more, or a larger --within"
         )
     return replace(found, kept=_filled(keys, found.kept, keep))
 
@@ -124,9 +124,9 @@ def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlis
 def _filled(keys: Sequence[Measured], kept: frozenset[str], keep: int) -> frozenset[str]:
     """Return a list with configs added, one by one, until there are `keep`.
 
-    Added is what is likely the fastest on keys like the measured ones, where times differ from
-    theirs by about `_LIKE`. A config that takes exactly as long on a key as one that is there
-    already is the same machine code, as a rule, and adds nothing.
+    Each time the config is added that is most likely the fastest on keys like the measured ones,
+    whose times differ from theirs by about `_LIKE`. Two configs with exactly the same time on a key
+    are the same machine code, as a rule: the second one adds nothing.
     """
     near = [
         {ms: math.exp((1 - ms / key.best) / _LIKE) for ms in key.times.values()} for key in keys
@@ -155,7 +155,7 @@ def _shortest(keys: Sequence[Measured], within: float) -> Shortlist:
 
     This is a set cover, solved exactly as an integer program: with the tens of configs that a
     kernel declares that takes milliseconds, and a greedy cover may keep more than is needed. Of
-    several shortest lists it is the one with the least weighted time.
+    several shortest lists the one with the least weighted time is returned.
     """
     milp, sparse, constraint = _scipy()
     configs = sorted({config for key in keys for config in key.times})
@@ -193,13 +193,13 @@ def _shortest(keys: Sequence[Measured], within: float) -> Shortlist:
 
 
 def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
-    """Return what it costs to have only these configs."""
+    """Return the cost of a list of these configs."""
     kept = list(kept)
     return _total([(key, key.slowdown(kept)) for key in keys])
 
 
 def held_out(keys: Sequence[Measured], within: float, keep: int = 0) -> Cost | None:
-    """Return what a list costs on keys that it was not made from; None for fewer than two keys.
+    """Return the cost of a list on keys that it was not made from; None for fewer than two keys.
 
     Each key is judged once, by the list made from the keys of the other parts.
     """
@@ -248,7 +248,7 @@ def of_newest(
     """Return the keys of one version of a kernel; without a digest, of the last one measured.
 
     Raises:
-        TargetError: there is not one.
+        TargetError: no trial of this version is stored.
     """
     found = [(key, trials) for key, trials in stored if trials]
     if not digest and found:

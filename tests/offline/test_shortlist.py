@@ -99,7 +99,7 @@ def test_further_configs_are_those_that_keys_like_the_measured_ones_may_need() -
 
 def test_a_list_is_not_made_so_short_that_a_measured_key_is_slower() -> None:
     keys = measured({"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0})
-    with pytest.raises(InvalidSetting, match="keep=1 is less than the 2 configs"):
+    with pytest.raises(InvalidSetting, match="--keep 1 is less than the 2 configs"):
         shortlist.shortest(keys, 0.01, keep=1)
 
 
