@@ -112,12 +112,15 @@ class FirstDriver:
     """Triton's driver for NVIDIA GPUs, while a thread has Triton make it.
 
     Up to Triton 3.7 a C compiler builds a part of it, which takes 0.5 s where Triton's cache lacks
-    it. Nothing but a launch needs it, so a tuning begins meanwhile.
+    it. Nothing but a launch needs it, so a tuning begins meanwhile. Triton's own code waits for it:
+    it has no lock, and launches through one driver refuse the tensor maps of a second one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._made: Any = None
         forks.register("tuning", after_in_child=self.start_over)
 
     def begin(self) -> bool:
@@ -128,11 +131,15 @@ class FirstDriver:
             return False
         with self._lock:
             if self._thread is None and _is_built_for_nvidia():
-                thread = threading.Thread(target=self._make, name="safetune-driver", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no thread can be started
-                    thread.start()
-                    self._thread = thread
-            return self._thread is not None and self._thread.is_alive()
+                module: Any = sys.modules[type(driver).__module__]
+                work = functools.partial(self._make, module._create_driver)
+                module._create_driver = functools.partial(self._take, module._create_driver)
+                self._thread = threading.Thread(target=work, name="safetune-driver", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no thread can be started
+                    self._over.set()
+            return self._thread is not None and not self._over.is_set()
 
     def current_device(self) -> int:
         """Return the device that it will name as the current one."""
@@ -140,19 +147,22 @@ class FirstDriver:
 
     def wait(self) -> None:
         """Return when it is made, or was not begun."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if self._thread not in (None, threading.current_thread()):
+            self._over.wait()
 
-    def _make(self) -> None:
-        from triton.runtime import driver
+    def _make(self, make: Function) -> None:
+        with contextlib.suppress(BaseException):  # a launch gets it again
+            self._made = make()
+        self._over.set()
 
-        with contextlib.suppress(Exception):  # a launch gets it again
-            _ = driver.active
+    def _take(self, make: Function) -> Any:
+        self.wait()
+        return self._made or make()
 
     def start_over(self) -> None:
         """Forget the thread, which a forked child does not have."""
-        self._lock, self._thread = threading.Lock(), None
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = self._made = None
 
 
 first_driver = FirstDriver()
@@ -337,12 +347,13 @@ def before_first_tuner(act: Callable[[], object]) -> None:
     """Call `act` once, when the first tuner of Triton's class is about to be made."""
     from triton.runtime.autotuner import Autotuner
 
-    make = Autotuner.__init__
+    make, once = Autotuner.__init__, threading.Lock()
 
     @functools.wraps(make)
     def act_first(self: Any, /, *args: Any, **kwargs: Any) -> None:
-        if Autotuner.__init__ is act_first:
+        if Autotuner.__init__ is act_first:  # else a tool calls this from its own
             Autotuner.__init__ = make
+        if once.acquire(blocking=False):
             act()
         make(self, *args, **kwargs)
 

@@ -160,6 +160,44 @@ class TestDriver:
         assert not triton_internals.first_driver.begin()
         assert triton_internals.target_name() == "made"
 
+    def test_triton_waits_for_the_one_that_a_thread_makes(
+        self, monkeypatch: pytest.MonkeyPatch, making: threading.Event
+    ) -> None:
+        """Launches of a stored choice, and of kernels that safetune does not know, go by Triton."""
+        made: list[Any] = []
+        launch = threading.Thread(target=lambda: driver.active)
+
+        def make() -> Any:
+            made.append(SimpleNamespace())
+            if len(made) == 1:
+                launch.start()
+                launch.join(0.2)  # ends at once where the launch makes its own
+            return made[0]
+
+        monkeypatch.setattr(sys.modules[type(driver).__module__], "_create_driver", make)
+        assert triton_internals.first_driver.begin()
+        triton_internals.first_driver.wait()
+        launch.join()
+        assert [driver._active] == made
+
+    def test_a_driver_that_is_set_meanwhile_stays(
+        self, monkeypatch: pytest.MonkeyPatch, making: threading.Event
+    ) -> None:
+        begun, own = threading.Event(), SimpleNamespace()
+        make = sys.modules[type(driver).__module__]._create_driver
+
+        def note_and_make() -> Any:
+            begun.set()
+            return make()
+
+        monkeypatch.setattr(sys.modules[type(driver).__module__], "_create_driver", note_and_make)
+        assert triton_internals.first_driver.begin()
+        assert begun.wait(60)
+        driver.set_active(own)
+        making.set()
+        triton_internals.first_driver.wait()
+        assert driver.active is own
+
     def test_a_tuning_begins_while_a_thread_makes_it(
         self, monkeypatch: pytest.MonkeyPatch, making: threading.Event
     ) -> None:
@@ -515,6 +553,20 @@ class TestReplacedFunctions:
         made = [triton.autotune([triton.Config({})], key=[])(triton.jit(scale)) for _ in range(2)]
         assert len(acts) == 1
         assert all(type(each) is autotuner.Autotuner for each in made)
+
+    def test_it_happens_also_where_a_tool_has_wrapped_the_class_meanwhile(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        acts: list[None] = []
+        monkeypatch.setattr(autotuner.Autotuner, "__init__", autotuner.Autotuner.__init__)
+        triton_internals.before_first_tuner(lambda: acts.append(None))
+        watched = autotuner.Autotuner.__init__
+        monkeypatch.setattr(
+            autotuner.Autotuner, "__init__", lambda self, *args, **kw: watched(self, *args, **kw)
+        )
+        for _ in range(2):
+            triton.autotune([triton.Config({})], key=[])(triton.jit(scale))
+        assert len(acts) == 1
 
     def test_the_unloader_is_that_of_the_driver(self) -> None:
         utils = SimpleNamespace(unload_module=print)

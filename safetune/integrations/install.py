@@ -154,4 +154,5 @@ class _Waiting(importlib.abc.MetaPathFinder):
 def _is_being_imported() -> bool:
     """Whether a module of safetune is half imported: `install` could not import what needs it."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith("safetune.")]
-    return any(getattr(module.__spec__, "_initializing", False) for module in modules)
+    specs = [getattr(module, "__spec__", None) for module in modules]  # a module may be None there
+    return any(getattr(spec, "_initializing", False) for spec in specs)

@@ -333,6 +333,18 @@ class TestVariable:
         assert done.returncode == 0, done.stderr
         assert "1 kernel, 1 launch: 1 tuned" in done.stderr
 
+    def test_a_module_of_safetune_may_be_kept_from_being_imported(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """As tests of a library do it, which try what it does without an integration."""
+        done = fresh_process(
+            "import sys; sys.modules['safetune.integrations.jax'] = None\n"
+            "import safetune, lib; print(lib.add())",
+            cwd=library(),
+            env={"SAFETUNE_INSTALL": "1", **UNTUNED},
+        )
+        assert done.stdout.split() == [OURS], done.stderr
+
     def test_install_as_well(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
