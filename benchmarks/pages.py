@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bars
 import figures
 import proof_list
 import recording
@@ -87,10 +88,14 @@ def machine(results: Results, benches: Sequence[str]) -> str:
 
 
 def _source(results: Results, bench: str) -> str:
-    """Return the line below a table: which file, command, commit and day it is from."""
+    """Return the line below a table: its file, day, versions, commit and command."""
     loaded = results.load(bench)
+    versions = {name: version.split("+")[0] for name, version in loaded["versions"].items()}
+    software = f"torch {versions['torch']}, Triton {versions['triton']}"
     path = f"../benchmarks/results/{loaded['device']}/{bench}.json"
-    made = f"[{bench}.json]({path}), {loaded['date'][:10]}, commit {loaded['commit'][:7]}"
+    made = (
+        f"[{bench}.json]({path}), {loaded['date'][:10]}, {software}, commit {loaded['commit'][:7]}"
+    )
     return f"{made}: `{loaded['command']}`"
 
 
@@ -508,6 +513,16 @@ def licences(results: Results) -> str:
     return _section(here, "dependency", _table(("licence", "packages"), rows))
 
 
+def missed(results: Results) -> str:
+    """Return the bars that these results miss, or have no figure for."""
+    rows = [
+        [line["benchmark"], line["figure"], line["value"] or "not measured", line["bar"]]
+        for line in bars.report(bars.load(), results.folder)
+        if line["verdict"] in ("missed", "absent")
+    ]
+    return _table(("benchmark", "figure", "value", "bar"), rows)
+
+
 def _counts(results: Results, bench: str, words: Mapping[str, str]) -> str:
     found = results.figures(bench)
     rows = [[text, f"{found[name]:g}"] for name, text in words.items() if name in found]
@@ -545,7 +560,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
             choices,
             proofs,
         ),
-        *(dependency, licences),
+        *(dependency, licences, missed),
         *(launches, stored, installed, norms, residual, small, host, soak, judge_in_the_wild),
     )
 }

@@ -1173,9 +1173,21 @@ def test_the_figure_of_the_norms_has_the_shares_of_their_result() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/for_maintainers.md"])
 def test_a_page_shows_the_committed_figures(page: str) -> None:
     """`make figures` writes them."""
+    pytest.importorskip("tomllib")
     pages, file = importlib.import_module("pages"), ROOT / page
     assert file in pages.PAGES
     assert pages.written(file, pages.Results()) == file.read_text(encoding="utf-8")
+
+
+def test_the_page_names_each_bar_that_is_missed_or_has_no_figure(tmp_path: Path) -> None:
+    pytest.importorskip("tomllib")
+    pages = importlib.import_module("pages")
+    figures = {"host_us_forward_ours_ln": 50.5, "host_us_forward_ours_rms": 49.5}
+    write_figures(tmp_path / "A_GPU", "norms_host", **figures)
+    shown = pages.missed(pages.Results("A_GPU", tmp_path)).splitlines()
+    assert "| norms_host | host_us_forward_ours_ln | 50.5 | <= 50 |" in shown
+    assert "| norms_host | host_us_backward_ours_ln | not measured | <= 160 |" in shown
+    assert not any("host_us_forward_ours_rms" in line for line in shown)
 
 
 def test_every_table_of_figures_is_on_a_page() -> None:
