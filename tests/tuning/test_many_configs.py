@@ -37,6 +37,7 @@ class Bench:
     """
 
     interpreted = False
+    chooses = True
     notes: tuple[str, ...] = ()
 
     def __init__(self, request: TuningRequest, same: dict[int, int] | None = None) -> None:
