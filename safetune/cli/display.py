@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from safetune.miss.reporting import Tally
     from safetune.offline.plan import Plan
 
-#: How often a worker looks whether it has something to tell.
-_LOOK_S = 1.0
+#: How often a worker looks whether it has something to tell, and tells that it is there.
+_LOOK_S, _TELL_S = 1.0, 10.0
 
 #: Making the arguments may take this long, and a step of a tuning, beside its own limits.
 _MARGIN_S = 600.0
@@ -223,7 +223,7 @@ class Teller:
     ) -> None:
         self._display, self._tell, self._end, self._clock = display, tell, end, clock
         self._steps: tuple[object, ...] = ()
-        self._changed_at = -math.inf
+        self._changed_at = self._tell_at = -math.inf
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -236,11 +236,13 @@ class Teller:
         self._ended.set()
 
     def look(self) -> None:
-        """Tell where the worker is, if anything has happened since the last time."""
+        """Tell where the worker is, if anything has happened or it was not told for a while."""
         now, steps = self._clock(), self._display.steps
+        if steps != self._steps or now >= self._tell_at:
+            self._tell({"at": vars(self._display.place)})
+            self._tell_at = now + _TELL_S
         if steps != self._steps:
             self._steps, self._changed_at = steps, now
-            self._tell({"at": vars(self._display.place)})
         elif now - self._changed_at > self._display.stuck_after_s:
             self._end(now - self._changed_at)
 

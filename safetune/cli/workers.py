@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 
-#: How often a worker tells that it is there, and after how long it is stopped if it does not.
-_TELL_S, _SILENT_S = 10.0, 180.0
+#: A worker that tells nothing for this long is stopped; before its first event it makes a plan.
+_SILENT_S, _PLAN_S = 180.0, 600.0
 #: How long a process that was killed may take to end; a call of the driver may keep it.
 _END_S = 10.0
 
@@ -89,7 +89,7 @@ def gather(workers: Sequence[Worker], silent_s: float = _SILENT_S) -> Iterator[t
 
     heard = {}
     for worker in workers:
-        heard[worker.name] = time.monotonic()
+        heard[worker.name] = time.monotonic() + _PLAN_S
         threading.Thread(target=read, args=(worker,), daemon=True).start()
     finished = 0
     while heard:
