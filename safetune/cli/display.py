@@ -178,8 +178,9 @@ class FleetDisplay(_Shown):
         hidden: bool = False,
         pauses_s: tuple[float, float] = (FIRST_S, EVERY_S),
         clock: Callable[[], float] = time.monotonic,
+        most_s: float = math.inf,
     ) -> None:
-        self._clock, self._started = clock, clock()
+        self._clock, self._started, self._most_s = clock, clock(), most_s
         self._tunings = self._new = 0
         self._tuned: set[tuple[str, ...]] = set()
         self._places: dict[str, Place] = {}
@@ -204,7 +205,7 @@ class FleetDisplay(_Shown):
             return []
         tried = min(sum(place.tried for place in places.values()), self._new)
         parts = [f"{len(self._tuned)}/{self._tunings} tunings", f"{tried}/{self._new} configs"]
-        lines = [parts + _rate(tried, self._new, seconds, math.inf)]
+        lines = [parts + _rate(tried, self._new, seconds, self._most_s)]
         for name, place in places.items():
             steps = [*place.steps, place.doing] if place.steps[0] else ["waits for the others"]
             lines.append([f"{name}: {steps[0]}", *filter(None, steps[1:])])

@@ -242,9 +242,13 @@ def _planned(sketches: Sequence[Sketch], options: _Options) -> Plan:
     from safetune.offline.plan import plan
     from safetune.offline.tasks import open_tuning_store
 
+    return plan(sketches, open_tuning_store(options.dry_run), _most_s(options))
+
+
+def _most_s(options: _Options) -> float:
+    """Return the time that all tunings of a process may take together."""
     budget = _budget(options)
-    most_s = math.inf if budget is None else budget.seconds
-    return plan(sketches, open_tuning_store(options.dry_run), most_s)
+    return math.inf if budget is None else budget.seconds
 
 
 def _part(options: _Options) -> Part | None:
@@ -292,7 +296,8 @@ def _tune_elsewhere(options: _Options, devices: dict[str, dict[str, str]], repor
         events = tune_on_ray(options.ray, arguments, _is_interpreted())
     else:
         events = workers.tune_on(devices, arguments)
-    with prints_to_stderr(), FleetDisplay(hidden=options.as_json) as display:
+    shown = FleetDisplay(hidden=options.as_json, most_s=_most_s(options))
+    with prints_to_stderr(), shown as display:
         for name, event in events:
             display.take(name, event)
             report.take(name, event)

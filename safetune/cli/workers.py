@@ -110,7 +110,8 @@ def gather(workers: Sequence[Worker], silent_s: float = _SILENT_S) -> Iterator[t
             yield worker.name, {"dropped": str(event)}
     if not finished:
         raise DroppedOut(
-            "no device finished the list; what was tuned is stored: run the command again"
+            "no device finished the list, for the reasons above; what was tuned is stored: run the "
+            "command again"
         )
 
 

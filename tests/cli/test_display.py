@@ -139,6 +139,15 @@ def test_a_sweep_of_several_processes_has_a_line_for_each_and_one_for_all() -> N
     assert display.rows(", ")[0].startswith("1/3 tunings, 8/24 configs"), "what it did is stored"
 
 
+def test_several_processes_have_no_more_time_left_than_their_budget() -> None:
+    clock = Clock()
+    display = FleetDisplay(hidden=True, clock=clock, most_s=10.0)
+    display.take("GPU 0", {"planned": 1, "new": 100, "left_out": []})
+    display.take("GPU 0", {"at": vars(Place(2, ["add small"]))})
+    clock.now += 4
+    assert display.rows(", ")[0].endswith("0.5 configs/s, about 6 s left")
+
+
 def test_a_worker_tells_what_has_changed_and_ends_where_nothing_happens() -> None:
     clock, told, ended = Clock(), list[Any](), list[float]()
     display = Display(plan(4), hidden=True, clock=clock)
