@@ -1,4 +1,4 @@
-"""Whether a kernel that stores over what it has loaded gives the same when it runs again."""
+"""Whether a kernel that overwrites its input gives the same result when it runs again."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from safetune.keys.launch_usage import bindings
 from safetune.keys.source_text import last_name, walk
 
-#: Functions that leave what they have given as it is.
+#: Functions that return their own results unchanged: `abs(abs(x))` is `abs(x)`.
 _ONCE = frozenset({"abs", "ceil", "fabs", "floor"})
 
 
 def same_again(function: ast.FunctionDef) -> bool:
-    """Whether each value that is stored is one that is loaded from there, changed once for all.
+    """Whether each stored value is loaded from there, and a second change would not change it.
 
     Such as `tl.store(y + n, tl.where(rows <= columns, tl.load(x + n), 0))` where x is y.
     """

@@ -109,7 +109,7 @@ def _key_names(tuner: Tuner, report: KeyReport, passed: Passed) -> _Found:
 
 
 def _stands_for_a_tensor(tuner: Tuner, report: NameReport) -> bool:
-    """Whether what is made of a key name is a tensor of that size, which cannot be in a key."""
+    """Whether the argument that is made of a key name is a tensor, which cannot be in a key."""
     made = re.search(r"(\w+), which the key lacks", report.reason)
     if report.kind is not NameKind.STAND_IN or made is None:
         return False
@@ -118,7 +118,7 @@ def _stands_for_a_tensor(tuner: Tuner, report: NameReport) -> bool:
 
 
 def _is_dtype_of_descriptors(tuner: Tuner, name: str, passed: Passed) -> bool:
-    """Whether a name is a dtype and the tensors are in descriptors: Triton's key lacks theirs."""
+    """Whether a name is the dtype of tensors in descriptors, whose dtypes Triton's key lacks."""
     accessed = {
         node.func.value.id
         for node in walk(tuner.function)
@@ -147,8 +147,8 @@ def _parameter(tuner: Tuner, name: str) -> ast.AST:
 def _missing(tuner: Tuner, report: KeyReport, missing: Sequence[str], passed: Passed) -> _Found:
     key = [name.name for name in report.names if name.kind is not NameKind.UNKNOWN]
     found = {name: passed.difference(name, key) for name in missing}
-    #: Triton's key has the dtypes of the arguments that are there: they tell one from none, and a
-    #: tensor of integers from one of numbers.
+    # Triton's key has the dtypes of the arguments that are given: they show whether an optional
+    # tensor is there, and whether it is one of integers or of numbers.
     optional = {each.optional for each in found.values() if each and each.optional}
     integers = {name for name in optional if INTEGERS.search(name)}
     for name, difference in found.items():
@@ -219,8 +219,8 @@ def _too_large(tuner: Tuner) -> _Found:
     if min(needed) > SMALLEST:
         message = (
             f"every config needs at least {min(needed):,} bytes of shared memory with elements of "
-            f"two bytes, and the supported GPUs with the least have {SMALLEST:,}: add a smaller "
-            "config"
+            f"two bytes; an RTX 3090, 4090 or 5090 has {SMALLEST:,}, the least of the supported "
+            "GPUs: add a smaller config"
         )
         yield "too-large", tuner.decorator, message
 

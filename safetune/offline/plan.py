@@ -24,8 +24,8 @@ from safetune.store.local.store import Store
 from safetune.tuning import requests, single_flight
 from safetune.tuning.requests import SearchBudget, TuningRequest
 
-#: So many keys of a kernel and dtype have no two measured neighbours, and get as many parts of a
-#: time as other keys: with two a third of the configs is enough.
+#: The first two keys of a kernel and dtype lack two measured neighbours, with which a third of the
+#: configs is enough: each gets three times the time of a later key.
 _COLD_KEYS, _COLD_PARTS = 2, 3.0
 #: Two outcomes that are further apart are not of one sweep: it was interrupted in between.
 _MOST_GAP_S = 300.0

@@ -1,10 +1,10 @@
 """Which of many processes tunes which key, without one that directs the others.
 
-Every process has the whole list. It begins with a part of its own, and goes on with keys of the
-others that no process tunes; at last it helps another worker. The lock of a
-key keeps a second process of the node from it, and the
-lease of the shared store a second node. Both come free when their holder dies: its keys are then
-tuned by others. Where the shared store has no leases, a shard leaves the parts of other shards.
+Every process has the whole list. It begins with a part of its own, goes on with keys of the others
+that no process tunes, and at last helps another worker of its node. The lock of a key keeps a
+second process of the node from it, and the lease of the shared store a second node. Both come free
+when their holder dies, and other processes tune its keys. Where the shared store has no leases, a
+shard leaves the parts of other shards.
 """
 
 from __future__ import annotations
