@@ -28,6 +28,7 @@ LAYERS: list[list[str]] = [
         "isolation.cuda_driver",
         "isolation.device_bytes",
         "isolation.device_memory",
+        "isolation.elsewhere",
         "isolation.hip",
         "isolation.protocol",
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from safetune.isolation import elsewhere
 
 #: How long that may take, with the import of torch, on however slow a file system.
 _LIMIT_S = 180.0
@@ -25,9 +26,9 @@ def why_broken(index: int, limit_s: float = _LIMIT_S) -> str:
     """
     command = [sys.executable, "-c", _PROGRAM, str(index)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {limit_s:g} s"
+        done = elsewhere.ask(command, limit_s)
+    except OSError as error:
+        return str(error)
     if not done.returncode:
         return ""
     return next(reversed(done.stderr.split("\n")[:-1]), f"exit code {done.returncode}")

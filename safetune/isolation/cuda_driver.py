@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -118,13 +119,12 @@ def described_elsewhere(index: int) -> Description:
 
     Raises `BackendError` where that process finds no such device.
     """
-    import json
-    import subprocess
+    from safetune.isolation import elsewhere
 
     program = [sys.executable, "-c", _DESCRIBE, str(index), str(Path(__file__).parents[2])]
     try:
-        done = subprocess.run(program, capture_output=True, text=True, timeout=_DESCRIBE_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = elsewhere.ask(program, _DESCRIBE_S)
+    except OSError as error:
         raise BackendError(f"no process could be asked about device {index}: {error}") from error
     if done.returncode:
         raise BackendError((done.stderr.strip() or str(done.returncode)).splitlines()[-1])

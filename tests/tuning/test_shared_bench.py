@@ -19,8 +19,11 @@ import triton.language as tl
 from safetune import safetune
 from safetune.config import config_digest
 from safetune.miss.resolve import Miss
+from safetune.outcome import Outcome, Verdict
 from safetune.settings import Settings
+from safetune.store.local import shared_trials
 from safetune.store.lookup import GuardedStore, open_lookup
+from safetune.store.records import KeyRecord
 from safetune.tuning.requests import Phases, Progress, TuningRequest
 from safetune.tuning.shared_bench import HelpersBench, SharedBench
 from safetune.tuning.single_flight import WaitBudget
@@ -135,3 +138,15 @@ def test_the_owner_measures_the_config_of_a_helper_that_died(
 
     assert tune(shared(request_, store), store, observe).measured == 4
     assert screened == ["BLOCK=16", "BLOCK=32", "BLOCK=64", "BLOCK=128"]
+
+
+def test_a_config_that_found_no_memory_elsewhere_counts_as_not_tried(
+    request_: TuningRequest, store: GuardedStore
+) -> None:
+    """Else its owner would wait for an outcome that no process is about to store."""
+    helping = recall(request_, store, lambda step: None, Phases("wait"))
+    store.put_key(KeyRecord.of(request_.key))
+    helping.settle(2, Outcome(Verdict.DIED))
+    helping.settle(3, Outcome(Verdict.NO_MEMORY))
+    tried = shared_trials.tried(store.connection, request_.key.digest, 0.0)
+    assert tried == {config_digest(request_.configs[2])}

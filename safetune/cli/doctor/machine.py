@@ -8,7 +8,6 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from safetune import triton_internals
 from safetune.cli.doctor.report import Check, fail, ok, warn
 from safetune.cli.output import version_of
+from safetune.isolation import elsewhere
 
 #: The oldest versions that are supported; the newest Triton is `triton_internals.NEWEST`.
 _OLDEST = {"torch": (2, 8), "triton": (3, 6)}
@@ -124,15 +124,12 @@ def isolation(probe: Path = _PROBE) -> Iterator[Check]:
         kept = [n for n in os.environ if n[:9] != "SAFETUNE_" or n == "SAFETUNE_EXPERIMENTAL_HIP"]
         variables = {name: os.environ[name] for name in kept}
         try:
-            done = subprocess.run(
+            done = elsewhere.ask(
                 [sys.executable, "-m", "safetune", "tune", str(probe), "--json"],
-                env={**variables, "SAFETUNE_CACHE_DIR": directory},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_PROBE_S,
+                _PROBE_S,
+                {**variables, "SAFETUNE_CACHE_DIR": directory},
             )
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             fix = "run nvidia-smi, and look for processes that cannot be killed"
             yield fail("isolation", f"no kernel could be tuned within {_PROBE_S:.0f} s", fix)
             return
