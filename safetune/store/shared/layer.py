@@ -345,6 +345,7 @@ class SharedLayer:
         try:
             if records:
                 local_copy.adopt(self._local, records, _SLICE_S, self._origin)
+                records = []
             self.write_unkept(_SLICE_S)
         except StoreError as error:
             logger.info("%s; the pulled choices are kept in memory", error)

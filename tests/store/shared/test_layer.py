@@ -402,6 +402,24 @@ class TestExchange:
             layer.write_unkept()
         assert local.choice(key(0).digest, LIST) == choice(0)
 
+    def test_what_is_written_is_not_kept_in_memory_for_another_one_that_is_not(
+        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        url = f"file://{tmp_path}/shared"
+        open_shared(url).publish(SPACE, [stored(0), stored(1)])
+        layer = layer_of(url)
+        other = sqlite3.connect(local.path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        layer.claim(SPACE, key(0).digest, LIST, force=False)
+        other.execute("COMMIT")
+        refused = f"CREATE TRIGGER refuse BEFORE INSERT ON choice WHEN NEW.key = '{key(0).digest}' "
+        other.execute(f"{refused} BEGIN SELECT RAISE(ABORT, 'refused'); END")
+        other.close()
+        layer.claim(SPACE, key(1).digest, LIST, force=False)
+        assert local.choice(key(1).digest, LIST) == choice(1)
+        found = [layer.choice(SPACE, key(number).digest, LIST) for number in range(2)]
+        assert found == [choice(0), None]
+
     def test_the_source_of_a_kernel_is_not_published(
         self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
