@@ -89,7 +89,7 @@ def compiled_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Bi
 
 
 def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
-    """Build in a thread what Triton up to 3.7 has a C compiler make for the launches of a kernel.
+    """Build in a thread what Triton 3.6 has a C compiler make for the launches of a kernel.
 
     That takes 0.3 s, and the first launch would wait for it.
     """
@@ -99,7 +99,7 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
 
 
 def build_host_code(jit: Any, specs: Iterable[tuple[Any, ...]]) -> None:
-    """Build what Triton up to 3.7 has a C compiler make before the first launch of a kernel.
+    """Build what Triton 3.6 has a C compiler make before the first launch of a kernel.
 
     A later one looks for it under the directory of the driver's library, which is not known here.
     """

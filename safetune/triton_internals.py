@@ -111,9 +111,9 @@ def _torch_uses_a_device() -> bool:
 class FirstDriver:
     """Triton's driver for NVIDIA GPUs, while a thread has Triton make it.
 
-    Up to Triton 3.7 a C compiler builds a part of it, which takes 0.5 s where Triton's cache lacks
-    it. Nothing but a launch needs it, so a tuning begins meanwhile. Triton's own code waits for it:
-    it has no lock, and launches through one driver refuse the tensor maps of a second one.
+    In Triton 3.6 a C compiler builds a part of it, which takes 0.5 s where Triton's cache lacks it.
+    Nothing but a launch needs it, so a tuning begins meanwhile. Triton's own code waits for it: it
+    has no lock, and launches through one driver refuse the tensor maps of a second one.
     """
 
     def __init__(self) -> None:
