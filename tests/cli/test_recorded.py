@@ -106,9 +106,10 @@ def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: 
 
 @pytest.mark.full
 def test_the_whole_way_from_recorded_calls_to_packs_that_cover_them(
-    fresh_process: FreshProcess,
+    fresh_process: FreshProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the example shows it, with a SIGKILL in the middle of the tuning."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # lines that are not wrapped
     example = Path(__file__).resolve().parents[2] / "docs/examples/record_to_frozen.py"
 
     done = fresh_process(example, timeout_s=600.0)
