@@ -121,6 +121,7 @@ def test_each_launch_gets_the_options_that_it_gets_under_stock_triton(
     key = ["n", "T"] + ([] if OPTIONS[option] is None else [option])
     stock: Any = triton.autotune(configs=configs(), key=key)(machine.kernel_of(function))
     stock.prune_configs = lambda kwargs: stock.configs[:1]
+    stock.do_bench = lambda call, quantiles: [1.0] * 3  # Triton 3.6 times one config, too
     found = []
     for tuner in (stock, tuner_of(function, key)):
         machine.launches = []
