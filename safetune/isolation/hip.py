@@ -1,6 +1,6 @@
 """The back end for AMD GPUs: HIP's library, called as the CUDA driver's is.
 
-It is an experiment that no AMD GPU has run: without SAFETUNE_EXPERIMENTAL_HIP=1 there is none.
+No AMD GPU has run it yet: it is an experiment, and used only under SAFETUNE_EXPERIMENTAL_HIP=1.
 
 Most functions of libamdhip64 have the arguments, the handles and the errors of their namesakes in
 libcuda. Memory is handed to children through the host, and they work on its bytes with torch.
